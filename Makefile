@@ -7,7 +7,7 @@
 #   make wheel    the wheels, into dist/
 #   make release  the wheels, checked and tested under every installed Python
 #   make docs     the documentation as a site, into build/site
-#   make fuzz     libFuzzer on parsers of a peer's bytes; needs clang
+#   make fuzz     libFuzzer and atheris on parsers of a peer's bytes and of files; the first needs clang
 #   make gpu      checks and figures on one GPU, one table each
 #   make bench    every benchmark that needs only this machine
 
@@ -56,7 +56,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 # One target at a time, because the compiler and the tests each use all cores; only package downloads run in parallel.
 .NOTPARALLEL:
 .PHONY: test-torch torch-env quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks corpus
-.PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
+.PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-native fuzz-python fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
 
@@ -172,7 +172,9 @@ CLANGXX ?= $(shell for name in clang++ clang++-{22..16}; do \
   command -v $$name >/dev/null && test "$$($$name -dumpversion | cut -d. -f1)" -ge 16 && { command -v $$name; break; }; done)
 FUZZ_S ?= 60
 
-fuzz: $(PACKAGES)
+fuzz: fuzz-native fuzz-python
+
+fuzz-native: $(PACKAGES)
 	@test -n "$(CLANGXX)" || { echo "make fuzz: no clang++ found. Install clang, or give CLANGXX=<path>." >&2; exit 1; }
 	$(VENV)/bin/cmake -Snative/fuzz -Bbuild/fuzz -GNinja -DCMAKE_CXX_COMPILER=$(CLANGXX) \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
@@ -181,6 +183,17 @@ fuzz: $(PACKAGES)
 	cd build/fuzz && ./message_fuzz -max_total_time=$(FUZZ_S) -max_len=16384 -timeout=10 -rss_limit_mb=2048 \
 	  -print_final_stats=1 corpus
 
+# atheris on the parsers of Python, which share FUZZ_S. Skipped if pip does not find it, as for a newer Python.
+FUZZ_ENV := build/fuzz-env
+
+$(FUZZ_ENV)/.stamp: tools/fuzz_env.sh | $(PACKAGES)
+	@tools/fuzz_env.sh $(PY) $(FUZZ_ENV) || test $$? -eq 3
+	@mkdir -p $(@D) && touch $@
+
+fuzz-python: env $(FUZZ_ENV)/.stamp
+	@if ! $(FUZZ_ENV)/bin/python -c "import atheris" 2>/dev/null; then echo "fuzz-python: skipped, because pip finds no atheris here"; exit 0; fi; \
+	$(FUZZ_ENV)/bin/python -m tests.fuzz build/fuzz/python $(FUZZ_S)
+
 # clang's thread safety analysis: data guarded by a mutex is accessed only under it (native/src/sync.h).
 test-locks:
 	@if test -z "$(CLANGXX)"; then echo "test-locks: skipped, because there is no clang++ here"; exit 0; fi; \
@@ -188,8 +201,8 @@ test-locks:
 	  -Inative/include -Inative/src && echo "test-locks: nothing found"
 
 # Part of the long legs if clang is installed.
-fuzz-if-clang:
-	@if test -n "$(CLANGXX)"; then $(MAKE) fuzz; else echo "fuzz: skipped, because there is no clang++ here"; fi
+fuzz-if-clang: fuzz-python
+	@if test -n "$(CLANGXX)"; then $(MAKE) fuzz-native; else echo "fuzz: skipped, because there is no clang++ here"; fi
 
 test-python: env stand-in $(CLASSES)
 	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest -n $(TEST_JOBS) --dist worksteal $(PYTEST_FLAGS)

@@ -15,9 +15,9 @@ Each module imports only those above it:
     lazy_compiler  torch's compiler, imported when something compiles
     interfaces     addresses of this host
     rank_messages  messages of a rank to the driver
+    wire           frames and messages between processes of a job, and the reader of JSON
     settings       every setting of engine and launch
     terminal       text of ranks and files for a terminal
-    wire           frames and messages between processes of a job
     topology       local and cross ranks from hosts
     engine         compiled collectives: the only ctypes
     spark          a session, classic or Connect, behind one interface

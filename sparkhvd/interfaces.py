@@ -14,8 +14,7 @@ from pathlib import Path
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 
-# Address for processes of this host, independent of its name and networks.
-LOOPBACK = "127.0.0.1"
+_LOOPBACKS = ("127.0.0.1", "::1")
 # Requests of ioctl, and flags of an interface, as Linux numbers them.
 _ALL_ADDRESSES = 0x8912
 _FLAGS = 0x8913
@@ -45,6 +44,16 @@ class Interface:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address}{'' if self.is_up else ', down'})"
+
+
+def loopback() -> str:
+    """Return the address for processes of this host, independent of its name and networks: "::1" if it has no IPv4."""
+    for address in _LOOPBACKS:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+            return address
+    return _LOOPBACKS[0]  # the caller's error names it
 
 
 def interfaces() -> list[Interface]:

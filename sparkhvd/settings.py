@@ -18,6 +18,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from typing import Any, TypeGuard, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.wire import read_json, rebuild
 
 # ----------------------------------------------------------------------------------------------------
 # Declaration of settings, and parsing and checking of their values.
@@ -484,8 +485,8 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """Rebuild settings from `to_json`."""
-        return cls(**json.loads(text))
+        """Rebuild settings from `to_json`; raises ValueError for any other text."""
+        return rebuild(cls, read_json(text))
 
 
 def conf_keys() -> list[str]:
@@ -557,9 +558,9 @@ class JobSettings:
 
     @classmethod
     def from_json(cls, text: str) -> JobSettings:
-        """Rebuild settings from `to_json`."""
-        values, fixed = json.loads(text)
-        return cls(Settings.from_json(values), tuple(fixed))
+        """Rebuild settings from `to_json`; raises ValueError for any other text."""
+        values, fixed = rebuild(tuple[str, tuple[str, ...]], read_json(text))
+        return cls(Settings.from_json(values), fixed)
 
 
 class RankSettings:

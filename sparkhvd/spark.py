@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, SparkUnavailableError
-from sparkhvd.interfaces import LOOPBACK, address_towards
+from sparkhvd.interfaces import address_towards, loopback
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -111,7 +111,7 @@ class SparkShim:
             address = address_towards(server_host(self.session))
             return address, address
         if self._has_executors_here():
-            return LOOPBACK, LOOPBACK
+            return loopback(), loopback()
         host = self.session.conf.get("spark.driver.host")
         own = self.session.conf.get("spark.driver.bindAddress", host)
         return own.strip("[]"), host.strip("[]")

@@ -126,7 +126,7 @@ LAZY_PACKAGES = {
         "ranks and workers start without it; some names are of one version, or of Connect",
     ),
     "requests": (1, "optional: comes with MLflow"),
-    "resource": (3, "Unix only"),
+    "resource": (4, "Unix only"),
     "sys": (1, "the function of a barrier task, pickled by value"),
     "tensorboard": (1, "optional: a logger"),
     "yaml": (1, "optional: sparkhvdrun --config-file"),
@@ -389,6 +389,20 @@ def test_only_listed_files_unpickle() -> None:
         for use in unpickling(nodes(path))
     ]
     assert uses == []
+
+
+def test_one_function_reads_json() -> None:
+    """`wire.read_json` bounds size and depth; `tests/harness/parsers.py` has its callers."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("load", "loads", "JSONDecoder")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "json"
+    }
+    assert found == {"sparkhvd/wire.py"}
 
 
 def test_functions_that_unpickle_are_called_by_their_full_names() -> None:

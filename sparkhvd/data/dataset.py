@@ -28,6 +28,7 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import MANIFEST_NAME, Manifest
 from sparkhvd.data.ownership import remove
 from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.sampler import Stage
 from sparkhvd.data.reading.subset import SUBSETS
 from sparkhvd.data.reuse import prepare as materialized
 from sparkhvd.data.store.store import Store
@@ -35,6 +36,7 @@ from sparkhvd.data.store.temporary import default_store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.launchers.environment import place_in
 from sparkhvd.torch import context
+from sparkhvd.wire import rebuild
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -203,7 +205,7 @@ def load(store: Store | str | PathLike[str], path: str) -> Dataset:
 # Batches of a data set for one rank, as torch's `IterableDataset`.
 # The rows of all ranks at a step equal those of one process with as many rows per batch: the order is the same for any
 # number of ranks, and an epoch resumes at any row, also with other ranks. (Data beyond `shuffle_bytes` are read by each rank in
-# its own part, and resume only with the same number of ranks.)
+# its own part; with other ranks what is left is cut into new parts.)
 # Threads: the reader prefetches in one thread. Not for several workers of a `DataLoader`: each would read everything.
 
 
@@ -419,8 +421,8 @@ class Loader(IterableDataset[Any]):
         }
         self._arguments: dict[str, Argument] = {}
         self.epoch = 0
-        # Rows of the epoch over all ranks: before the numbering of the current batches, and returned since.
-        self._first_row = 0
+        # Of the epoch: its stages with other numbers of ranks or batch sizes, and the rows over all ranks returned since.
+        self._before: tuple[Stage, ...] = ()
         self._handed_out = 0
         # Windows of their order; None if unknown or empty.
         self._windows: list[int] | None = None
@@ -449,21 +451,33 @@ class Loader(IterableDataset[Any]):
         self._check_windows(reader)
         width = self.size * self.batch_size
         start, rest = divmod(self._handed_out, width)
-        if rest or self._first_row:
-            self._first_row, self._handed_out, start = self._first_row + self._handed_out, 0, 0
-        epoch, end = self.epoch, reader.num_rows
+        if rest:  # a row that no step of these sizes ends at
+            self._continue(self.size, self.batch_size)
+            start = 0
+        epoch, end, first_row = self.epoch, reader.num_rows, self._first_row
         if self._options["drop_last"]:
-            end -= (end - self._first_row) % width
+            end -= (end - first_row) % width
         if not self._handed_out:
             self.num_broken = 0
-        for batch in reader.epoch(epoch, start, following=epoch + 1, first_row=self._first_row):
+        for batch in reader.epoch(epoch, start, following=epoch + 1, before=self._before):
             self.num_broken += batch.num_broken
             self._handed_out += sum(batch.rows_per_rank)
-            if self._first_row + self._handed_out == end:
+            if first_row + self._handed_out == end:
                 self.set_epoch(epoch + 1)
             tensors = {name: each.tensor(batch.columns) for name, each in self._arguments.items()}
             yield tuple(tensors.values()) if self._is_tuple else tensors
         self.set_epoch(epoch + 1)
+
+    @property
+    def _first_row(self) -> int:
+        """Rows of the epoch's stages over all ranks."""
+        return sum(stage.rows for stage in self._before)
+
+    def _continue(self, size: int, batch_size: int) -> None:
+        """Begin a stage after the rows returned by one of other sizes."""
+        if self._handed_out:
+            self._before = (*self._before, Stage(size, batch_size, self._handed_out))
+        self._handed_out = 0
 
     def _check_windows(self, reader: Reader) -> None:
         """Reject resuming after rows of another order than the reader's."""
@@ -482,27 +496,34 @@ class Loader(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start an epoch with the next iteration."""
-        self.epoch, self._first_row, self._handed_out = epoch, 0, 0
+        self.epoch, self._before, self._handed_out = epoch, (), 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch; equal on all ranks after equally many steps."""
         row = self._first_row + self._handed_out
         order = {name: self._options[name] for name in _ORDER}
-        ranks = {"size": self.size, "batch_size": self.batch_size, "windows": self._windows}
+        ranks: dict[str, Any] = {
+            "size": self.size,
+            "batch_size": self.batch_size,
+            "windows": self._windows,
+        }
+        if self._windows and self._before:
+            ranks["before"] = [[s.size, s.batch_size, s.rows] for s in self._before]
         data = {"rows": len(self.dataset), "data": self.dataset.manifest.digest}
         return {"epoch": self.epoch, "row": row, **data, **order, **ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the position of another loader of any rank, number of ranks and batch size.
 
-        Data beyond `shuffle_bytes` require the same number of ranks and batch size, and equal `shuffle_bytes`, columns and
-        `drop_last`, checked by the next iteration.
+        Data beyond `shuffle_bytes` require equal `shuffle_bytes`, columns and `drop_last`, checked by the next iteration; data in groups also
+        equal numbers.
 
         Raises:
             InvalidArgumentError: the state is invalid, or of other data, or of another order of rows.
         """
         numbers = [state.get(name) for name in ("epoch", "row", "rows")]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        before = _stages(state.get("before", ()))
+        if before is None or not all(isinstance(each, int) and each >= 0 for each in numbers):
             raise InvalidArgumentError(
                 f"load_state_dict: the state is {state!r:.200}. Give what state_dict() has returned."
             )
@@ -520,11 +541,11 @@ class Loader(IterableDataset[Any]):
                 f"values, or the same in other files: {digest!r}. Load it with the data that it was saved with; if only the files differ, take "
                 "'data' out of the state."
             )
-        self.epoch, self._first_row, self._handed_out = state["epoch"], 0, state["row"]
-        self._windows = state.get("windows")
-        if (state.get("size"), state.get("batch_size")) != (self.size, self.batch_size):
-            # Steps are numbered from here on; data beyond memory have no such order.
-            self._first_row, self._handed_out = self._handed_out, 0
+        self.epoch, self._before, self._windows = state["epoch"], before, state.get("windows")
+        self._handed_out = state["row"] - self._first_row
+        sizes = state.get("size"), state.get("batch_size")
+        if sizes != (self.size, self.batch_size):
+            self._continue(sizes[0] or 0, sizes[1] or 0)
 
     def close(self) -> None:
         """Stop the thread and release files and memory; another iteration opens them again."""
@@ -565,6 +586,16 @@ class Loader(IterableDataset[Any]):
                 for column in self._reader.columns
             }
         return self._reader
+
+
+def _stages(given: object) -> tuple[Stage, ...] | None:
+    """Return the stages of a state; None if it has others than a loader writes."""
+    try:
+        stages = rebuild(tuple[tuple[int, int, int], ...], given)
+    except ValueError:
+        return None
+    found = tuple(Stage(*each) for each in stages)
+    return found if all(min(vars(s).values()) > 0 for s in found) else None
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.wire import rebuild
 
 # Version 1 had only rows of one size, version 2 no checksums of blocks; both can be read.
 FORMAT_VERSION = 3
@@ -142,31 +143,12 @@ class Manifest:
                 f"The data have format version {values['format_version']}, this sparkhvd reads "
                 f"{', '.join(map(str, READABLE_VERSIONS))}. Materialize them again."
             )
-        files = tuple(
-            DataFile(
-                f["path"],
-                f["rows"],
-                tuple(f["row_groups"]),
-                f.get("size", 0),
-                f.get("modified_ns", 0),
-                tuple((name, value) for name, value in f.get("partition", ())),
-                f.get("footer_crc"),
-                f.get("values_crc"),
-            )
-            for f in values["files"]
-        )
-        schema = DataSchema.from_dict(values["schema"])
-        return cls(
-            files,
-            schema,
-            values["num_rows"],
-            values["num_validation"],
-            variable_bytes=values.get("variable_bytes", {}),
-            num_skipped=values.get("num_skipped", 0),
-            ranges=joined_ranges([values.get("ranges", {})]),
-            format_version=values["format_version"],
-            layout=values.get("layout", PACKED),
-        )
+        try:
+            return rebuild(cls, values, is_strict=False)
+        except ValueError as e:
+            raise InvalidArgumentError(
+                f"The list of the data's files is damaged: {e}. Fit again: the data are materialized again."
+            ) from e
 
     def save(self, store: Store, data_dir: str) -> None:
         """Write the manifest, after which the data exist for readers."""

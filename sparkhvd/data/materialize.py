@@ -31,6 +31,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.data.tables import has_small_partitions
 from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError, listed
 from sparkhvd.spark import SparkShim
+from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
     from pyspark import TaskContext
@@ -92,7 +93,7 @@ def materialize(
             tag, description = f"sparkhvd-{uuid.uuid4().hex}", f"sparkhvd: materialize {data_dir}"
             rows = SparkShim(df.sparkSession).collect(stage, tag, description)
         outcomes = [
-            json.loads(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
+            read_json(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
         ]
         manifest = _merge(outcomes, schema)
         _settle(store, data_dir, manifest)

@@ -16,7 +16,7 @@ from sparkhvd.distributed.launch import EngineGroup
 from sparkhvd.distributed.work import NUMBER_BITS, as_torch
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, InvalidArgumentError
-from sparkhvd.interfaces import address_on, address_towards
+from sparkhvd.interfaces import address_on, address_towards, loopback
 from sparkhvd.launchers import gather
 from sparkhvd.launchers.environment import end_with_launcher
 from sparkhvd.launchers.rank_claim import receive
@@ -33,6 +33,7 @@ from sparkhvd.settings import Settings
 from sparkhvd.torch import context
 from sparkhvd.torch.process_sets import ProcessSets, add_process_set
 from sparkhvd.torch.startup import way_to_join
+from sparkhvd.wire import read_json, rebuild
 
 _OTHER = "of other ranks"
 # Number of default groups of each engine so far, the same on its ranks.
@@ -286,8 +287,8 @@ def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> S
         listener = stack.enter_context(Listener.bind(_own_address(store, settings), settings))
         own = json.dumps({**listener.endpoint().to_dict(), "meeting": secrets.token_hex(16)})
         texts = exchange(store, "endpoint", rank, size, own, timeout)
-        entries = [json.loads(text) for text in texts]
-        endpoints = tuple([Endpoint.from_dict(entry) for entry in entries])
+        entries = [read_json(text) for text in texts]
+        endpoints = tuple([rebuild(Endpoint, entry) for entry in entries])
         if gather.is_one_host(endpoints):
             point = gather.on_this_host(f"sparkhvd-{entries[0]['meeting']}")
             made = secrets.token_hex(KEY_BYTES)
@@ -306,7 +307,7 @@ def _own_address(store: Store, settings: Settings) -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
-        return "127.0.0.1"
+        return loopback()
     return address_towards(store.host)
 
 

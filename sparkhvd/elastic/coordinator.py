@@ -458,26 +458,12 @@ class JoinToken:
     meet_s: float
 
     def to_dict(self) -> dict[str, object]:
-        """Return a JSON object that includes the key."""
+        """Return a JSON object that includes the key, of which `rebuild` makes the token."""
         return {
             **vars(self),
             "key": self.key.hex(),
             "coordinator": self.coordinator.to_dict(),
         }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, object]) -> JoinToken:
-        """Rebuild a join token from `to_dict`."""
-        coordinator = values["coordinator"]
-        assert isinstance(coordinator, dict)
-        return cls(
-            bytes.fromhex(str(values["key"])),
-            str(values["job_id"]),
-            int(str(values["number"])),
-            Endpoint.from_dict(coordinator),
-            float(str(values["wait_s"])),
-            float(str(values["meet_s"])),
-        )
 
 
 class MemberLink:

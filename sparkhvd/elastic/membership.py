@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkhvd.rendezvous import Endpoint
+from sparkhvd.wire import rebuild
 
 FINISHED = "has finished"
 STATE_IS_GONE = (
@@ -471,7 +472,6 @@ _KINDS: dict[str, type[Message]] = {
     "report": MemberReport,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_TYPES: dict[str, type] = {"int": int, "bool": bool, "str": str}
 
 
 def to_dict(message: Message) -> dict[str, Any]:
@@ -486,19 +486,7 @@ def from_dict(values: Mapping[str, Any]) -> Message:
         ValueError: it is not a valid message.
     """
     fields = dict(values)
-    try:
-        kind = _KINDS[fields.pop("message")]
-        if kind is JoinRequest:
-            fields["endpoint"] = Endpoint.from_dict(fields["endpoint"])
-            fields["dead"] = tuple(map(int, fields["dead"]))
-        if kind is Decision:
-            fields["members"] = tuple(map(int, fields["members"]))
-            fields["endpoints"] = tuple(map(Endpoint.from_dict, fields["endpoints"]))
-        made = kind(**fields)
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"no message of an elastic job: {error!r}") from error
-    for each in dataclasses.fields(made):
-        expected, found = _TYPES.get(str(each.type)), getattr(made, each.name)
-        if expected is not None and type(found) is not expected:
-            raise ValueError(f"no message of an elastic job: {each.name} is {found!r:.100}")
-    return made
+    name = fields.pop("message", None)
+    if not isinstance(name, str) or name not in _KINDS:
+        raise ValueError(f"no message of an elastic job: {name!r:.100}")
+    return rebuild(_KINDS[name], fields)

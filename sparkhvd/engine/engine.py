@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import os
 import weakref
 from collections import defaultdict
@@ -47,6 +46,7 @@ from sparkhvd.engine.work import WAIT_SLICE_MS, Buffer, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.settings import ISAS, Settings
 from sparkhvd.topology import Topology, topology
+from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
     # STYLE keeps `engine` and `rendezvous` apart at run time; the engine only needs the shape of this.
@@ -195,7 +195,7 @@ class Engine:
             buffer = ctypes.create_string_buffer(size)
             length = state.library.engine_counters(state.handle, buffer, size)
             if length < size:
-                counters: dict[str, Any] = json.loads(buffer.value)
+                counters: dict[str, Any] = read_json(buffer.value)
                 return counters
             size = length + 1024  # it may have grown meanwhile
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.backend import keras
+from sparkhvd.wire import read_json
 
 
 class Network(nn.Module):
@@ -85,7 +86,7 @@ def _rebuild_compiled(
 def _rebuild(text: str, custom_objects: Mapping[str, Any], values: Sequence[Tensor]) -> Network:
     with keras.device("cpu"):
         model = keras.saving.deserialize_keras_object(
-            json.loads(text), custom_objects=dict(custom_objects), safe_mode=False
+            read_json(text), custom_objects=dict(custom_objects), safe_mode=False
         )
     variables = model.variables
     if [tuple(v.shape) for v in variables] != [tuple(each.shape) for each in values]:

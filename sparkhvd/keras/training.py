@@ -40,6 +40,7 @@ from sparkhvd.training.modules import weights
 from sparkhvd.training.profile import RunTimeline
 from sparkhvd.training.torch_settings import TorchSettings, held
 from sparkhvd.training.user_code.transformations import Transformations
+from sparkhvd.wire import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,7 +529,7 @@ class ProgressFile:
         if not self.store.exists(self.path):
             return 0
         found = weights.Weights("", self.store.read_bytes(self.path)).load()
-        return len(json.loads(bytes(found[_RECORDS].tolist())))
+        return len(read_json(bytes(found[_RECORDS].tolist())))
 
     def explain_failure(self, error: BaseException, epochs: int) -> bool:
         """Add a note to an error, before Python 3.11 on stderr, on how to resume the run; return False if it is known to have no
@@ -576,7 +577,7 @@ class ProgressFile:
         with torch.no_grad():
             for value, each in zip(values, found.values(), strict=True):
                 value.copy_(each)
-        records: list[dict[str, float]] = json.loads(bytes(text.tolist()))
+        records: list[dict[str, float]] = read_json(bytes(text.tolist()))
         return records
 
 

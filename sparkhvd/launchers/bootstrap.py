@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from sparkhvd import cpus
 from sparkhvd.elastic import ElasticRendezvous, JoinToken
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.interfaces import own_address
+from sparkhvd.interfaces import loopback, own_address
 from sparkhvd.launchers import gather
 from sparkhvd.launchers.environment import (
     PLAIN,
@@ -34,11 +34,11 @@ from sparkhvd.rendezvous import (
 )
 from sparkhvd.settings import JobSettings, RankSettings, Settings, parse_place
 from sparkhvd.topology import RankContext, install_rank_context, topology
+from sparkhvd.wire import read_json, rebuild
 
 # Marks child processes of a rank, which are not ranks.
 _MARK = "SPARKHVD_RANK_PROCESS"
 _BY_VARIABLES = "/variables"
-_LOOPBACK = "127.0.0.1"
 _NUM_PORTS = 8
 
 
@@ -126,7 +126,7 @@ def _on_one_host(place: LauncherEnv) -> _GatherPlan:
     parent = launcher_of(place) if place.parent else 0  # ranks in wrappers have other parents
     text = f"{os.getuid()}/{place.job}/{parent}"
     name = hashlib.sha256(text.encode()).hexdigest()
-    return _GatherPlan(gather.on_this_host(f"sparkhvd-{name}"), _LOOPBACK)
+    return _GatherPlan(gather.on_this_host(f"sparkhvd-{name}"), loopback())
 
 
 def _on_several_hosts(place: LauncherEnv, settings: Settings) -> _GatherPlan:
@@ -174,8 +174,8 @@ def _gather(place: LauncherEnv, way: _GatherPlan, endpoint: Endpoint, settings: 
             f"init(): rank {place.rank} of {place.launcher} cannot connect to the others at {way.point}: {error}. Is "
             "another job with the same address and port running?"
         ) from error
-    entries = [json.loads(each) for each in texts]
-    endpoints = tuple(Endpoint.from_dict(entry["endpoint"]) for entry in entries)
+    entries = [read_json(each) for each in texts]
+    endpoints = tuple(rebuild(Endpoint, entry["endpoint"]) for entry in entries)
     if not gather.is_one_host(endpoints):
         gather.check_addresses(endpoints, f"init(): {place.size} ranks of {place.launcher}")
     job_id = str(entries[0]["id"])
@@ -222,7 +222,7 @@ class Handover:
     @property
     def who(self) -> str:
         """Name of the rank in a message."""
-        values = json.loads(self.job)
+        values = read_json(self.job)
         return f"process {values['number']}" if self.is_elastic else f"rank {values['rank']}"
 
     def to_descriptor(self) -> int:
@@ -240,12 +240,12 @@ class Handover:
             content: as in the descriptor.
             listener: descriptors of this process; None if it has inherited them under their numbers.
         """
-        made = cls(**json.loads(content))
+        made = rebuild(cls, read_json(content))
         return made if listener is None else replace(made, listener=listener)
 
     def listen(self) -> Listener:
         """Return the rank's listener, which takes over the descriptors."""
-        return Listener.from_filenos(*self.listener, Endpoint.from_dict(self.endpoint))
+        return Listener.from_filenos(*self.listener, rebuild(Endpoint, self.endpoint))
 
     def enter(self, listener: Listener) -> Rendezvous:
         """Make this process the rank: install its rendezvous and, if known, its place."""
@@ -256,7 +256,7 @@ class Handover:
             ask = RankSettings(JobSettings.from_json(self.settings), self.before).current
         if self.is_elastic:
             # Its rank is known once it is in a generation.
-            join_token = JoinToken.from_dict(json.loads(self.job))
+            join_token = rebuild(JoinToken, read_json(self.job))
             member = ElasticRendezvous(
                 join_token, listener, ask, self.num_threads, self.local_rank, self.gpu
             )

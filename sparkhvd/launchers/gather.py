@@ -47,7 +47,7 @@ from sparkhvd.rendezvous.event_loop import (
 from sparkhvd.rendezvous.handshake import KEY_BYTES, SERVICE_STAGE, ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor
 from sparkhvd.settings import Settings
-from sparkhvd.wire import frame_of
+from sparkhvd.wire import frame_of, read_json, rebuild
 
 _LONGEST_S = 24.0 * 86400  # longest wait of a selector, in whole days
 # How long a rank may take to connect again.
@@ -252,7 +252,7 @@ class _Root(_Gathering):
 
     def _receive(self, rank: int, sock: socket.socket) -> Task:
         try:
-            self._texts[rank] = (yield from _read_message(sock)).decode()
+            self._texts[rank] = yield from _read_message(sock)
         except ConnectionError:  # it may connect again: this process has read its proof too late
             self._links.pop(rank).close()
             yield from sleep(_AGAIN_S)
@@ -298,7 +298,8 @@ class _Peer(_Gathering):
             if self._sock is None:
                 yield from sleep(pause_s)
         send(self._sock, frame_of(self.text.encode()))
-        self._texts = json.loads((yield from _read_message(self._sock)).decode())
+        texts = read_json((yield from _read_message(self._sock)))
+        self._texts = rebuild(list[str], texts)
 
     def _try_all(self) -> Task:
         """Try every address once."""
@@ -357,9 +358,9 @@ class _Peer(_Gathering):
             self._sock.close()
 
 
-def _read_message(sock: socket.socket) -> Generator[Wait, None, bytes]:
+def _read_message(sock: socket.socket) -> Generator[Wait, None, str]:
     try:
-        return (yield from receive_frame(sock, time.monotonic() + _LONGEST_S))
+        return (yield from receive_frame(sock, time.monotonic() + _LONGEST_S)).decode()
     except ConnectionError as error:
         raise ConnectionResetError("another rank ended while the ranks met") from error
     except ValueError as error:

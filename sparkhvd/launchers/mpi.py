@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeGuard
 from sparkhvd import cpus
 from sparkhvd._version import __version__
 from sparkhvd.errors import InvalidArgumentError, PreflightError, SparkhvdError
-from sparkhvd.interfaces import address_on, address_towards, interfaces, is_loopback
+from sparkhvd.interfaces import address_on, address_towards, interfaces, is_loopback, loopback
 from sparkhvd.launchers.bootstrap import mark
 from sparkhvd.launchers.environment import end_with_launcher, place_in
 from sparkhvd.launchers.gather import check_addresses, is_one_host
@@ -39,8 +39,8 @@ from sparkhvd.rendezvous import (
 from sparkhvd.rendezvous.listener import host_key
 from sparkhvd.settings import Settings
 from sparkhvd.topology import RankContext, context, install_rank_context, topology
+from sparkhvd.wire import read_json, rebuild
 
-_LOOPBACK = "127.0.0.1"
 # Between two tests of a message of MPI.
 _PAUSE_S = 0.001
 # Room for a rank's text, whose size MPI needs beforehand; addresses and failures are cut to fit.
@@ -93,6 +93,15 @@ def place_of(what: str, comm: Communicator) -> tuple[int, int]:
             "such as comm.Merge() makes of it."
         )
     return rank, size
+
+
+def are_others(comm: Communicator, other: Communicator) -> bool:
+    """Return True if the processes of two communicators differ, or their order; False if that is unknown."""
+    module = sys.modules.get(type(comm).__module__)
+    with contextlib.suppress(Exception):  # no communicator of mpi4py, or a freed one
+        found = type(comm).Compare(comm, other)  # type: ignore[attr-defined]
+        return found not in (module.IDENT, module.CONGRUENT)  # type: ignore[union-attr]
+    return False
 
 
 def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[str]:
@@ -153,7 +162,7 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
 
     listeners: list[Listener] = []
     entries = _Step(what, comm).share(listen)
-    endpoints = tuple(Endpoint.from_dict(entry["endpoint"]) for entry in entries)
+    endpoints = tuple(rebuild(Endpoint, entry["endpoint"]) for entry in entries)
     if not is_one_host(endpoints):
         check_addresses(endpoints, what)
     job = Job(bytes.fromhex(entries[0]["key"]), entries[0]["id"], 0, rank, size, endpoints)
@@ -185,7 +194,7 @@ class _Step:
         texts = gather(self._what, self._comm, json.dumps(own), self._timeout_s)
         if failure is not None:
             raise failure
-        entries: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        entries: list[dict[str, Any]] = [read_json(text) for text in texts]
         for rank, entry in enumerate(entries):
             if "failure" in entry:
                 raise PreflightError(f"{self._what}: rank {rank} cannot join: {entry['failure']}")
@@ -217,7 +226,7 @@ def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
     own = hosts[rank]
     other = next((host for host in hosts if host["host"] != own["host"]), None)
     if other is None:
-        return _LOOPBACK
+        return loopback()
     if choice:
         return address_on(choice)
     # Bridges of containers have the same address on every host.

@@ -31,6 +31,7 @@ from sparkhvd.rendezvous import Listener, Rendezvous, SingleRendezvous
 from sparkhvd.rendezvous.event_loop import UNAUTHENTICATED_S, is_same_user
 from sparkhvd.rendezvous.listener import unix_address
 from sparkhvd.settings import Settings
+from sparkhvd.wire import read_json
 
 VARIABLE = "SPARKHVD_PLACE"
 # Longest wait of a program for its answer: the answering process may be busy, or stopped.
@@ -219,7 +220,7 @@ def inherit() -> Rendezvous | None:
             f"{what} and cannot take its place: process {holder}, which holds it, has ended or is out of reach ({why}). Start the program in the "
             f"rank, in its network namespace, and wait there for its end. {_OWN_JOB}"
         ) from error
-    values = json.loads(content)
+    values = read_json(content)
     if taken := values.get("taken"):
         if multiprocessing.parent_process() is not None:
             sys.stderr.write(
@@ -253,7 +254,7 @@ def _ask(name: str) -> tuple[bytes, tuple[int, int]]:
             part = sock.recv(_READ_BYTES)
             content += part
     try:
-        json.loads(content)
+        read_json(content)
     except ValueError as error:
         for fd in fds:
             os.close(fd)

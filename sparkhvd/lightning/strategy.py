@@ -27,7 +27,7 @@ from sparkhvd import rendezvous
 from sparkhvd.engine import stacks
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
-from sparkhvd.interfaces import own_address
+from sparkhvd.interfaces import loopback, own_address
 from sparkhvd.topology import Topology
 from sparkhvd.topology import context as rank_context
 from sparkhvd.torch import SyncBatchNorm, broadcast_object
@@ -610,7 +610,7 @@ def _store(engine: Engine) -> Store:
 def _address(engine: Engine) -> str:
     """Return this rank's first address, at which the others reach it."""
     if len(set(engine.topology.hosts)) == 1:
-        return "127.0.0.1"
+        return loopback()
     launched = rendezvous.current_rendezvous()
     if isinstance(launched, rendezvous.SocketRendezvous):
         return launched.job.endpoints[0].address

@@ -27,6 +27,7 @@ from sparkhvd.engine.calls import TensorView
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import DType
 from sparkhvd.errors import InvalidArgumentError, MismatchError
+from sparkhvd.wire import read_json, rebuild
 
 _FORMAT = 1
 _ENGINE_KNOBS = ("chunk_bytes", "streams")
@@ -337,9 +338,9 @@ class Tuner:
         if not self._file or not Path(self._file).exists():
             return None
         try:
-            content: Any = json.loads(Path(self._file).read_text())
+            content: Any = read_json(Path(self._file).read_text())
             fits = content["format"] == _FORMAT and content["world"] == self._world()
-            choice = {str(name): int(value) for name, value in content["choice"].items()}
+            choice = rebuild(dict[str, int], content["choice"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._notify(f"{self._file} is not what autotune writes ({error!r}); tuning again")
             return None

@@ -30,6 +30,7 @@ from sparkhvd.engine.calls import TensorView
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import DType
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.wire import read_json
 
 _BARRIERS = 12
 # Bytes of all ranks together per round of gathering: bounds memory, not the length of a timeline.
@@ -208,7 +209,7 @@ def merge(files: Iterable[IO[bytes]], offsets: Sequence[int]) -> Iterator[str]:
             if line in ("[", "]", ""):
                 continue
             if shift_us is None and '"name":"sparkhvd"' in line:
-                began = json.loads(line)["args"]["start_monotonic_ns"] - offset
+                began = read_json(line)["args"]["start_monotonic_ns"] - offset
                 origin = began if origin is None else origin
                 shift_us = (began - origin) / 1000
             yield (",\n" if index or number > 1 else "\n") + _shifted(line, shift_us)
@@ -268,7 +269,7 @@ def _measure_offsets(engine: Engine) -> list[int]:
         engine.barrier(name=work_name).wait()
         moments.append((entered, time.monotonic_ns()))
     by_rank: list[list[tuple[int, int]]] = [
-        json.loads(text) for text in _exchange(engine, json.dumps(moments).encode())
+        read_json(text) for text in _exchange(engine, json.dumps(moments).encode())
     ]
     return [clock_offset(own, by_rank[0])[0] for own in by_rank]
 

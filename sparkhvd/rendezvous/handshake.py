@@ -7,19 +7,21 @@ Proofs are HMAC-SHA256 over everything that they assert, so they can be neither 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import os
 import secrets
 import socket
 import struct
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous.event_loop import Wait, read, send
 from sparkhvd.settings import Settings
+from sparkhvd.wire import read_json, rebuild
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
 ABI_VERSION = 12
@@ -215,15 +217,13 @@ class Endpoint:
         """Return a JSON object."""
         return dict(vars(self))
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, str | int]) -> Endpoint:
-        """Rebuild an endpoint from `to_dict`."""
-        return cls(
-            str(values["address"]),
-            int(values["port"]),
-            str(values["host_key"]),
-            str(values["unix_name"]),
-        )
+    def __post_init__(self) -> None:
+        # Other processes send it, and sockets raise errors of many classes for such values.
+        if self.address:
+            ipaddress.ip_address(self.address.partition("%")[0])
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError("a port out of range")
+        self.unix_name.encode()
 
     def __str__(self) -> str:
         return (
@@ -296,16 +296,8 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Rebuild a job from `to_json`."""
-        values = json.loads(text)
-        return cls(
-            key=bytes.fromhex(values["key"]),
-            job_id=str(values["job_id"]),
-            attempt=int(values["attempt"]),
-            rank=int(values["rank"]),
-            size=int(values["size"]),
-            endpoints=tuple(Endpoint.from_dict(e) for e in values["endpoints"]),
-        )
+        """Rebuild a job from `to_json`; raises ValueError for any other text."""
+        return rebuild(cls, read_json(text))
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from sparkhvd.runner.protocol import (
 from sparkhvd.runner.reports import dump_result, peak_rss, report_of, report_of_exit, traceback_of
 from sparkhvd.settings import setting_variables
 from sparkhvd.topology import HOROVOD_NAMES
-from sparkhvd.wire import read_frame, write_frame
+from sparkhvd.wire import read_frame, read_json, rebuild, write_frame
 
 _PR_SET_NAME = 15
 
@@ -75,7 +75,7 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
     header, program = read_frame(spec_fd), read_frame(spec_fd)
     if header is None or program is None:
         return 0  # the parent gave up before it had anything to run
-    prologue = Prologue(**json.loads(header))
+    prologue = rebuild(Prologue, read_json(header))
     _enter(prologue)
     as_horovod.install_if_asked()
     if listener is not None:
@@ -95,7 +95,7 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
     payload = read_frame(spec_fd)
     if payload is None:
         return 0  # preflight failed; the task reports it
-    job = JobFrame(**json.loads(payload))
+    job = rebuild(JobFrame, read_json(payload))
     if prologue.gpu_views:  # the parent no longer waits for an answer
         first.send(b"null")
     _watch_parent(spec_fd)

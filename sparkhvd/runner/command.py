@@ -243,7 +243,8 @@ def _run(parsed: argparse.Namespace) -> int:
         # Ranks here inherit the environment of the shell.
         env = {**environ, **given}
         check_command(command, env)
-        return run_script(command, parsed.num_proc, env, output)
+        with launching.within_open_files(parsed.num_proc):
+            return run_script(command, parsed.num_proc, env, output)
     # Imported here, because ranks of this host need no ssh.
     from sparkhvd.runner.hosts.connection import Reach
     from sparkhvd.runner.hosts.run import run_script_on_hosts
@@ -301,7 +302,8 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
     else:
         env = {**forwarded(environ), **given}
     output = Output(parsed.output_filename, parsed.prefix_output_with_timestamp)
-    return run_elastic_script(command, hosts, discovery, options, env, settings, reach, output)
+    with launching.within_open_files(options.first):
+        return run_elastic_script(command, hosts, discovery, options, env, settings, reach, output)
 
 
 def _hosts(parsed: argparse.Namespace, slots: int) -> list[Host]:

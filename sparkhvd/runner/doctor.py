@@ -22,6 +22,7 @@ from pathlib import Path
 from sparkhvd import __version__, cpus
 from sparkhvd.engine.engine import isa_available
 from sparkhvd.errors import SparkhvdError
+from sparkhvd.interfaces import loopback
 from sparkhvd.rendezvous import Listener
 from sparkhvd.rendezvous.listener import most_ranks
 from sparkhvd.runner.gpu.probe import count_beside
@@ -211,7 +212,7 @@ def _memory() -> Finding:
 def _ports() -> Finding:
     settings = Settings.resolve()
     try:
-        with Listener.bind("127.0.0.1", settings):
+        with Listener.bind(loopback(), settings):
             return Finding("ports", f"of {settings.port_range or 'any number'} one is free")
     except SparkhvdError as error:
         return Finding("ports", "none is free", str(error), is_needed=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import re
@@ -13,8 +14,8 @@ from datetime import datetime
 from typing import Any, TextIO
 
 from sparkhvd import as_horovod
-from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.interfaces import LOOPBACK, address_on, address_towards, is_loopback
+from sparkhvd.errors import InvalidArgumentError, PreflightError, SparkhvdError
+from sparkhvd.interfaces import address_on, address_towards, is_loopback, loopback
 from sparkhvd.rendezvous import Job
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.protocol import (
@@ -213,7 +214,7 @@ def own_address(
     if choice:
         return address_on(choice)
     if is_local:
-        return LOOPBACK
+        return loopback()
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as e:
@@ -227,6 +228,28 @@ def own_address(
     if elsewhere and is_loopback(address):
         address = address_towards(elsewhere[0])  # Debian maps a host's own name to 127.0.1.1
     return address
+
+
+@contextlib.contextmanager
+def within_open_files(num_proc: int) -> Iterator[None]:
+    """Name the limit of open files if the launch in the block reaches it.
+
+    Raises:
+        PreflightError: it does.
+    """
+    try:
+        yield
+    except (OSError, SparkhvdError) as error:
+        causes = (error, error.__cause__)
+        if not any(getattr(each, "errno", None) == errno.EMFILE for each in causes):
+            raise
+        import resource  # absent on Windows, where a Connect client may import this file
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise PreflightError(
+            f"num_proc={num_proc}: this process may open {soft} files (RLIMIT_NOFILE), and needs more for the ranks' pipes and sockets. "
+            f"Raise the limit (ulimit -n {max(1024, 16 * num_proc)}; the hard limit is {hard}), or start fewer ranks."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import TextIO, TypeVar
 
 from sparkhvd import cpus
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.interfaces import LOOPBACK
+from sparkhvd.interfaces import loopback
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, preflight
 from sparkhvd.runner.gpu import agreement, decide
@@ -65,8 +65,9 @@ def launch_local(
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     host = socket.gethostname()
     plan = TrainersPlan(env, sys.path, os.getcwd(), chosen, use_gpu)
-    given = (range(num_proc), LOOPBACK, plan, program, log, ended.put, metrics)
-    with Trainers(*given) as trainers:
+    here = loopback()
+    given = (range(num_proc), here, plan, program, log, ended.put, metrics)
+    with launching.within_open_files(num_proc), Trainers(*given) as trainers:
         gpus = trainers.gpus(host)
         required = trainers.gpu_plan.is_required
         if problem := agreement.check_gpus(trainers.gpu_plan.mode, gpus, is_required=required):
@@ -79,8 +80,8 @@ def launch_local(
                 trainer.enforce_grace()
             return trainers.all[ended.get(timeout=timeout_s)].outcome(host=host)
 
-        with _interruptible(trainers.all), launching.reserved_port(LOOPBACK) as port:
-            trainers.start(job, (LOOPBACK, port))
+        with _interruptible(trainers.all), launching.reserved_port(here) as port:
+            trainers.start(job, (here, port))
             outcomes = collect(take, num_proc)
     return results_of(outcomes, [trainer.result for trainer in trainers.all])
 

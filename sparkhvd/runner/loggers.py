@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import secrets
 import socket
@@ -23,15 +22,16 @@ from sparkhvd.observe.system import METRICS as SYSTEM_METRICS
 from sparkhvd.observe.system import Gpu, LoadMonitor, Sample
 from sparkhvd.rank_messages import log_metrics
 from sparkhvd.topology import RankContext, context
+from sparkhvd.wire import read_json
 
 
 def metrics_of(entry: str) -> list[Metric]:
     """Return the numbers in an entry of `log_metrics`; empty if it is invalid."""
     try:
-        fields = json.loads(entry)
+        fields = read_json(entry)
         step, moment = int(fields["step"]), float(fields["time"])
         return [Metric(name, float(v), step, moment) for name, v in fields["values"].items()]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return []
 
 

@@ -14,10 +14,11 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from sparkhvd.errors import PreflightError, RankError, SparkhvdError
 from sparkhvd.runner import tracebacks
+from sparkhvd.wire import MOST_BYTES, parse, rebuild
 
 # Spark Connect sends rows in Arrow batches of at most 4 MiB.
 CHUNK_BYTES = 1 << 20
@@ -104,13 +105,12 @@ class Outcome:
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
-        """Rebuild an outcome from `to_json`; unknown fields of a newer version are ignored."""
-        known = {f.name for f in fields(cls)}
-        data = {name: value for name, value in json.loads(text).items() if name in known}
-        for name in ("log_tail", "warnings"):
-            data[name] = tuple(data.get(name, ()))
-        data["unsent"] = tuple(tuple(fields) for fields in data.get("unsent", ()))
-        return cls(**data)
+        """Rebuild an outcome from `to_json`; unknown fields of a newer version are ignored.
+
+        Raises:
+            ValueError: the text is no outcome.
+        """
+        return rebuild(cls, parse(text), is_strict=False)
 
 
 def chunks(data: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -157,10 +157,9 @@ def find_embedded(text: str) -> list[Outcome]:
     outcomes = []
     for _, packed in dict.fromkeys(_EMBEDDED.findall(text)):
         try:
-            outcomes.append(
-                Outcome.from_json(zlib.decompress(base64.urlsafe_b64decode(packed)).decode())
-            )
-        except (ValueError, zlib.error, TypeError):  # a message that Spark has cut
+            unpacked = zlib.decompressobj().decompress(base64.urlsafe_b64decode(packed), MOST_BYTES)
+            outcomes.append(Outcome.from_json(unpacked.decode()))
+        except (ValueError, zlib.error):  # a message that Spark has cut
             continue
     return outcomes
 

@@ -25,6 +25,7 @@ from sparkhvd.cpus import read_text
 from sparkhvd.errors import PreflightError
 from sparkhvd.runner.outcomes import OutcomeKind, from_spark_failure
 from sparkhvd.runner.slots import is_launched
+from sparkhvd.wire import read_json, rebuild
 
 if TYPE_CHECKING:
     from sparkhvd.spark import SparkShim
@@ -176,12 +177,6 @@ class RankFacts:
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as JSON-able data."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RankFacts:
-        """Rebuild facts from `to_dict`."""
-        lists = {name: tuple(data[name]) for name in ("missing", "gpus")}
-        return cls(**{**data, **lists})
 
 
 def rank_facts(requirements: Sequence[str], error: str = "", *, needed_bytes: int = 0) -> RankFacts:
@@ -368,7 +363,7 @@ def check_workers(shim: SparkShim, requirements: Sequence[str], limit_s: float) 
         return
     is_held = functools.partial(is_launched, shim.application())
     try:
-        found = json.loads(shim.call_in_worker(_poll(requirements), limit_s, is_held))
+        found = read_json(shim.call_in_worker(_poll(requirements), limit_s, is_held))
     except TimeoutError as e:
         raise PreflightError(
             f"No Python worker has started in {limit_s:g} s (start_timeout). Free executors on the cluster, or raise start_timeout."
@@ -378,7 +373,7 @@ def check_workers(shim: SparkShim, requirements: Sequence[str], limit_s: float) 
         if outcome.kind != OutcomeKind.PREFLIGHT:
             raise
         raise PreflightError(outcome.message) from None
-    problem = check_ranks(rank_facts(()), [RankFacts.from_dict(found)])
+    problem = check_ranks(rank_facts(()), [rebuild(RankFacts, found)])
     if problem:
         raise PreflightError(problem)
     _passed.add(passed)

@@ -10,7 +10,7 @@ import queue
 import secrets
 from collections.abc import Mapping, Sequence
 
-from sparkhvd.interfaces import LOOPBACK
+from sparkhvd.interfaces import loopback
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.runner import launching
 from sparkhvd.runner.local_processes import LocalProcesses, hand_over
@@ -30,20 +30,18 @@ def run_script(
         output: destination of their output.
     """
     events: Events = queue.SimpleQueue()
-    settings = Settings.resolve(env)
+    settings, here = Settings.resolve(env), loopback()
     with contextlib.ExitStack() as stack:
         screen = stack.enter_context(Screen(output, num_proc))
         processes = stack.enter_context(
             LocalProcesses(screen.show, lambda rank, status: events.put(RankEnded(rank, status)))
         )
         stack.enter_context(signals(events))
-        port = stack.enter_context(launching.reserved_port(LOOPBACK))
-        listeners = [
-            stack.enter_context(Listener.bind(LOOPBACK, settings)) for _ in range(num_proc)
-        ]
+        port = stack.enter_context(launching.reserved_port(here))
+        listeners = [stack.enter_context(Listener.bind(here, settings)) for _ in range(num_proc)]
         endpoints = tuple(each.endpoint() for each in listeners)
         key = secrets.token_bytes(32)
         job = Job(key, secrets.token_hex(8), 0, 0, num_proc, endpoints)
-        for each in hand_over(listeners, job, env, (LOOPBACK, port)):
+        for each in hand_over(listeners, job, env, (here, port)):
             processes.start(each, command)
         return watch(events, num_proc, processes.send, screen)

@@ -34,6 +34,7 @@ from sparkhvd.runner.prewarm import share_zygote, task_prologue
 from sparkhvd.runner.protocol import bytes_of
 from sparkhvd.runner.trainer import Trainer, inherited
 from sparkhvd.settings import JobSettings
+from sparkhvd.wire import read_json, rebuild
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -104,11 +105,8 @@ class TaskSpec:
 
     @classmethod
     def from_json(cls, text: str) -> TaskSpec:
-        """Rebuild a specification from `to_json`."""
-        data = json.loads(text)
-        for name in ("requirements", "preload", "driver_at"):
-            data[name] = None if data[name] is None else tuple(data[name])
-        return cls(**data)
+        """Rebuild a specification from `to_json`; raises ValueError for any other text."""
+        return rebuild(cls, read_json(text))
 
 
 def make_task(
@@ -328,11 +326,11 @@ def _check(
     Raises:
         PreflightError: the ranks cannot run together.
     """
-    ranks = [RankFacts.from_dict(answer["facts"]) for answer in gathered]
-    driver = RankFacts.from_dict(spec.driver)
+    ranks = [rebuild(RankFacts, answer["facts"]) for answer in gathered]
+    driver = rebuild(RankFacts, spec.driver)
     # Check before the endpoints are read: a failed rank may have none.
     _refuse_if(preflight.check_ranks(driver, ranks))
-    endpoints = tuple(Endpoint.from_dict(answer["endpoint"]) for answer in gathered)
+    endpoints = tuple(rebuild(Endpoint, answer["endpoint"]) for answer in gathered)
     gpus = task.rank_gpus(ranks, endpoints)
     agreed = agreement.agree(spec.gpu_mode, gpus, is_required=spec.needs_gpu)
     _refuse_if(agreed.problem)
@@ -353,7 +351,7 @@ def _refuse_if(problem: str) -> None:
 
 def output_of(spec: TaskSpec, rank: int, files: SharedFiles | None) -> RankOutput:
     """Return the output routes of a rank, as specified."""
-    way = None if spec.live is None else OutputRoute.from_dict(spec.live)
+    way = None if spec.live is None else rebuild(OutputRoute, spec.live)
     return RankOutput(
         rank,
         None if way is None else Sender(way, rank, _carrier(way, spec, rank, files)),
@@ -391,7 +389,7 @@ def exchange_facts(
         texts = gather.gather(point, barrier.partitionId(), spec.size, text, timeout_s)
     else:
         texts = barrier.allGather(text)
-    return [json.loads(text) for text in texts]
+    return [read_json(text) for text in texts]
 
 
 def host_of(address: str) -> str:

@@ -35,7 +35,7 @@ from sparkhvd.runner.processes import (
 )
 from sparkhvd.runner.protocol import JobFrame, Prologue, read_report
 from sparkhvd.terminal import visible
-from sparkhvd.wire import read_frame, write_frame
+from sparkhvd.wire import read_frame, read_json, write_frame
 
 LOG_TAIL_LINES = 100
 # Longer lines are passed on in pieces.
@@ -334,12 +334,12 @@ class Trainer:
         with contextlib.closing(_Closing(fd)):
             if self._asks_gpus:
                 answer = read_frame(fd)
-                self._gpus = None if answer is None else json.loads(answer)
+                self._gpus = None if answer is None else read_json(answer)
                 self._has_gpus.set()
             started = read_frame(fd)
             if started is None:
                 return
-            self._report = json.loads(started)
+            self._report = read_json(started)
             report = read_report(
                 fd, partial(self._pass_message, reader), self._pass_metrics, self._pass_progress
             )
@@ -347,7 +347,7 @@ class Trainer:
             if report is None or result is None:
                 return
             self.result = result
-            self._report = json.loads(report)
+            self._report = read_json(report)
             zygote_client.of_this_process.remember(self._report.pop("modules", ()))
             self._reported.set()
 

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import select
 import signal
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NoReturn
 
 from sparkhvd import lazy_compiler
@@ -35,14 +35,15 @@ from sparkhvd.rendezvous.event_loop import is_same_user
 from sparkhvd.runner import child
 from sparkhvd.runner.processes import InheritedPipes, reap, receive, send
 from sparkhvd.runner.protocol import dumps
-from sparkhvd.wire import read_frame
+from sparkhvd.wire import parse, read_frame, read_json, rebuild
 
 # How long a zygote waits for work if two newer zygotes exist.
 _OLD_S = 5.0
 # Zygotes of a family that can notify each other.
 _MOST = 16
 _MESSAGE_BYTES = 1 << 16
-_MAX_DESCRIPTORS = 7
+# Channel, gate, specification, result and log; then the listeners.
+_FEWEST_DESCRIPTORS, _MAX_DESCRIPTORS = 5, 7
 
 
 class _Forked:
@@ -71,6 +72,13 @@ class _Forked:
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 send(self.channel, message)
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """Modules to import before the fork; without descriptors, before later ones."""
+
+    modules: list[str]
 
 
 class _Server:
@@ -159,24 +167,30 @@ class _Server:
             data, fds, _, _ = socket.recv_fds(owner, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
         except ConnectionError:
             data, fds = b"", []
-        if not data:
+        try:
+            modules = rebuild(ForkRequest, parse(data)).modules
+            if 0 < len(fds) < _FEWEST_DESCRIPTORS:
+                raise ValueError("a request with too few descriptors")
+            channel = socket.socket(fileno=fds[0]) if fds else None
+        except (ValueError, OSError):  # its end, or it runs other code
+            for fd in fds:
+                os.close(fd)
             del self._owners[owner.fileno()]
             owner.close()
             self._is_over |= self._is_private
             return
         self._num_newer = 0
-        self._wanted += json.loads(data)["modules"]
-        if fds:
+        self._wanted += modules
+        if channel is not None:
             self._load_wanted()
-            self._fork(fds)
+            self._fork(channel, fds[1:])
 
     def _load_wanted(self) -> None:
         wanted, self._wanted = self._wanted, []
         _load(wanted)
 
-    def _fork(self, fds: list[int]) -> None:
-        channel = socket.socket(fileno=fds[0])
-        gate, spec, result, log, *listener = fds[1:]
+    def _fork(self, channel: socket.socket, fds: list[int]) -> None:
+        gate, spec, result, log, *listener = fds
         pid, parent = 0, os.getpid()
         # A lock that another thread holds would stay locked in the fork.
         if len(os.listdir("/proc/self/task")) == 1:
@@ -185,7 +199,7 @@ class _Server:
                 self._leave()
                 ends = InheritedPipes(spec, result, log, (-1, -1))
                 _become_trainer(channel, gate, ends, listener, parent)
-        for fd in fds[1:]:
+        for fd in fds:
             os.close(fd)
         with contextlib.suppress(OSError):
             send(channel, {"pid": pid, "zygote": parent})
@@ -252,7 +266,7 @@ def _become_trainer(
         if environ is None:  # the owner has given up
             os._exit(0)
         os.environ.clear()  # noqa: TID251 - that of a fresh process
-        os.environ.update(json.loads(environ))  # noqa: TID251
+        os.environ.update(read_json(environ))  # noqa: TID251
         _reseed()
         status = child.main(ends.spec, ends.result, listener)
         child.end(status, parent)

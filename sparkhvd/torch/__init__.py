@@ -150,11 +150,12 @@ def init(
     """
     sets = _sets(process_sets)
     if not context.initialize(startup.way_to_join(comm), may_join_later=not sets):
-        startup.check_joined(comm)
+        startup.check_joined(comm, context.context().comm)
         return
     if rank() == 0:
         _tell_choices()
     context.context().again = functools.partial(init, comm, sets)
+    context.context().comm = comm
     try:
         for process_set in sets:
             if _exists(process_set):

@@ -23,6 +23,7 @@ from sparkhvd.torch.collectives.broadcasts import start_broadcast
 from sparkhvd.torch.collectives.tensors import Operation
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+from sparkhvd.wire import read_json
 
 # --- Parameters. ---
 
@@ -224,7 +225,9 @@ def broadcast_optimizer_state(
         except InvalidArgumentError as refused:
             described, error = None, refused
         payload = json.dumps(described).encode()
-    structure = json.loads(_broadcast_bytes(ctx, f"{prefix}.structure", payload, root_rank))
+    structure = read_json(
+        _broadcast_bytes(ctx, f"{prefix}.structure", payload, root_rank), most_bytes=None
+    )
     if structure is None:
         raise error or InvalidArgumentError(
             f"broadcast_optimizer_state: rank {root_rank} cannot describe its optimizer's state; see there."
@@ -248,7 +251,7 @@ def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer
     # No rank has the whole state of a sharded optimizer.
     is_part = bool(getattr(optimizer, "_shards", None)) and bool(optimizer.state)
     parts = _allgather_bytes(ctx, f"{prefix}.groups", json.dumps([sizes, is_part]).encode())
-    by_rank = [json.loads(part) for part in parts]
+    by_rank = [read_json(part, most_bytes=None) for part in parts]
     for rank, (sizes, is_part) in enumerate(by_rank):
         if is_part:
             raise InvalidArgumentError(

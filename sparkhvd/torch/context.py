@@ -74,6 +74,7 @@ class Context:
         self.rendezvous = rendezvous  # of `init()`
         # Does that `init()` again, after a shutdown (of `elastic`).
         self.again: Callable[[], None] | None = None
+        self.comm: object = None  # argument of that `init()`
         self.followers: list[weakref.ref[Follower]] = []
         self.cleanup = cleanup or contextlib.ExitStack()  # closed with the engine
         self.is_open = True

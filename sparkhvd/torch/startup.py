@@ -41,11 +41,15 @@ def way_to_join(comm: Comm | None) -> Join:
     return lambda cleanup: _among(ranks, cleanup)
 
 
-def check_joined(comm: Comm | None) -> None:
+def check_joined(comm: Comm | None, before: object) -> None:
     """Refuse a communicator or ranks that differ from the job that this process has joined.
 
+    Args:
+        comm: of this call.
+        before: of the call that has joined the job.
+
     Raises:
-        InvalidArgumentError: size or rank differ.
+        InvalidArgumentError: size, rank or processes differ.
     """
     place = context().engine.topology
     joined = f"this process is rank {place.rank} of a job of {place.size} ranks already"
@@ -55,6 +59,10 @@ def check_joined(comm: Comm | None) -> None:
         if (rank, size) != (place.rank, place.size):
             raise InvalidArgumentError(
                 f"init(comm=...): this process is rank {rank} of {size} in the communicator, and {joined}. {remedy}"
+            )
+        if mpi.is_communicator(before) and mpi.are_others(before, comm):
+            raise InvalidArgumentError(
+                f"init(comm=...): the communicator has other processes than that of the call before, and {joined}. {remedy}"
             )
     elif comm is not None and not hasattr(comm, "connect"):
         ranks = _ranks(cast("Sequence[int]", comm))
@@ -70,6 +78,11 @@ def _launched() -> Rendezvous:
 
 def _ranks(comm: Sequence[int]) -> list[int]:
     items = to_list(f"init(comm={comm!r})", comm, "ranks")
+    if any(map(mpi.is_communicator, items)):
+        raise InvalidArgumentError(
+            f"init(comm={items!r}): a process has one job. Give the communicator of all its processes as comm, and the others as "
+            "process_sets, such as init(comm=MPI.COMM_WORLD, process_sets=[ProcessSet(part)])."
+        )
     ranks = to_integers(items)
     if ranks is None:
         raise InvalidArgumentError(

@@ -18,6 +18,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import PeerLostError
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SingleRendezvous, SocketRendezvous
+from sparkhvd.wire import rebuild
 from tests.gpu.bodies import BODIES
 from tests.gpu.machine import Machine, as_with_partners, machine, share_gpu
 from tests.harness.rank_process import Talk
@@ -114,7 +115,7 @@ def again(engine: Engine, talk: Talk) -> int:
             rank, size = hvd.rank(), hvd.size()
             hvd.barrier()
         engine.shutdown()
-        endpoints = tuple(Endpoint.from_dict(place) for place in places)
+        endpoints = tuple(rebuild(Endpoint, place) for place in places)
         job = Job(bytes.fromhex(key), f"again {number}", 0, rank, size, endpoints)
         engine = Engine(SocketRendezvous(job, listener, settings).connect(), settings)
     with engine, on_gpu(engine) as gpu:

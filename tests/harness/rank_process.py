@@ -26,6 +26,7 @@ from sparkhvd.elastic import ElasticRendezvous, JoinToken
 from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
+from sparkhvd.wire import rebuild
 from tests.harness.fork_server import ForkedProcess, ForkServer
 
 DEADLINE_S = 30.0
@@ -217,7 +218,7 @@ def main(filenos: Sequence[int] | None = None) -> None:
     """
     talk = Talk()
     start = talk.hear()
-    endpoint = Endpoint.from_dict(start["endpoint"])
+    endpoint = rebuild(Endpoint, start["endpoint"])
     listener = Listener.from_filenos(*(filenos or start["filenos"]), endpoint)
     settings = Settings.from_json(start["settings"])
     module, _, name = start["target"].partition(":")
@@ -225,7 +226,7 @@ def main(filenos: Sequence[int] | None = None) -> None:
     parent = os.getpid()
     try:
         if "join_token" in start:
-            join_token = JoinToken.from_dict(start["join_token"])
+            join_token = rebuild(JoinToken, start["join_token"])
             talk.say(body(ElasticRendezvous(join_token, listener, lambda: settings), talk))
             return
         rendezvous = SocketRendezvous(Job.from_json(start["job"]), listener, settings)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
+from sparkhvd.wire import rebuild
 from tests.harness.netns import Host
 from tests.harness.paths import ROOT
 from tests.harness.rank_process import DEADLINE_S, RankProcess, Talk
@@ -64,7 +65,7 @@ def ranks_on(
     try:
         for rank, host in enumerate(hosts):
             ranks.append(HostRank(host, rank))
-        endpoints = tuple(Endpoint.from_dict(rank.expect()) for rank in ranks)
+        endpoints = tuple(rebuild(Endpoint, rank.expect()) for rank in ranks)
         key = secrets.token_bytes(32)
         for process in ranks:
             job = Job(key, "test", 0, process.rank, len(ranks), endpoints)

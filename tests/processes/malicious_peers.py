@@ -22,6 +22,7 @@ from typing import Any
 
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.rendezvous.listener import unix_address
+from sparkhvd.wire import rebuild
 
 # The public part of the handshake.
 HELLO = struct.Struct("!8sIIB32s")
@@ -36,7 +37,7 @@ class MaliciousPeers:
     """Many conversations at once, without the key."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
-        self.endpoints = [Endpoint.from_dict(e) for e in plan["endpoints"]]
+        self.endpoints = [rebuild(Endpoint, e) for e in plan["endpoints"]]
         self.recorded = [(r, bytes.fromhex(h), bytes.fromhex(p)) for r, h, p in plan["recorded"]]
         self.dice = random.Random(plan["seed"])
         self.messages = self.connections = self.answers = self.accepted = self.refused = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -16,6 +17,7 @@ import pytest
 from sparkhvd.engine.engine import Engine
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
+from tests.harness.netns import two_hosts, why_not
 from tests.harness.paths import ROOT
 from tests.harness.rank_process import Talk, rank_processes
 from tests.harness.soak import left_to_soak
@@ -81,6 +83,46 @@ def room(engine: Engine, talk: Talk) -> tuple[int, int]:
     found = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     engine.barrier(name="all have looked").wait()  # who leaves closes connections
     return found
+
+
+# Both ways to start two ranks on this host.
+STARTS = {
+    "run_local": "from sparkhvd.runner import run_local\nfrom tests.processes.engine.fault_bodies import summed\nprint(run_local(summed, num_proc=2))",
+    "sparkhvdrun": "import sys\nfrom sparkhvd.runner.command import main\nsys.exit(main(['-np', '2', sys.executable, '-c', "
+    "'from tests.processes.engine.fault_bodies import summed; print(summed())']))",
+}
+
+
+def started(way: str, *before: str) -> subprocess.CompletedProcess[str]:
+    """Start two ranks by `STARTS[way]`, after other words of the command line."""
+    return subprocess.run(
+        [*before, sys.executable, "-c", STARTS[way]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("way", STARTS)
+def test_a_launcher_with_few_descriptors_names_the_limit(way: str) -> None:
+    ended = started(way, "sh", "-c", 'ulimit -n 24 && exec "$@"', "sh")
+    assert ended.returncode != 0
+    assert "num_proc=2: this process may open 24 files (RLIMIT_NOFILE)" in ended.stderr
+    assert "Raise the limit (ulimit -n 1024; the hard limit is 24)" in ended.stderr
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"a network of its own: {why_not()}")
+@pytest.mark.parametrize("way", STARTS)
+def test_ranks_of_a_host_whose_loopback_has_ipv6_alone(way: str) -> None:
+    with two_hosts(ipv6_only=True) as (host, _):
+        ended = started(way, *host.command())
+        addresses = json.loads(host.run("ip", "-json", "-4", "address"))
+    assert not any(device.get("addr_info") for device in addresses), addresses
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("3.0") == 2
 
 
 # --- Mounts of one's own ---

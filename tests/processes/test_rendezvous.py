@@ -38,6 +38,7 @@ from sparkhvd.rendezvous.event_loop import UNAUTHENTICATED_S
 from sparkhvd.rendezvous.listener import MAX_UNAUTHENTICATED, unix_address
 from sparkhvd.rendezvous.mesh import MeshBuilder, check_memory
 from sparkhvd.settings import Settings
+from sparkhvd.wire import rebuild
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
 
@@ -617,7 +618,7 @@ def test_job_and_endpoint_survive_json_and_the_key_is_never_shown() -> None:
     endpoints = (Endpoint("::1", 1, "k", "ab"), Endpoint("10.0.0.1", 2, "", ""))
     job = Job(KEY, "app-1", 3, 1, 2, endpoints)
     assert Job.from_json(job.to_json()) == job
-    assert Endpoint.from_dict(endpoints[0].to_dict()) == endpoints[0]
+    assert rebuild(Endpoint, endpoints[0].to_dict()) == endpoints[0]
     assert KEY.hex() not in repr(job)
     assert repr(KEY) not in repr(job)
     assert [str(e) for e in endpoints] == ["[::1]:1", "10.0.0.1:2"]

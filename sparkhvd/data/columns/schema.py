@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from sparkhvd.errors import InvalidArgumentError, listed
+from sparkhvd.wire import read_json, rebuild
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructField, StructType
@@ -166,13 +167,6 @@ class Column:
             return replace(self, kind="sparse", shape=shape)
         return replace(self, shape=shape)
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Column:
-        """Rebuild a column from `dataclasses.asdict`, also after a round trip through JSON."""
-        lists = {n: fields[n] for n in ("shape", "decoded", "invalid") if n in fields}
-        tuples = {n: None if v is None else tuple(v) for n, v in lists.items()}
-        return cls(**{**fields, **tuples})
-
 
 @dataclass(frozen=True)
 class DataSchema:
@@ -223,7 +217,7 @@ class DataSchema:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values from which `from_dict` rebuilds the schema."""
+        """Return plain values from which `wire.rebuild` rebuilds the schema."""
 
         def plain(column: Column | None) -> dict[str, Any] | None:
             return None if column is None else dict(vars(column))
@@ -237,27 +231,14 @@ class DataSchema:
             **({} if self.group is None else {"group": plain(self.group)}),
         }
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DataSchema:
-        """Rebuild the schema from `to_dict`."""
-        column = Column.from_dict
-        weight, validation = values["sample_weight"], values["validation"]
-        return cls(
-            features=tuple(column(c) for c in values["features"]),
-            labels=tuple(column(c) for c in values["labels"]),
-            sample_weight=column(weight) if weight else None,
-            validation=column(validation) if validation else None,
-            group=column(values["group"]) if "group" in values else None,
-        )
-
     def to_json(self) -> str:
         """Return the text from which `from_json` rebuilds the schema."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> DataSchema:
-        """Rebuild the schema from `to_json`."""
-        return cls.from_dict(json.loads(text))
+        """Rebuild the schema from `to_json`; raises ValueError for any other text."""
+        return rebuild(cls, read_json(text))
 
 
 def dtype_name(dtype: object) -> str:

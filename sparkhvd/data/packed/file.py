@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import zlib
 from contextlib import suppress
@@ -27,6 +26,7 @@ from sparkhvd.data.packed.checksums import (
 )
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.wire import read_json, rebuild
 
 # By path, (blocks,) True for verified blocks.
 Checked = dict[str, Flags]
@@ -84,16 +84,22 @@ class PackedFile:
             # First: a damaged footer may crash the process in pyarrow.
             if footer_crc is not None and zlib.crc32(end) != footer_crc:
                 raise self.damaged("its end is not what was written")
-            self.metadata = pq.read_metadata(pa.BufferReader(MAGIC + end))
-        except BaseException as e:
-            self._source.close()
-            if isinstance(e, pa.ArrowInvalid) or "thrift" in str(e):
+            try:
+                self.metadata = pq.read_metadata(pa.BufferReader(MAGIC + end))
+                described = (self.metadata.metadata or {}).get(METADATA_KEY)
+                self._description = (
+                    None
+                    if described is None
+                    else rebuild(Description, read_json(described), is_strict=False)
+                )
+            except (ValueError, OSError) as e:  # pyarrow's; the bytes are here already
                 raise self.damaged(f"its footer cannot be read ({e})") from e
+        except BaseException:
+            self._source.close()
             raise
-        self._description = json.loads((self.metadata.metadata or {}).get(METADATA_KEY, b"null"))
         # A rewrite by another program keeps the description and loses the checksums.
         self._sums: Crcs | None = None
-        if self._description is not None and self._description.get(CHECKSUMS_KEY):
+        if self._description is not None and self._description.block_checksums:
             self._read_sums(len(end), is_own=footer_crc is not None)
         self._checked = np.zeros(0 if self._sums is None else len(self._sums), np.bool_)
         if checked is not None:
@@ -154,7 +160,7 @@ class PackedFile:
                 f"{self.path!r} is Parquet, but not packed: it has no {METADATA_KEY.decode()!r} metadata. Only "
                 "files that a fit materialized can be read this way."
             )
-        return [Column.from_dict(c) for c in self._description["columns"]]
+        return list(self._description.columns)
 
     def read_into(self, out: Array, row_group: int, index: int, start: int) -> None:
         """Fill the contiguous `out` with the rows from `start` of a column in a row group."""
@@ -310,14 +316,27 @@ def _page_bytes(header: bytes) -> int:
 # Layout of columns in a packed file: its Parquet fields and their sizes.
 
 METADATA_KEY = b"sparkhvd"
-# Key in the description: true if blocks have checksums, see `checksums`.
-CHECKSUMS_KEY = "block_checksums"
 # First bytes of a Parquet file; it ends with the footer, the footer's length (4 bytes) and these again.
 MAGIC = b"PAR1"
 # A page's size is an int32 in Parquet; each column of a row group must stay below it.
 PAGE_BYTES = 1 << 30
 # Length prefix of a BYTE_ARRAY value.
 PREFIX_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Description:
+    """Metadata of a packed file.
+
+    Attributes:
+        columns: of the file.
+        format_version: of the manifest when it was written.
+        block_checksums: whether blocks have checksums, see `checksums`.
+    """
+
+    columns: tuple[Column, ...]
+    format_version: int = 1
+    block_checksums: bool = False
 
 
 def little_endian(dtype: str) -> np.dtype[np.generic]:

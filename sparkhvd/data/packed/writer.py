@@ -19,11 +19,11 @@ from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import FORMAT_VERSION, DataFile
 from sparkhvd.data.packed.checksums import SummingSink
 from sparkhvd.data.packed.file import (
-    CHECKSUMS_KEY,
     MAGIC,
     METADATA_KEY,
     PAGE_BYTES,
     PREFIX_BYTES,
+    Description,
     little_endian,
     parquet_fields,
     payload_types,
@@ -47,11 +47,7 @@ class PackedWriter:
         row_group_bytes: int = ROW_GROUP_BYTES,
     ) -> None:
         self._columns = tuple(columns)
-        described = {
-            "format_version": FORMAT_VERSION,
-            "columns": [asdict(c) for c in columns],
-            CHECKSUMS_KEY: True,
-        }
+        described = asdict(Description(self._columns, FORMAT_VERSION, block_checksums=True))
         fields = [parquet_fields(c) for c in columns]
         self._schema = pa.schema(
             [f for group in fields for f in group],

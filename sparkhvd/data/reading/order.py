@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sparkhvd.data.columns.ragged import Rows
-from sparkhvd.data.reading.sampler import SamplingPlan, epoch_plan, permutation
+from sparkhvd.data.reading.sampler import SamplingPlan, Stage, epoch_plan, permutation
 from sparkhvd.data.reading.subset import count_of, fits_in_memory, group_plan
 from sparkhvd.errors import InvalidArgumentError
 
@@ -78,7 +78,11 @@ class RowOrder:
         return self._plan(epoch, self.rows, None, first_row)
 
     def held_plan(
-        self, epoch: int, permute: Callable[[], Rows] | None = None, first_row: int = 0
+        self,
+        epoch: int,
+        permute: Callable[[], Rows] | None = None,
+        first_row: int = 0,
+        before: Sequence[Stage] = (),
     ) -> SamplingPlan:
         """Plan an epoch, with row numbers of the subset if it is held in memory.
 
@@ -86,12 +90,13 @@ class RowOrder:
             epoch: counts from 0.
             permute: returns the epoch's permutation; None computes it on demand.
             first_row: see `epoch_plan`.
+            before: likewise.
 
         Raises:
             InvalidArgumentError: rows of groups, or of data beyond memory, have no such order over all ranks.
         """
         rows = self.num_rows if self.is_resident else self.rows
-        return self._plan(epoch, rows, permute, first_row)
+        return self._plan(epoch, rows, permute, first_row, before)
 
     def _plan(
         self,
@@ -99,9 +104,10 @@ class RowOrder:
         rows: Rows | int,
         permute: Callable[[], Rows] | None,
         first_row: int = 0,
+        before: Sequence[Stage] = (),
     ) -> SamplingPlan:
         block_rows = self._block_rows
-        if self.groups is not None and first_row:
+        if self.groups is not None and (first_row or before):
             raise InvalidArgumentError(
                 "Batches of whole groups depend on the number of ranks and the batch size: resume with the same numbers."
             )
@@ -130,6 +136,7 @@ class RowOrder:
             block_edges=None if self.is_resident else self._block_edges(block_rows),
             permute=permute or functools.partial(permutation, self.num_rows, self.seed, epoch),
             first_row=first_row,
+            before=before,
         )
 
     def _block_edges(self, block_rows: int) -> Rows | None:

@@ -27,7 +27,7 @@ from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.files import Buffers
 from sparkhvd.data.manifest import PACKED, Manifest
 from sparkhvd.data.reading.order import CHUNK_BYTES, RowOrder
-from sparkhvd.data.reading.sampler import SamplingPlan, Window, permutation
+from sparkhvd.data.reading.sampler import SamplingPlan, Stage, Window, permutation
 from sparkhvd.data.reading.source import Source, open_source
 from sparkhvd.data.reading.subset import (
     SUBSETS,
@@ -180,6 +180,7 @@ class Reader:
         *,
         following: int | None = None,
         first_row: int = 0,
+        before: Sequence[Stage] = (),
     ) -> Iterator[Batch]:
         """Yield the batches of an epoch in order; one epoch at a time.
 
@@ -189,21 +190,20 @@ class Reader:
                 are read once as a whole.
             following: the next epoch, prepared towards the end of this one, or None.
             first_row: rows over all ranks before step 0; for data that fit in memory.
+            before: instead, the stages of the epoch before step 0; for any data.
 
         Raises:
             StoreError: a file could not be read; the message names rank and step.
         """
         permute = _permutation(self._order, self._resident, epoch)
-        plan = self._order.held_plan(epoch, permute, first_row)
+        plan = self._order.held_plan(epoch, permute, first_row, before)
         if not 0 <= start_step <= plan.num_steps:
             raise InvalidArgumentError(
                 f"Step {start_step} does not exist: the epoch has {plan.num_steps} steps."
             )
         running: Prefetch[Chunk] | None = None
-        if self._prepared is not None and (epoch, start_step, first_row) == (
-            *self._prepared[:2],
-            0,
-        ):
+        is_whole = not first_row and not before
+        if self._prepared is not None and is_whole and (epoch, start_step) == self._prepared[:2]:
             running, self._prepared = self._prepared[2], None
         if not self._stop(READ_S):
             raise StoreError(

@@ -15,12 +15,14 @@ a global batch depend on the number of ranks:
 - file order beyond memory: rank `r` reads the `r`-th contiguous shard of the rows from front to back;
 - blocks: blocks of neighbouring rows are in random order, rank `r` reads the `r`-th contiguous part of that
   sequence, and rows are permuted inside windows of `window_rows`.
+
+If other numbers of ranks or batch sizes continue an epoch, what each `Stage` has left of its sequence is the sequence of the next.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -234,55 +236,140 @@ def _shard(plan: SamplingPlan, rank: int) -> tuple[int, int, int]:
     return begin, begin + full + last[rank], last[rank]
 
 
-@dataclass(frozen=True)
-class _Shards(SampleOrder):
-    """File order beyond memory: every rank reads one contiguous shard, window by window."""
+class _Sequence:
+    """Positions of a selection in an order that does not depend on the ranks, each of which reads a part of it."""
 
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def positions(self, start: int, stop: int) -> Rows:
+        """Return those of a part, ascending."""
+        return np.arange(start, stop, dtype=np.int64)
+
+
+class _BlockSequence(_Sequence):
+    """Blocks of neighbouring rows in random order."""
+
+    def __init__(self, edges: Rows, stream: np.random.Generator) -> None:
+        super().__init__(int(edges[-1]))
+        blocks = stream.permutation(len(edges) - 1)
+        self._first_row = edges[blocks]
+        self._ends = np.cumsum(edges[blocks + 1] - self._first_row)
+
+    def positions(self, start: int, stop: int) -> Rows:
+        return _pieces(self._first_row, self._ends, start, stop)
+
+
+class _RestSequence(_Sequence):
+    """What a stage of an epoch has left of a sequence, rank by rank: the rest of a window, then whole windows.
+
+    The rest of a window is computed when it is read: only one rank reads most of them.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, Callable[[int, int], Rows]]]) -> None:
+        self._ends = np.cumsum([0, *(length for length, _ in parts)])
+        self._parts = [positions for _, positions in parts]
+        super().__init__(int(self._ends[-1]))
+
+    def positions(self, start: int, stop: int) -> Rows:
+        low = int(np.searchsorted(self._ends, start, side="right")) - 1
+        found = []
+        while low < len(self._parts) and self._ends[low] < stop:
+            begin, end = int(self._ends[low]), int(self._ends[low + 1])
+            found.append(self._parts[low](max(start, begin) - begin, min(stop, end) - begin))
+            low += 1
+        return np.sort(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class _Windows(SampleOrder):
+    """Beyond memory: every rank reads one contiguous part of a sequence, window by window.
+
+    Attributes:
+        sequence: of positions in `rows`.
+        window_rows: bound on a window.
+        key: of the random stream of each window; None keeps the positions ascending.
+    """
+
+    sequence: _Sequence
     window_rows: int
+    key: tuple[int, ...] | None
 
     def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
-        begin, end, last = _shard(plan, rank)
-        window = max(1, self.window_rows // plan.batch_size) * plan.batch_size
-        for first, stop in cuts(end - begin, window, last):
-            if stop > start:
-                first = max(first, start)
-                positions = np.arange(begin + first, begin + stop, dtype=np.int64)
-                yield Window(numbers_at(self.rows, positions), None)
-
-
-@dataclass(frozen=True)
-class _Blocks(SampleOrder):
-    seed: int
-    epoch: int
-    window_rows: int
-    block_rows: int
-    block_edges: Rows | None = None
-
-    def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
-        num_rows = self.rows if isinstance(self.rows, int) else len(self.rows)
-        edges = self.block_edges
-        if edges is None:
-            edges = np.append(np.arange(0, num_rows, self.block_rows, dtype=np.int64), num_rows)
-        blocks = random_stream(self.seed, _ORDER, self.epoch).permutation(len(edges) - 1)
-        first_row = edges[blocks]
-        ends = np.cumsum(edges[blocks + 1] - first_row)
-        begin, end, last = _shard(plan, rank)
-        # Whole batches per window, so that no batch spans two.
-        window = max(1, self.window_rows // plan.batch_size) * plan.batch_size
-        for number, (first, stop) in enumerate(cuts(end - begin, window, last)):
+        for number, first, stop in self._cuts(plan, rank):
             if stop <= start:
                 continue
-            positions = _pieces(first_row, ends, begin + first, begin + stop)
-            order = random_stream(self.seed, _WINDOW, self.epoch, rank, number).permutation(
-                len(positions)
+            if self.key is None:
+                first = max(first, start)
+                yield Window(numbers_at(self.rows, self._positions(plan, rank, first, stop)), None)
+                continue
+            positions = self._positions(plan, rank, first, stop)
+            whole = Window(
+                numbers_at(self.rows, positions), self._order(rank, number, stop - first)
             )
-            whole = Window(numbers_at(self.rows, positions), order)
             # A window is released before the next one is planned.
-            del positions, order
+            del positions
             if start > first:
                 whole = whole.without_first(start - first)
             yield whole
             del whole
+
+    def _cuts(self, plan: SamplingPlan, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Yield number, first and last + 1 row of each window of a rank, as rows of its part."""
+        begin, end, last = _shard(plan, rank)
+        # Whole batches per window, so that no batch spans two.
+        window = max(1, self.window_rows // plan.batch_size) * plan.batch_size
+        for number, (first, stop) in enumerate(cuts(end - begin, window, last)):
+            yield number, first, stop
+
+    def _positions(self, plan: SamplingPlan, rank: int, first: int, stop: int) -> Rows:
+        begin = _shard(plan, rank)[0]
+        return self.sequence.positions(begin + first, begin + stop)
+
+    def _order(self, rank: int, number: int, count: int) -> Rows:
+        assert self.key is not None
+        seed, epoch, *stage = self.key
+        return random_stream(seed, _WINDOW, epoch, rank, number, *stage).permutation(count)
+
+    def rest(self, plan: SamplingPlan, used: int) -> _Sequence:
+        """Return the sequence without the first `used` rows over all ranks, which are those of whole steps."""
+        step = -(-used // (plan.size * plan.batch_size))
+        parts: list[tuple[int, Callable[[int, int], Rows]]] = []
+
+        def whole(start: int, stop: int) -> None:
+            if start < stop:
+                parts.append(
+                    (stop - start, lambda a, b: self.sequence.positions(start + a, start + b))
+                )
+
+        for rank in range(plan.size):
+            begin, end, _ = _shard(plan, rank)
+            start = plan.rows_before(rank, step)
+            if self.key is not None:
+                for number, first, stop in self._cuts(plan, rank):
+                    if first < start < stop:
+                        left = functools.partial(self._left, plan, rank, number, first, stop, start)
+                        parts.append((stop - start, left))
+                        start = stop
+            whole(begin + start, end)
+        whole(plan.num_rows, self.sequence.num_rows)  # what `drop_last` would have left out
+        return _RestSequence(parts)
+
+    def _left(
+        self,
+        plan: SamplingPlan,
+        rank: int,
+        number: int,
+        first: int,
+        stop: int,
+        start: int,
+        a: int,
+        b: int,
+    ) -> Rows:
+        """Return a part of the positions of a window that come after its first `start - first` rows."""
+        order = self._order(rank, number, stop - first)[start - first :]
+        left: Rows = self._positions(plan, rank, first, stop)[np.sort(order)][a:b]
+        return left
 
 
 def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
@@ -306,6 +393,32 @@ def expanded(firsts: Rows, lengths: Rows) -> Rows:
     return numbers
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Beginning of an epoch that others continue.
+
+    Attributes:
+        size: number of its ranks.
+        batch_size: rows per rank and step.
+        rows: that it has used, over all ranks.
+    """
+
+    size: int
+    batch_size: int
+    rows: int
+
+
+def _steps(
+    num_rows: int, size: int, batch_size: int, *, drop_last: bool
+) -> tuple[int, tuple[int, ...]]:
+    """Return the number of full steps, and the rows per rank of the last step if it is partial."""
+    full, rest = divmod(num_rows, size * batch_size)
+    if rest == 1 and full and size * batch_size > 1 and not drop_last:
+        # BatchNorm cannot train on one row, so the previous step takes it too.
+        full, rest = full - 1, size * batch_size + 1
+    return full, level(rest, size, batch_size) if rest and not drop_last else ()
+
+
 def epoch_plan(
     rows: Rows | int,
     *,
@@ -320,6 +433,7 @@ def epoch_plan(
     block_edges: Rows | None = None,
     permute: Callable[[], Rows] | None = None,
     first_row: int = 0,
+    before: Sequence[Stage] = (),
 ) -> SamplingPlan:
     """Plan one epoch.
 
@@ -337,29 +451,45 @@ def epoch_plan(
             `block_rows`: for files best read in their own pieces.
         permute: returns `permutation(number of rows, seed, epoch)`; None computes it.
         first_row: rows of the order, over all ranks, to skip at the start; for data in memory.
+        before: instead, the stages of the epoch before this one, in order; for any data.
     """
     if size < 1 or batch_size < 1:
         raise InvalidArgumentError(
             f"epoch_plan: size is {size} and batch_size {batch_size}; both must be at least 1."
         )
     num_rows = rows if isinstance(rows, int) else len(rows)
-    if first_row and window_rows is not None:
+    first_row = first_row or sum(stage.rows for stage in before)
+    if window_rows is not None and (first_row if not before else not all(s.size for s in before)):
         raise InvalidArgumentError(
             "Which rows meet in a batch depends on the number of ranks and the batch size, because the data exceed "
             "shuffle_bytes. Go on with those of before."
         )
-    full_steps, rest = divmod(num_rows - first_row, size * batch_size)
-    if rest == 1 and full_steps and size * batch_size > 1 and not drop_last:
-        # BatchNorm cannot train on one row, so the previous step takes it too.
-        full_steps, rest = full_steps - 1, size * batch_size + 1
-    last = level(rest, size, batch_size) if rest and not drop_last else ()
+    full_steps, last = _steps(num_rows - first_row, size, batch_size, drop_last=drop_last)
     order: SampleOrder
-    if not shuffle:
-        order = _Interleaved(rows) if window_rows is None else _Shards(rows, window_rows)
-    elif window_rows is None:
+    if window_rows is not None:
+        key: tuple[int, ...] | None = None
+        sequence = _Sequence(num_rows)
+        if shuffle:
+            block = block_rows if block_rows is not None else max(1, window_rows // 16)
+            if block_edges is None:
+                starts = np.arange(0, num_rows, block, dtype=np.int64)
+                block_edges = np.append(starts, num_rows)
+            key, sequence = (
+                (seed, epoch),
+                _BlockSequence(block_edges, random_stream(seed, _ORDER, epoch)),
+            )
+        order, first_row = _Windows(rows, sequence, window_rows, key), 0
+        for number, stage in enumerate(before, 1):
+            full, part = _steps(
+                order.sequence.num_rows, stage.size, stage.batch_size, drop_last=drop_last
+            )
+            used = full * stage.size * stage.batch_size + sum(part)
+            plan = SamplingPlan(stage.size, stage.batch_size, used, full, part, order)
+            key = None if key is None else (seed, epoch, number)
+            order = _Windows(rows, order.rest(plan, stage.rows), window_rows, key)
+    elif shuffle:
         order = _Uniform(rows, permute or functools.partial(permutation, num_rows, seed, epoch))
     else:
-        block = block_rows if block_rows is not None else max(1, window_rows // 16)
-        order = _Blocks(rows, seed, epoch, window_rows, max(1, block), block_edges)
+        order = _Interleaved(rows)
     used = full_steps * size * batch_size + sum(last)
     return SamplingPlan(size, batch_size, used, full_steps, last, order, first_row)

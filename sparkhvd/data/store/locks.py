@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.processes import stat_of
+from sparkhvd.wire import read_json, rebuild
 
 LEASE_NAME = "_lease.json"
 # A fit renews its lease every hour, so an owner silent for a day is gone.
@@ -65,13 +66,9 @@ class ProcessIdentity:
         """Return this process."""
         return cls(socket.gethostname(), os.getpid(), _machine(), _started(os.getpid()))
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> ProcessIdentity:
-        """Return the process with these attributes."""
-        names, pid = ("host", "machine", "started"), int(str(values["pid"]))
-        if not 0 < pid < 1 << 31:
+    def __post_init__(self) -> None:
+        if not 0 < self.pid < 1 << 31:
             raise ValueError("a pid out of range")
-        return cls(pid=pid, **{n: str(values[n]) for n in names})
 
     def is_alive(self) -> bool | None:
         """Return True if the process is alive; None if this process cannot see it."""
@@ -115,7 +112,7 @@ _SEAL = "sha256"
 def dump_sealed(values: Mapping[str, object]) -> bytes:
     """Return a JSON object as bytes, with the SHA-256 of its other entries as the entry "sha256"."""
     # Through JSON once, so that the checksum covers the reader's values (tuples become lists).
-    plain = json.loads(json.dumps(dict(values)))
+    plain = read_json(json.dumps(dict(values)))
     return json.dumps({**plain, _SEAL: _digest(plain)}, indent=1).encode()
 
 
@@ -127,8 +124,8 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
         required: treat a file without a checksum, from an older version, as damaged.
     """
     try:
-        values = json.loads(data)
-    except (ValueError, RecursionError):  # no JSON, or nested too deeply
+        values = read_json(data, most_bytes=None)
+    except ValueError:
         return None
     if not isinstance(values, dict):
         return None
@@ -198,16 +195,11 @@ class Lease:
         values = load_sealed(content, required=False)
         if values is None:
             return None
+        for name in values.keys() & {"app_id", "token"}:  # of earlier versions
+            values["owner"] = values.pop(name)
         try:
-            process = values.get("process")
-            lease = cls(
-                str(next(values[name] for name in ("owner", "app_id", "token") if name in values)),
-                float(values["renewed"]),
-                bool(values.get("keep")),
-                None if process is None else ProcessIdentity.from_dict(process),
-                float(values.get("since", 0.0)),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, StopIteration, OverflowError):
+            lease = rebuild(cls, values, is_strict=False)
+        except ValueError:
             return None
         is_valid = 0 <= lease.since < _LATEST_S and 0 <= lease.renewed < _LATEST_S
         return lease if is_valid else None

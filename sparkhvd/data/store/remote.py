@@ -27,6 +27,7 @@ from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.runner.slots import is_launched
 from sparkhvd.settings import CONF_PREFIX, Settings
 from sparkhvd.spark import SparkShim
+from sparkhvd.wire import read_json, rebuild
 
 if TYPE_CHECKING:
     from pyspark.sql import Row, SparkSession
@@ -400,9 +401,9 @@ def parse(rows: Iterable[Row], hide: Callable[[str], str]) -> tuple[Any, bytes]:
     """
     parts = {row["part"]: bytes(row["data"]) for row in rows}
     if _FAILED in parts:
-        failure = json.loads(parts[_FAILED])
+        failure = read_json(parts[_FAILED])
         raise _ERRORS[failure["error"]](hide(failure["text"]))
-    value = json.loads(parts.pop(_ANSWER))["value"]
+    value = read_json(parts.pop(_ANSWER))["value"]
     return value, b"".join(parts[part] for part in sorted(parts))
 
 
@@ -431,7 +432,10 @@ def raised_by_tasks(store: Store) -> Iterator[None]:
         embedded = _EMBEDDED.search(str(e))
         if embedded is None:
             raise
-        text, number = json.loads(bytes.fromhex(embedded[1]))
+        try:
+            text, number = rebuild(tuple[str, int | None], read_json(bytes.fromhex(embedded[1])))
+        except ValueError:  # Spark has cut the text
+            raise e from None
         error = StoreError(store.hide(text))
         error.errno = number
         # Spark's own text would add thousands of lines.

@@ -7,7 +7,6 @@ metrics file. Shutdown: leaving the block stops it after a last read, so every e
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import threading
 import time
@@ -22,6 +21,7 @@ from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.report.charts import format_seconds
 from sparkhvd.training.checkpoints.files import Checkpoints, epoch_of
 from sparkhvd.training.metrics import RESERVED
+from sparkhvd.wire import read_json
 
 # Seconds between two reads of the metrics file; shorter epochs are reported together.
 POLL_S = 0.25
@@ -225,7 +225,7 @@ class EpochReporter:
         Args:
             message: of a rank, see `sparkhvd.training.profile`. Messages of other ranks than 0 report who waits for whom.
         """
-        report = json.loads(message)
+        report = read_json(message)
         epoch = report["epoch"]
         if epoch != self._waits_of:
             self._waits_of = epoch

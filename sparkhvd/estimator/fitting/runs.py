@@ -33,6 +33,7 @@ from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.training.checkpoints.checkpoint import Position
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import differences
+from sparkhvd.wire import read_json, rebuild
 
 MODEL_NAME = "model.json"
 _FINGERPRINT = "fingerprint.json"
@@ -113,7 +114,7 @@ class Run:
                     f"{self.store.full_url(self.run_dir)} holds a checkpoint of another run: {problem}. Give "
                     "another run_id, or the same model, data and params."
                 )
-        self._write(_FINGERPRINT, json.loads(fingerprint))
+        self._write(_FINGERPRINT, read_json(fingerprint))
 
     def warn_of_other_data(self) -> None:
         """Warn if the data of this fit differ from those of the checkpoint to resume from."""
@@ -131,7 +132,7 @@ class Run:
         before = Run(self.store, self.start_from.partition("/checkpoints/")[0])._read(_FINGERPRINT)
         if before is None or "model" not in before:
             return  # missing or damaged: the ranks check whether it fits
-        models = [json.dumps({"model": f["model"]}) for f in (before, json.loads(fingerprint))]
+        models = [json.dumps({"model": f["model"]}) for f in (before, read_json(fingerprint))]
         if problem := differences(*models):
             raise InvalidArgumentError(
                 f"warm_start: the weights of {self.store.full_url(self.start_from)} do not fit: {problem}. Give the "
@@ -157,8 +158,8 @@ class Run:
         """
         values = self._read(FINISHED_NAME)
         if values is not None:
-            widths = tuple(values.get("widths", ()))
-            return Finished(values["epoch"], widths, values.get("timings", {}))
+            with contextlib.suppress(ValueError):
+                return rebuild(Finished, values, is_strict=False)
         path = f"{self.run_dir}/{FINISHED_NAME}"
         if self.store.exists(path):
             raise InvalidArgumentError(

@@ -38,6 +38,7 @@ from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.modules import architecture, weights
 from sparkhvd.training.modules.fitted import TrainedState
 from sparkhvd.training.modules.modes import in_mode
+from sparkhvd.wire import read_json, rebuild
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -83,7 +84,7 @@ class Archive:
             places = value.described() if isinstance(value, StoreWithRuns) else {}
             return {"store": value.url, **places}
         if isinstance(value, Settings):
-            return {"settings": json.loads(value.to_json())}
+            return {"settings": read_json(value.to_json())}
         if isinstance(value, (list, tuple)):
             return [self.encode(f"{name}.{i}", v) for i, v in enumerate(value)]
         if isinstance(value, bytes):
@@ -219,6 +220,7 @@ _MALFORMED = (
     AttributeError,
     AssertionError,
     RuntimeError,
+    OverflowError,
     pickle.UnpicklingError,
 )
 
@@ -348,7 +350,14 @@ class Decoder:
     def _read_tensors(self) -> dict[str, Tensor]:
         """Read the saved tensors by name."""
         with self._file("weights") as file:
-            return weights.load(file)
+            try:
+                return weights.load(file)
+            except OSError:
+                raise
+            except Exception as e:  # noqa: BLE001 - torch's reader raises any class for other bytes
+                raise InvalidArgumentError(
+                    f"{self.path!r} holds weights that torch cannot read ({type(e).__name__}: {e}). The directory is damaged: save it again."
+                ) from e
 
     def _read_code(self, what: str) -> dict[str, bytes]:
         """Read the pickles of values outside JSON, including `what`; called only for a file that is trusted or may be our own."""
@@ -421,11 +430,8 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
     """Decode the module of `encode_model`, with columns, links and history."""
     decoder.prefixes["model"] = ""
     module = decoder.decode("model", content["module"])
-    arguments = []
-    for a in content["inputs"]:
-        shape = None if a["shape"] is None else tuple(a["shape"])
-        arguments.append(Argument(**{**a, "columns": tuple(a["columns"]), "shape": shape}))
-    columns = [Column.from_dict(c) for c in content["columns"]]
+    arguments = tuple(rebuild(Argument, a) for a in content["inputs"])
+    columns = [rebuild(Column, c) for c in content["columns"]]
     loss = None
     if "loss" in content:
         try:
@@ -437,13 +443,13 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
     return TrainedState(
         module=in_mode(module, is_training=False),
         columns=tuple(columns),
-        labels=tuple(content["labels"]),
-        inputs=InputBinding(tuple(arguments)),
-        links=tuple(content["links"]),
-        widths=tuple(content["widths"]),
-        history=content["history"],
-        timings=content["timings"],
-        run_id=content["run_id"],
+        labels=rebuild(tuple[str, ...], content["labels"]),
+        inputs=InputBinding(arguments),
+        links=rebuild(tuple[str, ...], content["links"]),
+        widths=rebuild(tuple[int, ...], content["widths"]),
+        history=rebuild(list[dict[str, Any]], content["history"]),
+        timings=rebuild(dict[str, float], content["timings"]),
+        run_id=rebuild(str, content["run_id"]),
         loss=loss,
     )
 

@@ -6,7 +6,6 @@ Imports no pyspark, which a service need not have.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.saving.encoding import KEY, Decoder, check_format, decode_fitted
 from sparkhvd.estimator.transform.local import LocalModel
 from sparkhvd.training.modules import weights
+from sparkhvd.wire import read_json
 
 # Values of the classes of saved models that differ from those of `PredictOptions`; `explicit` are Params that count as set.
 _OUTPUTS_ALONE = {"predictionCol": "", "probabilityCol": "", "rawPredictionCol": ""}
@@ -87,7 +87,8 @@ def load_local(path: str | os.PathLike[str] | Store, *, trust: bool = False) -> 
     options = {n: decoder.decode(n, value) for n, value in saved.items()}
     values = {**CLASSES[name], **options}
     values["explicit"] = frozenset({*saved, *CLASSES[name].get("explicit", ())})
-    return LocalModel(fitted, PredictOptions(**values))
+    with decoder.reading("params"):
+        return LocalModel(fitted, PredictOptions(**values))
 
 
 # A store is where a transform shares large weights.
@@ -116,7 +117,7 @@ def _metadata(store: Store, shown: str) -> dict[str, Any]:
             f"load_local({shown!r}): {file} has {size} bytes, more than sparkhvd writes. The directory is damaged: save it again."
         )
     try:
-        values = json.loads(store.read_bytes(file))
+        values = read_json(store.read_bytes(file), most_bytes=None)
     except ValueError as e:
         raise InvalidArgumentError(
             f"load_local({shown!r}): {file} is not the line that Spark writes ({e}). The directory is damaged: save it again."

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import UntrustedError
+from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -50,7 +51,7 @@ class OwnFiles:
 
 def _digest_of(content: Mapping[str, Any]) -> str:
     # Normalized by a round trip through JSON, whose keys are texts.
-    plain = json.loads(json.dumps(content))
+    plain = read_json(json.dumps(content))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -19,6 +19,7 @@ from sparkhvd.observe.report.charts import (
     lines,
     waterfall,
 )
+from sparkhvd.wire import read_json
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fcfcfb;--fg:#1b1b1a;--dim:#63625d;--line:#dedcd6;--card:#f3f2ee;--bad:#b3261e;
@@ -455,7 +456,7 @@ def loads(data: bytes, place: str) -> dict[str, Any]:
         InvalidArgumentError: it is no document, or of a newer format; `place` names it.
     """
     try:
-        values = json.loads(data)
+        values = read_json(data)
         version, history = values["format"], values.get("history", [])
         if not all(isinstance(record, dict) for record in [values, *history]):
             raise TypeError

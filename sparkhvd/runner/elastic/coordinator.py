@@ -55,7 +55,16 @@ from sparkhvd.runner.supervisor import RankEnded, SignalReceived
 from sparkhvd.runner.task import TaskSpec, files_of, output_of
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.settings import JobSettings
-from sparkhvd.wire import Message, frame_of, pack, take_frame, unpack
+from sparkhvd.wire import (
+    MOST_BYTES,
+    Message,
+    frame_of,
+    pack,
+    read_json,
+    rebuild,
+    take_frame,
+    unpack,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -221,11 +230,11 @@ class Tasks:
         keep_alive(sock)
         self._idle.append(sock)
         # An invalid message ends only this connection.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError):
             hello = bytearray()
             message = yield from _next(sock, hello)
-            facts = RankFacts.from_dict(message.values["facts"])
-            task = self._admit(sock, facts, str(message.values["executor"]))
+            facts = rebuild(RankFacts, message.values.get("facts"))
+            task = self._admit(sock, facts, str(message.values.get("executor", "")))
             while True:
                 message = yield from _next(sock, hello)
                 if task is not None:
@@ -274,13 +283,15 @@ class Tasks:
             self._notify(Offer(tuple(task.slot for task in self._tasks if not task.is_leaving)))
 
     def _receive(self, task: _Task, message: Message) -> None:
-        member = int(message.values["member"])
-        if member != task.member:
+        member = message.values.get("member")
+        if type(member) is not int or member != task.member:
             raise ValueError("a message of another process")
         if message.kind == "result":
             task.result += message.data
             return
         outcome = Outcome.from_json(message.data.decode())
+        if outcome.rank != member:
+            raise ValueError("an outcome of another process")
         self.results[member] = bytes(task.result)
         task.member, task.result = None, bytearray()
         self._end(outcome)
@@ -300,7 +311,7 @@ def _next(sock: socket.socket, came: bytearray) -> Generator[Wait, None, Message
         OSError: the connection has ended.
         ValueError: the message is invalid.
     """
-    while (frame := take_frame(came)) is None:
+    while (frame := take_frame(came, MOST_BYTES)) is None:
         yield Wait(sock, selectors.EVENT_READ, float("inf"))
         with contextlib.suppress(BlockingIOError):
             part = sock.recv(_READ_BYTES)
@@ -408,6 +419,18 @@ _KIND = "result"
 
 
 @dataclass(frozen=True)
+class _ResultFacts:
+    """JSON object of an `AttemptResult`, with the sizes of its results in place of their bytes."""
+
+    job_result: JobResult
+    outcomes: tuple[tuple[int, str], ...]
+    results: tuple[tuple[int, int], ...]
+    refused: str
+    unsent: tuple[tuple[int, str, int, bool], ...]
+    changes: tuple[RankChange, ...]
+
+
+@dataclass(frozen=True)
 class AttemptResult:
     """Result of an attempt.
 
@@ -443,21 +466,13 @@ class AttemptResult:
     def from_bytes(cls, content: bytes) -> AttemptResult:
         """Rebuild a result from `to_bytes`."""
         message = unpack(content)
-        values, job_result = message.values, message.values["job_result"]
+        facts = rebuild(_ResultFacts, message.values)
         results, at = {}, 0
-        for number, size in values["results"]:
+        for number, size in facts.results:
             results[number] = message.data[at : at + size]
             at += size
-        failed = tuple(RankEnded(**each) for each in job_result["failed"])
-        members = tuple(job_result["members"])
-        return cls(
-            JobResult(**{**job_result, "failed": failed, "members": members}),
-            {number: Outcome.from_json(text) for number, text in values["outcomes"]},
-            results,
-            values["refused"],
-            tuple((number, text, lines, kind) for number, text, lines, kind in values["unsent"]),
-            tuple(RankChange(**each) for each in values["changes"]),
-        )
+        outcomes = {number: Outcome.from_json(text) for number, text in facts.outcomes}
+        return cls(facts.job_result, outcomes, results, facts.refused, facts.unsent, facts.changes)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -490,7 +505,7 @@ class AttemptCoordination:
         log: Callable[[str], None],
         replace: Callable[[], None] = lambda: None,
     ) -> None:
-        terms = CoordinatorTerms.from_dict(spec.elastic)
+        terms = rebuild(CoordinatorTerms, spec.elastic)
         self._limits, self._job_id = terms.limits, spec.job_id
         self._key = bytes.fromhex(spec.key)
         self._patience_s = JobSettings.from_json(spec.settings).values.elastic_patience_s
@@ -499,7 +514,7 @@ class AttemptCoordination:
         put = self._events.put
         with contextlib.ExitStack() as stack:
             proof = proof_between(PURPOSE, spec.key, spec.job_id, spec.attempt, 0, 2)
-            facts = RankFacts.from_dict(spec.driver)
+            facts = rebuild(RankFacts, spec.driver)
             self.tasks = stack.enter_context(
                 Tasks(listening, proof, facts, terms.wanted, put, self._refuse, replace, log)
             )
@@ -619,7 +634,7 @@ class CoordinatorFiles:
         """Return the coordinator's address, even after its end; None before it is published."""
         if (content := self._read(_ADDRESS)) is None:
             return None
-        host, port = json.loads(content)
+        host, port = read_json(content)  # its proof is checked
         return str(host), int(port)
 
     def await_address(self, limit_s: float) -> tuple[str, int] | None:
@@ -758,7 +773,7 @@ class _TaskEntry:
 
     def _join(self, coordinator: CoordinatorFiles) -> Outcome | None:
         """Serve the coordinator whose address is in the store."""
-        limit_s = CoordinatorTerms.from_dict(self._spec.elastic).limits.start_timeout_s
+        limit_s = rebuild(CoordinatorTerms, self._spec.elastic).limits.start_timeout_s
         if (address := coordinator.await_address(limit_s)) is None:
             return _refusal(
                 f"After {limit_s:g} s (start_timeout=) the coordinator's task had not published its address in the store. Free slots of "

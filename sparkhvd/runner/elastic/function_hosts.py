@@ -19,7 +19,7 @@ from typing import TextIO, TypeVar
 
 from sparkhvd.elastic import Coordinator, JoinToken
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.interfaces import LOOPBACK, own_address
+from sparkhvd.interfaces import loopback, own_address
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner import launching
 from sparkhvd.runner.elastic.coordinator import ProcessOutcomes, end_of
@@ -295,7 +295,7 @@ class HostGroup:
     def address(self) -> str:
         """Return the address of this host at which all processes reach it."""
         if not self.others or loopback_addresses(self.hosts, self.reach):
-            return LOOPBACK
+            return loopback()
         return own_address(self.settings.values.interfaces, bare(self.others[0]))
 
     def order(

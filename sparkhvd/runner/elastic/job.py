@@ -68,6 +68,7 @@ from sparkhvd.spark import (
     noticing_tasks,
     plain_interrupts,
 )
+from sparkhvd.wire import rebuild
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -491,7 +492,7 @@ class CoordinatorInTask:
         files = self._options.shared
         assert files is not None
         self._files = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
-        self._start_s = CoordinatorTerms.from_dict(spec.elastic).limits.start_timeout_s
+        self._start_s = rebuild(CoordinatorTerms, spec.elastic).limits.start_timeout_s
 
     def poll(self) -> None:
         """Do nothing: Spark Connect does not report executors."""

@@ -157,14 +157,6 @@ class CoordinatorTerms:
         """Return a JSON object."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | None) -> CoordinatorTerms:
-        """Rebuild terms from `to_dict`, after JSON."""
-        assert values is not None
-        limits = values["limits"]
-        lists = {name: tuple(limits[name]) for name in ("cooldown_s", "names")}
-        return cls(ElasticOptions(**{**limits, **lists}), values["wanted"])
-
 
 @dataclass(frozen=True)
 class RankRange:

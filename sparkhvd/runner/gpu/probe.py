@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from sparkhvd.wire import read_json
+
 LIBRARY = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
@@ -140,7 +142,7 @@ def _read_answer(pid: int, pipe: int) -> Any:
         answer = file.read()
     _, status = os.waitpid(pid, 0)
     if answer:
-        return json.loads(answer)
+        return read_json(answer)
     code = os.waitstatus_to_exitcode(status)
     return {"uuids": [], "error": f"the process that asked CUDA's driver ended with {code}"}
 

@@ -41,7 +41,7 @@ from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.protocol import JobFrame
 from sparkhvd.runner.trainer import Trainer, interrupt
 from sparkhvd.settings import JobSettings, Settings
-from sparkhvd.wire import Message
+from sparkhvd.wire import Message, rebuild
 
 # One line for `python -c`: prints the version of this Python before any import, and takes the module path from the
 # first line. Leaves out the working directory, a login's home, whose `json.py` is not Python's.
@@ -102,7 +102,7 @@ def _take_over() -> Channel:
 def _serve(channel: Channel) -> None:
     channel.send("hello", version=__version__)
     asked = _expect(channel, "order")
-    order = StartRequest(**asked.values)
+    order = rebuild(StartRequest, asked.values)
     try:
         os.chdir(order.cwd)
     except OSError as error:
@@ -150,7 +150,7 @@ def _serve_elastic(
         while message := _receive(channel):
             values = message.values
             if message.kind == "start":
-                join_token = JoinToken.from_dict(values["join_token"])
+                join_token = rebuild(JoinToken, values["join_token"])
                 members.start(join_token, int(values["slot"]), int(values["slots"]))
             else:
                 members.send(int(values["number"]), values["member"])
@@ -273,7 +273,7 @@ def _unreached(peers: Sequence[tuple[str, dict[str, str | int]]], own: str) -> l
 
     try:
         for host, values in peers:
-            endpoint = Endpoint.from_dict(values)
+            endpoint = rebuild(Endpoint, values)
             if endpoint.host_key != own:
                 loop.start(reach(host, endpoint))
         loop.run(loop.is_idle)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.interfaces import is_loopback
+from sparkhvd.interfaces import is_loopback, loopback
 from sparkhvd.launchers import gather
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner.host_names import HostSlots
@@ -22,7 +22,7 @@ from sparkhvd.runner.hosts.connection import END_S, HostConnection, HostError, R
 from sparkhvd.runner.hosts.protocol import StartRequest
 from sparkhvd.runner.orphans import OrphanReaper
 from sparkhvd.settings import JobSettings
-from sparkhvd.wire import Message
+from sparkhvd.wire import Message, rebuild
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Hosts:
             return each.expect("bound", timeout_s).values
 
         notified = self._each(bind)
-        by_host = [[Endpoint.from_dict(values) for values in one["endpoints"]] for one in notified]
+        by_host = [[rebuild(Endpoint, values) for values in one["endpoints"]] for one in notified]
         endpoints = tuple(endpoint for one in by_host for endpoint in one)
         if not gather.is_one_host(endpoints):
             gather.check_addresses(endpoints, f"{len(endpoints)} ranks")
@@ -207,7 +207,7 @@ def loopback_addresses(hosts: Sequence[str], reach: Reach) -> dict[str, str]:
     found = {}
     for host in hosts:
         if reach.is_here(host):
-            found[host] = "127.0.0.1"
+            found[host] = loopback()
             continue
         with contextlib.suppress(OSError):  # a name that only ssh resolves
             address = str(socket.getaddrinfo(bare(host), None)[0][4][0])

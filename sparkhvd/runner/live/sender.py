@@ -57,14 +57,8 @@ class OutputRoute:
     at_once: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, from which `from_dict` rebuilds it."""
+        """Return the fields, from which `wire.rebuild` rebuilds it."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> OutputRoute:
-        """Rebuild it from `to_dict`, after JSON."""
-        address = fields["address"]
-        return cls(**{**fields, "address": address and (address[0], address[1])})
 
     @property
     def elsewhere(self) -> str:

@@ -28,6 +28,7 @@ from sparkhvd.torch.gradients.dense import GradientSlot, ReduceOptions, UnusedPa
 from sparkhvd.torch.gradients.plan import BucketPlanner
 from sparkhvd.torch.gradients.powersgd import describe
 from sparkhvd.torch.gradients.sparse import LayoutVote
+from sparkhvd.wire import read_json
 
 
 class GradientNegotiation:
@@ -289,7 +290,9 @@ class ParameterCheck:
         work = start_allgather(self._context, f"{self._label}.{what}", text, self._process_set)
         work.wait()
         joined, rows = gathered(work, text.dtype, text.shape)
-        return [json.loads(bytes(part.tolist())) for part in joined.split(list(rows))]
+        return [
+            read_json(bytes(part.tolist()), most_bytes=None) for part in joined.split(list(rows))
+        ]
 
 
 def _digest(value: object) -> bytes:

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from torch import Tensor
@@ -46,6 +46,7 @@ from sparkhvd.training.checkpoints.frozen import Frozen
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.weights import PIECE_BYTES
 from sparkhvd.training.types import History, Value
+from sparkhvd.wire import read_json, rebuild
 
 # Selects one of several epochs.
 Choice = Callable[[Collection[int]], int]
@@ -205,10 +206,9 @@ class Checkpoints:
     def profile(self) -> dict[str, Any]:
         """Return the last written profile; {} if missing or damaged."""
         try:
-            state = json.loads(self._store.read_bytes(self._profile))
+            return _profile_of(self._store.read_bytes(self._profile))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return {}
-        return state if isinstance(state, dict) else {}
 
     def latest_epoch(self) -> int:
         """Return the epochs of the newest checkpoint; 0 without a checkpoint."""
@@ -370,6 +370,35 @@ class Checkpoints:
         return {(int(m[1]), int(m[2] or 0)) for m in matches if m}
 
 
+@dataclass(frozen=True)
+class _Profile:
+    """Parts of a profile that its readers take apart; see `sparkhvd.training.profile.Profile.state`."""
+
+    every: int
+    epochs: list[dict[str, Any]]
+    steps: dict[str, float | list[float]]
+    load: list[dict[str, str | list[float | None]]]
+    generations: list[dict[str, int]] = field(default_factory=list)
+
+
+def _profile_of(content: bytes) -> dict[str, Any]:
+    """Return a run's profile; raises ValueError for any other content."""
+    state = read_json(content)
+    if not isinstance(state, dict):
+        raise ValueError("a profile that is no object")
+    known = rebuild(_Profile, state, is_strict=False)
+    is_whole = all(isinstance(each.get("epoch"), int) for each in known.epochs) and all(
+        isinstance(each.get("host"), str)
+        and isinstance(times := each.get("time"), list)
+        and None not in times
+        and all(len(values) == len(times) for name, values in each.items() if name != "host")
+        for each in known.load
+    )
+    if not is_whole or known.every < 1:
+        raise ValueError("a profile whose parts do not fit together")
+    return {**state, **vars(known)}
+
+
 class HistoryReader:
     """Reader of a metrics file that grows: reads only what has been added since its last read.
 
@@ -432,7 +461,7 @@ def _lines(history: Sequence[Mapping[str, Value]]) -> bytes:
 def _records(lines: bytes) -> History:
     """Parse whole lines; the last one may be incomplete, because a writer adds to the file."""
     whole = lines.rpartition(b"\n")[0]
-    records: list[Any] = [json.loads(line) for line in whole.splitlines()]
+    records: list[Any] = [read_json(line) for line in whole.splitlines()]
     if not all(isinstance(record, dict) for record in records):
         raise ValueError("a line that is no record")
     return records

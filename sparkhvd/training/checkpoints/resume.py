@@ -41,6 +41,7 @@ from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.types import Compression, History, State, Stateful
 from sparkhvd.training.user_code.callbacks import Callbacks
 from sparkhvd.training.user_code.watch import Watch
+from sparkhvd.wire import read_json
 
 
 @dataclass
@@ -507,7 +508,7 @@ def differences(old: str, new: str) -> str:
 
     "batch_size was 8 and is 16; model: '0.weight' was [6, 2] float32 and is [8, 2] float32".
     """
-    befores, nows = json.loads(old), json.loads(new)
+    befores, nows = read_json(old), read_json(new)
     texts = []
     for name in {**nows, **befores}:
         before, now = befores.get(name), nows.get(name)

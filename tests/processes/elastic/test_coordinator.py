@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
@@ -14,12 +15,15 @@ from dataclasses import replace
 
 import pytest
 
-from sparkhvd.elastic import Coordinator, JoinToken, Limits
+from sparkhvd import wire
+from sparkhvd.elastic import Coordinator, JoinToken, Limits, membership
 from sparkhvd.elastic.coordinator import MemberLink
-from sparkhvd.elastic.membership import JoinRequest
+from sparkhvd.elastic.membership import Arrival, Decision, JoinRequest, MemberReport, Running
 from sparkhvd.errors import ElasticError
-from sparkhvd.rendezvous import Listener
+from sparkhvd.rendezvous import Endpoint, Listener
 from sparkhvd.settings import Settings
+from sparkhvd.wire import rebuild
+from tests.harness.parsers import mutated
 
 
 @pytest.fixture
@@ -110,4 +114,55 @@ def test_a_coordinator_that_is_gone_is_named_at_once(join_token: JoinToken) -> N
 
 def test_an_invitation_does_not_show_its_key(join_token: JoinToken) -> None:
     assert join_token.key.hex() not in repr(join_token)
-    assert JoinToken.from_dict(join_token.to_dict()) == join_token
+    assert rebuild(JoinToken, join_token.to_dict()) == join_token
+
+
+def hostile_messages() -> list[bytes]:
+    """Messages of a process that holds the key and runs other code."""
+    asked = JoinRequest(0, Endpoint("127.0.0.1", 1, "", ""), dead=(1, 2), why="lost")
+    bodies = [
+        json.dumps(membership.to_dict(message)).encode()
+        for message in (
+            asked,
+            MemberReport("synced", 1),
+            Decision(1, (0,), (asked.endpoint,), True),
+        )
+    ]
+    changed = [text for body in bodies for text in mutated(body, 40)]
+    raw = [
+        b"",
+        b"\xff" * 8,
+        b"[" * 200_000,
+        b'{"message": "ask", "dead": [Infinity]}',
+        b"{",
+        b"null",
+        b"1",
+    ]
+    return [*changed, *raw]
+
+
+def test_no_message_of_a_process_with_the_key_ends_the_service() -> None:
+    key, hostile = secrets.token_bytes(32), hostile_messages()
+    assert len(hostile) > 100
+    listener = Listener.bind("127.0.0.1", Settings())
+    with Coordinator(key, "job", listener, Limits(first=10**6, least=10**6, most=10**6)) as service:
+
+        def linked(number: int) -> MemberLink:
+            service.expect(number)
+            return MemberLink(JoinToken(key, "job", number, service.endpoint, 5.0, 5.0))
+
+        links = [linked(number) for number in range(len(hostile))]
+        for number, (link, text) in enumerate(zip(links, hostile, strict=True)):
+            link._connected().sendall(wire.frame_of(text))
+            if number % 10 == 0 or text in hostile[-7:]:
+                good = linked(10_000 + number)
+                good._send(Arrival())
+                assert good._receive(time.monotonic() + 5) == Running(0), text[:200]
+                good.close()
+        too_long = linked(20_000)
+        too_long._connected().sendall(wire.LENGTH.pack(1 << 62) + b"x" * 100)
+        with pytest.raises(ElasticError):
+            too_long.arrive()
+        assert linked(20_001).arrive() == 0
+        for link in (*links, too_long):
+            link.close()

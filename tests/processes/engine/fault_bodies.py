@@ -383,3 +383,16 @@ def leave_beside_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
     engine.shutdown()
     talk.say(time.monotonic() - began)
     return None  # the process ends: with the last words on their way
+
+
+def summed() -> float:
+    """Connect the ranks, and return the sum of their numbers from 1."""
+    import torch
+
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    try:
+        return hvd.allreduce(torch.tensor(1.0 + hvd.rank()), op=hvd.Sum).item()
+    finally:
+        hvd.shutdown()

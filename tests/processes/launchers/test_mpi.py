@@ -46,6 +46,10 @@ def in_turn() -> dict[str, Any]:
         hvd.init(comm=[(rank + 1) % 3])
     except ValueError as error:
         found["refused"] = str(error)
+    try:
+        hvd.init(comm=[ProcessComm(f"several {number}", rank, size) for number in range(2)])
+    except ValueError as error:
+        found["several"] = str(error)
     assert not hvd.is_initialized()
     return found
 
@@ -63,3 +67,4 @@ def test_jobs_of_communicators_and_of_lists_follow_each_other(
             f"this process is rank {rank} of the launcher, and is not in the list"
             in found["refused"]
         )
+        assert "a process has one job. Give the communicator of all its" in found["several"]

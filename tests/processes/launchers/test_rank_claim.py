@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.interfaces import LOOPBACK
+from sparkhvd.interfaces import loopback
 from sparkhvd.launchers import rank_claim as places
 from sparkhvd.launchers.bootstrap import Handover
 from sparkhvd.launchers.rank_claim import VARIABLE, RankClaim, inherit
@@ -24,7 +24,7 @@ from tests.harness.waiting import wait_until
 
 @pytest.fixture
 def place() -> Iterator[RankClaim]:
-    listener = Listener.bind(LOOPBACK, Settings())
+    listener = Listener.bind(loopback(), Settings())
     job = Job(secrets.token_bytes(32), "job", 0, 0, 1, (listener.endpoint(),))
     made = RankClaim(
         Handover(job.to_json(), listener.endpoint().to_dict(), listener.filenos(), 0, 1),

@@ -17,6 +17,7 @@ from sparkhvd.runner.elastic.options import CoordinatorTerms, RankRange
 from sparkhvd.runner.options import RankChange
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.supervisor import RankEnded
+from sparkhvd.wire import rebuild
 
 KEY = "ab" * 32
 RESULT = AttemptResult(
@@ -97,4 +98,4 @@ def test_what_nobody_of_the_job_has_written_is_an_error(folder: Folder, how: str
 def test_limits_cross_as_json() -> None:
     limits = RankRange(num_proc=2, least=1, most=4, reset_limit=3).options(2, 5.0)
     terms = CoordinatorTerms(limits, 2)
-    assert CoordinatorTerms.from_dict(terms.to_dict()) == terms
+    assert rebuild(CoordinatorTerms, terms.to_dict()) == terms

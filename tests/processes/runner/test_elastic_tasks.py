@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import queue
 import select
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sparkhvd import wire
 from sparkhvd.elastic import JoinToken
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.runner import preflight
@@ -23,6 +25,8 @@ from sparkhvd.runner.elastic.task import PURPOSE
 from sparkhvd.runner.hosts.protocol import Channel
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.supervisor import RankEnded
+from tests.harness.parsers import mutated
+from tests.harness.waiting import wait_until
 
 KEY, JOB = "ab" * 32, "job"
 FACTS = preflight.rank_facts(())
@@ -183,3 +187,58 @@ def test_after_the_end_every_task_leaves() -> None:
             message = task.receive(10)
             assert message is not None
             assert message.kind == "leave"
+
+
+def hostile_messages() -> list[bytes]:
+    """Messages of a task that holds the key and runs other code, before and after its hello."""
+    hello = json.dumps({"facts": FACTS.to_dict(), "executor": "1"}).encode()
+    ended = Outcome(0, OutcomeKind.OK, exit="ok", log_tail=("a",), unsent=((1, "x", 1, False),))
+    outcomes = list(mutated(ended.to_json().encode(), 40))
+    return [
+        *(b'["hello", ' + text + b"]\n" for text in mutated(hello, 40)),
+        *(b'["ended", {"member": 0}]\n' + text for text in outcomes),
+        *(
+            b'["ended", {"member": ' + text + b"}]\n{}"
+            for text in (b"1e400", b"NaN", b"null", b"[]", b"9" * 400)
+        ),
+        *(
+            b"",
+            b"[]",
+            b'["ended", {}]\n',
+            b'["result", {"member": "0"}]\n',
+            b"[[], {}]\n",
+            b"[" * 200_000,
+            b"\xff",
+        ),
+    ]
+
+
+def test_no_message_of_a_task_with_the_key_ends_the_service() -> None:
+    hostile = hostile_messages()
+    assert len(hostile) > 80
+    with port() as made:
+        proof, tasks = proof_between(PURPOSE, KEY, JOB, 0, 1, 2), made.tasks
+        for payload in hostile:
+            for greets in (False, True):
+                sock = connect(made.address, proof, 10)
+                made._socks.append(sock)
+                if greets:
+                    channel = Channel(sock.fileno(), sock.fileno())
+                    channel.send("hello", facts=FACTS.to_dict(), executor="")
+                    wait_until(lambda: len(tasks._tasks) == 1, "the task is a slot", every_s=0.001)
+                    made.start(tasks._tasks[0].slot, 0)
+                    assert channel.receive(10) is not None
+                with contextlib.suppress(OSError):
+                    sock.sendall(wire.frame_of(payload))
+                made.lose(-1)
+                wait_until(
+                    lambda: not tasks._tasks and not tasks._idle,
+                    f"the connection that sent {payload[:200]!r} has ended",
+                    every_s=0.001,
+                )
+        good = made.connect(executor="good")
+        wait_until(lambda: tasks.executors() == {"good"}, "a task joins", every_s=0.001)
+        tasks.dismiss()
+        message = good.receive(10)
+        assert message is not None
+        assert message.kind == "leave"

@@ -30,6 +30,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.runs import Finished, Run
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.wire import rebuild
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -226,7 +227,7 @@ def test_a_process_is_told_from_a_later_one_of_the_same_number() -> None:
     assert replace(here, started="1").is_alive() is False
     assert replace(here, machine="another").is_alive() is None
     assert replace(here, machine="").is_alive() is None
-    assert ProcessIdentity.from_dict(json.loads(json.dumps(asdict(here)))) == here
+    assert rebuild(ProcessIdentity, json.loads(json.dumps(asdict(here)))) == here
 
 
 # --- checksums ------------------------------------------------------------------------------------------------------

@@ -112,8 +112,9 @@ def test_drop_last_ends_an_epoch_behind_its_last_full_step(dataset: Dataset) -> 
     assert place_of(loaders[0]) == (5, 0, ROWS)
 
 
-def test_beyond_memory_an_epoch_goes_on_with_equal_ranks_only(dataset: Dataset) -> None:
-    options = {"shuffle_bytes": 2000, "seed": 1}
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_beyond_memory_an_epoch_goes_on_with_other_ranks(dataset: Dataset, shuffle: bool) -> None:
+    options = {"shuffle_bytes": 2000, "seed": 1, "shuffle": shuffle}
     wanted = steps(ranks(dataset, 2, 10, **options))
     loaders = ranks(dataset, 2, 10, **options)
     for _ in zip(*[iter(each) for each in loaders], range(3), strict=False):
@@ -123,11 +124,28 @@ def test_beyond_memory_an_epoch_goes_on_with_equal_ranks_only(dataset: Dataset) 
         each.load_state_dict(state)
     assert steps(loaders) == wanted[3:]
     # Also where the place is one of whole steps of theirs.
-    for size, batch_size in ((1, 7), (1, 20), (1, 60), (3, 10)):
-        other = ranks(dataset, size, batch_size, **options)[0]
-        other.load_state_dict(state)
-        with pytest.raises(InvalidArgumentError, match="exceed shuffle_bytes"):
-            next(iter(other))
+    for size, batch_size in ((1, 7), (1, 20), (1, 60), (3, 10), (5, 2)):
+        seen = [row for step in wanted[:3] for row in step]
+        others = ranks(dataset, size, batch_size, **options)
+        for each in others:
+            each.load_state_dict(json.loads(json.dumps(state)))
+        for rows, _ in zip(
+            zip(*[iter(each) for each in others], strict=True), range(2), strict=False
+        ):
+            seen += [int(row) for batch in rows for row in batch["id"]]
+            between = others[0].state_dict()
+        # And once more with others.
+        third = ranks(dataset, 2, 9, **options)
+        for each in third:
+            each.load_state_dict(json.loads(json.dumps(between)))
+        seen += [row for step in steps(third) for row in step]
+        assert sorted(seen) == list(range(ROWS))
+        assert place_of(third[0]) == (1, 0, ROWS)
+        assert len(json.dumps(between)) < 1000
+    stale = ranks(dataset, 3, 10, **options)[0]
+    stale.load_state_dict({name: state[name] for name in ("epoch", "row", "rows")})
+    with pytest.raises(InvalidArgumentError, match="exceed shuffle_bytes"):
+        next(iter(stale))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkhvd.data.reading.sampler import cuts, epoch_plan, level, split_validation
+from sparkhvd.data.reading.sampler import Stage, cuts, epoch_plan, level, split_validation
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.plans import batch_rows, rank_rows
 from tests.harness.soak import amount
@@ -206,3 +206,28 @@ def test_cuts_keep_the_last_step_together() -> None:
     assert cuts(10, 4, 2) == [(0, 4), (4, 8), (8, 10)]
     assert cuts(7, 2, 3) == [(0, 2), (2, 4), (4, 7)]
     assert cuts(0, 4, 0) == []
+
+
+@given(st.data())
+@settings(max_examples=amount(60), deadline=None)
+def test_stages_of_other_sizes_use_every_row_once(data: st.DataObject) -> None:
+    """However often ranks and batch sizes change within an epoch beyond memory."""
+    num_rows, window = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 80))
+    options = {
+        "shuffle": data.draw(st.booleans()),
+        "window_rows": window,
+        "block_rows": data.draw(st.integers(1, 20)),
+    }
+    seen: list[int] = []
+    before: list[Stage] = []
+    while len(seen) < num_rows:
+        size, batch_size = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 12))
+        plan = epoch_plan(num_rows, size=size, batch_size=batch_size, before=before, **options)
+        stop = plan.num_steps
+        if len(before) < 4:
+            stop = data.draw(st.integers(1, plan.num_steps))
+        rows = [rank_rows(plan, rank) for rank in range(size)]
+        used = [list(each[: plan.rows_before(rank, stop)]) for rank, each in enumerate(rows)]
+        before.append(Stage(size, batch_size, sum(map(len, used))))
+        seen += [int(row) for each in used for row in each]
+    assert sorted(seen) == list(range(num_rows))

@@ -25,6 +25,7 @@ from sparkhvd.runner.preflight import (
     rank_facts,
     write_token,
 )
+from sparkhvd.wire import rebuild
 
 FACTS = RankFacts("h0", "/usr/bin/python", "3.11", "2.13.0+cpu", "0.1.0")
 
@@ -69,7 +70,7 @@ def test_a_torch_without_cuda_is_known_without_importing_it(
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     facts = rank_facts(("torch",))
     assert facts.cpu_torch == expected
-    assert RankFacts.from_dict(facts.to_dict()) == facts
+    assert rebuild(RankFacts, facts.to_dict()) == facts
     assert rank_facts(()).cpu_torch == ""  # a job that does not need it
 
 
@@ -283,7 +284,7 @@ def test_ranks_with_other_minor_releases_of_numpy_are_refused_and_patches_warned
 def test_facts_of_this_process_name_what_is_missing_and_survive_json() -> None:
     facts = rank_facts(("json", "surely_no_such_module", "surely.no.such"))
     assert facts.missing == ("surely_no_such_module", "surely.no.such")
-    assert RankFacts.from_dict(facts.to_dict()) == facts
+    assert rebuild(RankFacts, facts.to_dict()) == facts
 
 
 def test_tokens_show_that_a_store_is_shared(tmp_path: Path) -> None:

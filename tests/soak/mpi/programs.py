@@ -24,10 +24,10 @@ def total(**options: Any) -> float:
     return float(hvd.allreduce(torch.ones(3) * RANK, op=hvd.Sum, **options)[0])
 
 
-def refused(text: str) -> None:
-    """Check that the world cannot be joined, for a reason."""
+def refused(text: str, comm: Any = WORLD) -> None:
+    """Check that the world, or other processes, cannot be joined, for a reason."""
     try:
-        hvd.init(comm=WORLD)
+        hvd.init(comm=comm)
     except SparkhvdError as error:
         found = str(error)
     else:
@@ -54,6 +54,24 @@ def jobs() -> None:
     assert (hvd.rank(), hvd.size()) == (members.index(RANK), len(members))
     assert total() == sum(members)
     hvd.shutdown()
+
+
+def several() -> None:
+    """Two communicators: one of all processes with sets of others works, two jobs at once are refused."""
+    odd, half = WORLD.Split(RANK % 2, RANK), WORLD.Split(RANK // 2, RANK)
+    of_odd, of_half = hvd.ProcessSet(odd), hvd.ProcessSet(half)
+    hvd.init(comm=WORLD, process_sets=[of_odd, of_half])
+    for made, comm in ((of_odd, odd), (of_half, half)):
+        assert (made.rank(), made.size()) == (comm.Get_rank(), comm.Get_size())
+        assert total(process_set=made) == comm.allreduce(RANK)
+    hvd.init(comm=WORLD.Dup())  # the same processes
+    hvd.shutdown()
+    hvd.init(comm=odd)
+    refused("communicator", comm=half)  # of the same size and, on two ranks, with the same rank
+    assert (hvd.rank(), hvd.size(), total()) == (odd.Get_rank(), 2, odd.allreduce(RANK))
+    hvd.shutdown()
+    refused("a process has one job", comm=[WORLD, odd])
+    assert not hvd.is_initialized()
 
 
 def sets() -> None:
@@ -152,9 +170,10 @@ def alone() -> None:
 
 
 if __name__ == "__main__":
-    {each.__name__: each for each in (jobs, sets, mixed, unnoticed, children, hosts, alone)}[
-        sys.argv[1]
-    ]()
+    {
+        each.__name__: each
+        for each in (jobs, sets, several, mixed, unnoticed, children, hosts, alone)
+    }[sys.argv[1]]()
     hvd.shutdown()
     sys.stdout.write(f"ok {RANK}\n")
     sys.stdout.flush()

@@ -93,6 +93,10 @@ def test_programs(mpi: Mpi, program: str) -> None:
     assert 1 <= len(notes) <= 3  # rank 0 of each job, once per process
 
 
+def test_several_communicators(mpi: Mpi) -> None:
+    check(mpi.start("several", 4), 4)
+
+
 def test_a_rank_that_does_not_call_init(mpi: Mpi) -> None:
     check(mpi.start("alone", 2, SPARKHVD_START_TIMEOUT_S="2"), 2)
 

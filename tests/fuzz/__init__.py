@@ -1,0 +1,1 @@
+"""Coverage-guided search for bytes that a parser of `tests/harness/parsers.py` does not expect."""

@@ -1,0 +1,82 @@
+"""Parsers of files and sockets: what their writers write, and what nobody writes (`tests/harness/parsers.py`)."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.harness.parsers import PARSERS, Parser, cut, example, mutated
+from tests.harness.soak import amount
+
+BY_NAME = pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
+# Of one parser with one input, on a busy machine; each takes well below a millisecond.
+LIMIT_S = 5.0
+# Beyond the input itself: a parsed text takes up to 30 times its bytes.
+LIMIT_BYTES = 100 << 20
+
+
+@BY_NAME
+def test_what_was_written_is_read(parser: Parser) -> None:
+    @settings(max_examples=amount(10), deadline=None, suppress_health_check=list(HealthCheck))
+    @given(parser.valid)
+    def check(value: Any) -> None:
+        found = parser.parse(parser.dump(value))
+        if parser.restored is not None:
+            assert found == parser.restored(value)
+
+    check()
+
+
+@BY_NAME
+def test_no_other_field_raises_another_error(parser: Parser) -> None:
+    if parser.body is None:
+        pytest.skip("it has no JSON")
+    written = example(parser)
+    survived = [
+        parser.survives(parser.wrap(text))
+        for text in mutated(parser.body(written), amount(120, 10**9))
+    ]
+    assert len(survived) > 20
+    assert parser.survives(written)
+    if parser.errors:
+        assert not all(survived)
+
+
+@BY_NAME
+def test_no_cut_raises_another_error(parser: Parser) -> None:
+    for data in cut(example(parser), amount(15)):
+        parser.survives(data)
+
+
+@BY_NAME
+def test_no_size_takes_long_or_much_memory(parser: Parser) -> None:
+    million = amount(100_000, 1_000_000)
+    texts = [
+        b"[" * million,
+        b"[1," * (million // 3),
+        b"9" * million,
+        b'{"a":' * (million // 5),
+        b'"' + b"x" * million + b'"',
+    ]
+    inputs = [*texts, *map(parser.wrap, texts if parser.body is not None else [])]
+    for data in inputs:
+        tracemalloc.start()
+        began = time.monotonic()
+        try:
+            parser.survives(data)
+            assert time.monotonic() - began < LIMIT_S
+            assert tracemalloc.get_traced_memory()[1] < LIMIT_BYTES
+        finally:
+            tracemalloc.stop()
+
+
+@BY_NAME
+@settings(max_examples=amount(20), deadline=None)
+@given(data=st.binary(max_size=200))
+def test_no_bytes_raise_another_error(parser: Parser, data: bytes) -> None:
+    parser.survives(data)
