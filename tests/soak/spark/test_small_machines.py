@@ -1,0 +1,206 @@
+"""Fits on machines that are small, full or badly set up: they train, or an error says what is missing.
+
+Not tried: a jump of the wall clock, which this process could only make for the whole machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.harness.mounts import mounts, tmpfs  # noqa: F401 - a fixture
+from tests.harness.paths import ROOT
+from tests.harness.processes import wait_for_no_trainers
+from tests.harness.spark import run_on, run_script, write_script
+
+pytestmark = pytest.mark.timeout(900)
+
+PROGRAM = """
+import hashlib
+import torch
+from torch import nn
+from sparkhvd import TorchEstimator, TorchModel
+from sparkhvd.errors import SparkhvdError
+
+def estimator(hidden=8, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+    options = {"epochs": 3, "batch_size": 8, "num_proc": 2, **options}
+    return TorchEstimator(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss="mse",
+        feature_cols=["größe"], label_cols=["y"], random_seed=3, verbose=0, **options)
+
+def table():
+    return spark.range(0, 160, 1, 2).selectExpr("array(id % 7 / 7, id % 5 / 5) AS `größe`", "double(id % 3) AS y")
+
+def digest(model):
+    parts = [value.numpy().tobytes() for value in model.getModel().state_dict().values()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+"""
+
+
+def weights(output: str) -> list[str]:
+    return re.findall(r"^WEIGHTS (\w+)$", output, re.MULTILINE)
+
+
+def test_four_fits_at_once_give_the_same_weights(tmp_path: Path) -> None:
+    output = run_on(
+        "local[4]",
+        f"""{PROGRAM}
+from concurrent.futures import ThreadPoolExecutor
+df = table()
+with ThreadPoolExecutor(4) as pool:
+    models = list(pool.map(lambda n: estimator(store={str(tmp_path / "store")!r}).fit(df), range(4)))
+for model in models:
+    print("WEIGHTS", digest(model))
+""",
+        tmp_path,
+    )
+    found = weights(output)
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+def test_two_drivers_of_one_run_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """One holds the run; the other is refused by name, or comes behind it and gets the finished run's error."""
+    body = f"""{PROGRAM}
+try:
+    print("WEIGHTS", digest(estimator(store={str(tmp_path / "store")!r}, run_id="one", epochs=30).fit(table())))
+except SparkhvdError as error:
+    print("REFUSED", type(error).__name__, str(error).splitlines()[0])
+"""
+    outputs = {}
+
+    def start(number: int) -> None:
+        folder = tmp_path / f"driver-{number}"
+        folder.mkdir()
+        script = write_script(folder / "script.py", body, master="local[2]")
+        outputs[number] = run_script(script).output
+
+    threads = [threading.Thread(target=start, args=[n], name=f"driver {n}") for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    texts = "".join(outputs.values())
+    assert len(weights(texts)) == 1, texts
+    refused = re.findall(r"^REFUSED (\w+) (.*)$", texts, re.MULTILINE)
+    assert len(refused) == 1, texts
+    assert "'one'" in refused[0][1]
+
+
+@pytest.mark.usefixtures("mounts")
+def test_a_store_that_fills_keeps_the_run(tmp_path: Path) -> None:
+    """Weights of 8 MB and Adam's state do not fit often into 64 MB with another file of 40."""
+    with tmpfs(tmp_path / "small", 64 << 20) as place:
+        output = run_on(
+            "local[2]",
+            f"""{PROGRAM}
+import os
+from pathlib import Path
+store, ballast = {str(place / "store")!r}, Path({str(place / "ballast")!r})
+ballast.write_bytes(bytes(40 << 20))
+wide = dict(hidden=1 << 19, store=store, run_id="full", epochs=2)
+try:
+    print("WEIGHTS", digest(estimator(**wide).fit(table())))
+except SparkhvdError as error:
+    print("REFUSED", type(error).__name__, str(error).splitlines()[0])
+ballast.unlink()
+print("WEIGHTS", digest(estimator(**wide).fit(table())))
+""",
+            tmp_path,
+        )
+    assert len(weights(output)) == 1, output
+    assert re.search(r"^REFUSED \w+ .*(full|No space left)", output, re.MULTILINE), output
+
+
+@pytest.mark.usefixtures("mounts")
+def test_shared_memory_of_64_mb_suffices(tmp_path: Path) -> None:
+    """Containers have a small /dev/shm; ranks share memory without it."""
+    prefix = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"',
+        "sh",
+    ]
+    body = f"""{PROGRAM}
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
+print("WEIGHTS", digest(estimator(hidden=1 << 23, store={str(tmp_path / "store")!r}, epochs=1).fit(table())))
+"""
+    assert len(weights(run_on("local[2]", body, tmp_path, prefix=prefix))) == 1
+
+
+@pytest.mark.usefixtures("mounts")
+def test_a_full_folder_of_spark_is_named(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", 1 << 20) as place:
+        (place / "ballast").write_bytes(bytes(1 << 19))
+        body = f"""{PROGRAM}
+df = table().selectExpr("`größe`", "y", "repeat(uuid(), 4000) AS text").repartition(3)
+try:
+    print("WEIGHTS", digest(estimator(store={str(tmp_path / "store")!r}).fit(df)))
+except Exception as error:
+    print("REFUSED", type(error).__name__, [line for line in str(error).splitlines() if "space" in line][:1])
+"""
+        script = write_script(
+            tmp_path / "script.py", body, master="local[2]", conf={"spark.local.dir": str(place)}
+        )
+        output = run_script(script).output
+    # Spark prunes the column of texts, so the fit may fit; else the reason is in the error.
+    assert len(weights(output)) == 1 or "No space left" in output, output
+
+
+def test_no_home_and_a_plain_locale_do_not_matter(tmp_path: Path) -> None:
+    env = {"HOME": "", "USER": "", "LANG": "C", "LC_ALL": "C"}  # empty: not set
+    body = f"""{PROGRAM}
+assert "HOME" not in os.environ
+model = estimator(store={str(tmp_path / "store")!r}).fit(table())
+model.write().save({str(tmp_path / "saved")!r})
+assert digest(TorchModel.load({str(tmp_path / "saved")!r})) == digest(model)
+print("WEIGHTS", digest(model))
+"""
+    assert len(weights(run_on("local[2]", body, tmp_path, env=env))) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can start an ordinary user's process")
+def test_a_limit_on_processes_is_named(tmp_path: Path) -> None:
+    """An ordinary user without Spark: root is not limited, and a JVM needs more threads than ranks do."""
+    if shutil.which("setpriv") is None or shutil.which("prlimit") is None:
+        pytest.skip("setpriv and prlimit of util-linux are not installed")
+    folder = tmp_path / "home"
+    folder.mkdir()
+    for each in (folder, *folder.parents[:3]):
+        each.chmod(0o777)
+    script = folder / "script.py"
+    script.write_text(
+        "from sparkhvd import run_local\n"
+        "if __name__ == '__main__':\n"
+        "    print(run_local(len, ([1, 2],), num_proc=2))\n"
+    )
+    user = ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups"]
+    probe = subprocess.run(
+        [*user, sys.executable, "-c", "import torch"], capture_output=True, check=False
+    )
+    if probe.returncode != 0:
+        pytest.skip(f"another user cannot run this Python: {probe.stderr[-200:]!r}")
+    ended = subprocess.run(
+        [*user, "prlimit", "--nproc=4", sys.executable, str(script)],
+        cwd=folder,
+        env={**os.environ, "HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert re.search(
+        r"(RLIMIT_NPROC|processes|Resource temporarily unavailable|start new thread)", ended.stderr
+    ), ended.stderr
+    assert wait_for_no_trainers() == set()
