@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkhvd.rendezvous import Endpoint
+from sparkhvd.wire import rebuild
 from tests.harness.parsers import PARSERS, Parser, cut, example, mutated
 from tests.harness.soak import amount
 
@@ -80,3 +82,28 @@ def test_no_size_takes_long_or_much_memory(parser: Parser) -> None:
 @given(data=st.binary(max_size=200))
 def test_no_bytes_raise_another_error(parser: Parser, data: bytes) -> None:
     parser.survives(data)
+
+
+# Inputs that raised other errors before.
+FOUND = [
+    ("error of a store in a task", b"[sparkhvd-store:5b]"),
+    ("weights", b"X"),
+    ("settings of a job", b"null"),
+    ("settings of a job", b'["{\\"sharud_memory\\": 1}", []]'),
+    ("choice of autotune", b'{"format": 1, "world": [2], "choice": {"pieces": Infinity}}'),
+    ("message of an elastic job", b"\0\0\0\0\0\0\0\x16" + b'{"message": ["report"]}'[:22]),
+    ("profile.json", b'{"epochs": [1], "every": 1, "load": 5, "generations": 3}'),
+    ("lease", b'{"owner": "a", "renewed": 1e400}'),
+]
+
+
+@pytest.mark.parametrize(("name", "data"), FOUND)
+def test_what_was_found(name: str, data: bytes) -> None:
+    (parser,) = [each for each in PARSERS if each.name == name]
+    parser.survives(data)
+
+
+def test_a_port_of_hundreds_of_digits_is_no_endpoint() -> None:
+    fields = {"address": "::1", "port": 10**400, "host_key": "", "unix_name": ""}
+    with pytest.raises(ValueError, match="a port out of range"):
+        rebuild(Endpoint, fields)
