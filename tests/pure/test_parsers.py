@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import time
 import tracemalloc
 from typing import Any
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparkhvd.rendezvous import Endpoint
+from sparkhvd.training.checkpoints.checkpoint import DamagedError, read_checkpoint
 from sparkhvd.wire import rebuild
 from tests.harness.parsers import PARSERS, Parser, cut, example, mutated
 from tests.harness.soak import amount
@@ -101,6 +104,13 @@ FOUND = [
 def test_what_was_found(name: str, data: bytes) -> None:
     (parser,) = [each for each in PARSERS if each.name == name]
     parser.survives(data)
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02X\x04\0\0\0abc\xdf.", b"", b"\x80\x02]."])
+def test_a_checkpoint_with_the_hash_of_other_bytes_is_damaged(content: bytes) -> None:
+    seal = f"\nsparkhvd-sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
+    with pytest.raises(DamagedError, match="here is no checkpoint"):
+        read_checkpoint(io.BytesIO(content + seal), "here")
 
 
 def test_a_port_of_hundreds_of_digits_is_no_endpoint() -> None:
