@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import time
 import tracemalloc
 from typing import Any
@@ -10,6 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkhvd.rendezvous import Endpoint
+from sparkhvd.training.checkpoints.checkpoint import DamagedError, read_checkpoint
+from sparkhvd.wire import rebuild
 from tests.harness.parsers import PARSERS, Parser, cut, example, mutated
 from tests.harness.soak import amount
 
@@ -80,3 +85,35 @@ def test_no_size_takes_long_or_much_memory(parser: Parser) -> None:
 @given(data=st.binary(max_size=200))
 def test_no_bytes_raise_another_error(parser: Parser, data: bytes) -> None:
     parser.survives(data)
+
+
+# Inputs that raised other errors before.
+FOUND = [
+    ("error of a store in a task", b"[sparkhvd-store:5b]"),
+    ("weights", b"X"),
+    ("settings of a job", b"null"),
+    ("settings of a job", b'["{\\"sharud_memory\\": 1}", []]'),
+    ("choice of autotune", b'{"format": 1, "world": [2], "choice": {"pieces": Infinity}}'),
+    ("message of an elastic job", b"\0\0\0\0\0\0\0\x16" + b'{"message": ["report"]}'[:22]),
+    ("profile.json", b'{"epochs": [1], "every": 1, "load": 5, "generations": 3}'),
+    ("lease", b'{"owner": "a", "renewed": 1e400}'),
+]
+
+
+@pytest.mark.parametrize(("name", "data"), FOUND)
+def test_what_was_found(name: str, data: bytes) -> None:
+    (parser,) = [each for each in PARSERS if each.name == name]
+    parser.survives(data)
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02X\x04\0\0\0abc\xdf.", b"", b"\x80\x02]."])
+def test_a_checkpoint_with_the_hash_of_other_bytes_is_damaged(content: bytes) -> None:
+    seal = f"\nsparkhvd-sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
+    with pytest.raises(DamagedError, match="here is no checkpoint"):
+        read_checkpoint(io.BytesIO(content + seal), "here")
+
+
+def test_a_port_of_hundreds_of_digits_is_no_endpoint() -> None:
+    fields = {"address": "::1", "port": 10**400, "host_key": "", "unix_name": ""}
+    with pytest.raises(ValueError, match="a port out of range"):
+        rebuild(Endpoint, fields)

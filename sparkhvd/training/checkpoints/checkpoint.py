@@ -117,17 +117,25 @@ def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Ch
         is_mapped: leave all tensors except the model's in the file, which may be deleted afterwards.
 
     Raises:
-        DamagedError: the bytes do not match the hash.
+        DamagedError: the bytes do not match the hash, or are no checkpoint.
         InvalidArgumentError: it has another format version.
     """
     check_seal(file, url)
-    values = _mapped(file) if is_mapped else torch.load(file, weights_only=True)
-    version = values.pop("format_version")
+    try:
+        values = _mapped(file) if is_mapped else torch.load(file, weights_only=True)
+        version = values.pop("format_version")
+    except OSError:
+        raise
+    except Exception as e:  # noqa: BLE001 - torch's reader raises any class for other bytes
+        raise DamagedError(f"{url} is no checkpoint ({type(e).__name__}: {e}).") from e
     if version not in _READ_VERSIONS:
         raise InvalidArgumentError(
             f"{url} has format version {version}; this sparkhvd reads {', '.join(map(str, _READ_VERSIONS))}. Give another run_id."
         )
-    return Checkpoint(**values)
+    try:
+        return Checkpoint(**values)
+    except TypeError as e:
+        raise DamagedError(f"{url} is no checkpoint ({e}).") from e
 
 
 def check_seal(file: IO[bytes], url: str) -> None:

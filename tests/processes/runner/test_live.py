@@ -398,7 +398,7 @@ def test_a_task_writes_to_its_own_log_what_the_driver_does_not_write_there(
     screen = Screen()
     with receiver_for(screen.show) as driver:
         live = None if way is None else OutputRoute(driver.address, **way).to_dict()
-        spec = TaskSpec(SIZE, 0, "job", KEY, "", {}, {}, (), (), "", None, "")
+        spec = TaskSpec(SIZE, 0, "job", KEY, "", {}, {}, (), (), None, "")
         spec = TaskSpec.from_json(replace(spec, live=live, is_quiet=is_quiet).to_json())
         with output_of(spec, 0, None) as output:
             output.line("[0] line")
