@@ -211,8 +211,7 @@ test-python: env stand-in $(CLASSES)
 # does not find it, as behind a constraint or without an index.
 TORCH_NEWEST ?= torch==2.14.1
 TORCH_ENV := build/torch-env-$(subst torch==,,$(TORCH_NEWEST))
-TORCH_TESTS := tests/processes/test_lazy_compiler.py::test_no_compiler_is_imported_by tests/processes/test_lazy_compiler.py::test_every_optimizer_of_torch_gives_the_same_bits tests/processes/distributed/test_collectives.py tests/ranks/torch/test_optimizer.py tests/ranks/training/test_train.py \
-  'tests/spark/estimator/test_fit.py::test_fit_equals_one_process[120 rows mixed]'
+TORCH_TESTS := tests/processes/test_lazy_compiler.py::test_no_compiler_is_imported_by tests/processes/test_lazy_compiler.py::test_every_optimizer_of_torch_gives_the_same_bits tests/processes/distributed/test_collectives.py tests/ranks/torch/test_optimizer.py tests/ranks/training/test_train.py
 
 $(TORCH_ENV)/.stamp: tools/torch_env.sh | $(PACKAGES)
 	@tools/torch_env.sh $(PY) $(TORCH_ENV) "$(TORCH_NEWEST)" || test $$? -eq 3

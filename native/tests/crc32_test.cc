@@ -2,6 +2,7 @@
 #include "crc32.h"
 
 #include <random>
+#include <span>
 #include <string_view>
 #include <vector>
 

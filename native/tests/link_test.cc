@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <random>
+#include <span>
 
 #include "error.h"
 #include "test.h"

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <random>
+#include <span>
 
 #include "error.h"
 #include "test.h"

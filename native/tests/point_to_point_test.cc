@@ -6,6 +6,7 @@
 #include <chrono>
 #include <functional>
 #include <random>
+#include <span>
 
 #include "point_to_point/matching.h"
 #include "relay.h"

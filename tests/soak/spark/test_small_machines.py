@@ -55,8 +55,9 @@ def test_four_fits_at_once_give_the_same_weights(tmp_path: Path) -> None:
         f"""{PROGRAM}
 from concurrent.futures import ThreadPoolExecutor
 df = table()
+estimators = [estimator(store={str(tmp_path / "store")!r}) for _ in range(4)]
 with ThreadPoolExecutor(4) as pool:
-    models = list(pool.map(lambda n: estimator(store={str(tmp_path / "store")!r}).fit(df), range(4)))
+    models = list(pool.map(lambda each: each.fit(df), estimators))
 for model in models:
     print("WEIGHTS", digest(model))
 """,
