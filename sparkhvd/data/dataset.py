@@ -325,9 +325,9 @@ _ORDER = ("seed", "shuffle", "subset", "validation")
 
 
 class Loader(IterableDataset[Any]):
-    """Batches of one rank, a dict of tensors by column, or a tuple of tensors; each iteration yields the rest of an epoch, then
-    the next epoch follows.
+    """Batches of one rank: a dict or a tuple of tensors.
 
+    Each iteration yields the rest of an epoch; the next iteration yields the next epoch.
     A tensor has the shape (rows, *shape of the column); sparse vectors are COO tensors. Every rank has equally many steps, and
     every row is used once per epoch over all ranks.
 

@@ -110,10 +110,9 @@ class LossState:
         return bool(self.parameters or self._roots or self._objects)
 
     def holders(self) -> Iterator[tuple[str, object]]:
-        """Yield by name the objects behind losses, metrics and steps that training may change: the user's objects, functions with
-        attributes, dicts, lists and sets.
+        """Yield by name the objects behind losses, metrics and steps.
 
-        Modules, parameters, classes, objects with their own state, and objects of libraries are excluded.
+        Training may change these: the user's objects, functions with attributes, dicts, lists and sets. Modules, parameters, classes, objects with their own state, and objects of libraries are excluded.
         """
         yield from self._holders.items()
 

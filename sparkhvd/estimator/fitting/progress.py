@@ -58,8 +58,9 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
 
 
 def format_step(report: Mapping[str, Any], waits: Mapping[int, float]) -> str:
-    """Format progress within an epoch: "epoch 2/10  step 120/1,500  loss 0.1234  12,345 rows/s  28 s left  waiting for rank 3 20%
-    accuracy 0.9600".
+    """Format progress within an epoch.
+
+    For example "epoch 2/10  step 120/1,500  loss 0.1234  12,345 rows/s  28 s left  waiting for rank 3 20%  accuracy 0.9600".
 
     Args:
         report: of rank 0, see `sparkhvd.training.profile`.

@@ -1,6 +1,6 @@
-"""Elastic training: of the user's command (`sparkhvdrun -np 4 --min-np 2 --max-np 8`) or of a function (`run_elastic` on Spark, `horovod.run`).
+"""Elastic training of a command or a function.
 
-The launcher learns hosts and slots (`options`) and keeps a process in every slot up to the largest number of ranks. It
+A command runs under `sparkhvdrun -np 4 --min-np 2 --max-np 8`, a function under `run_elastic` on Spark or `horovod.run`. The launcher learns hosts and slots (`options`) and keeps a process in every slot up to the largest number of ranks. It
 is also the job's `Coordinator`. It replaces a process that dies, and excludes a host with repeated failures for a
 growing time. Only `sparkhvd.elastic` decides which processes are the ranks of a generation.
 

@@ -158,8 +158,9 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups. While gradients are in flight (`synchronize_in_backward=False`) this waits for
-        them: `GradScaler.unscale_` and clipping by group are about to read the gradients.
+        """The parameter groups; waits for gradients in flight.
+
+        `GradScaler.unscale_` and clipping by group read them next.
         """
         for reducer in self._reducers:
             if reducer.in_flight:

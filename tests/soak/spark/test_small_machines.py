@@ -192,7 +192,7 @@ def test_a_limit_on_processes_is_named(tmp_path: Path) -> None:
     if probe.returncode != 0:
         pytest.skip(f"another user cannot run this Python: {probe.stderr[-200:]!r}")
     ended = subprocess.run(
-        [*user, "prlimit", "--nproc=4", sys.executable, str(script)],
+        ["prlimit", "--nproc=4", *user, sys.executable, str(script)],
         cwd=folder,
         env={**os.environ, "HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
