@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 import time
 import tracemalloc
+import zlib
 from typing import Any
 
 import pytest
@@ -96,6 +98,11 @@ FOUND = [
     ("choice of autotune", b'{"format": 1, "world": [2], "choice": {"pieces": Infinity}}'),
     ("message of an elastic job", b"\0\0\0\0\0\0\0\x16" + b'{"message": ["report"]}'[:22]),
     ("profile.json", b'{"epochs": [1], "every": 1, "load": 5, "generations": 3}'),
+    # Its CRC fits, and its length is no whole number of CRCs.
+    (
+        "checksums of a packed file",
+        b"abc" + struct.pack("<QI4s", 0, zlib.crc32(bytes(8), zlib.crc32(b"abc")), b"SHB1"),
+    ),
     ("lease", b'{"owner": "a", "renewed": 1e400}'),
 ]
 

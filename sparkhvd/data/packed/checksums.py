@@ -126,6 +126,7 @@ def decode(table: bytes) -> tuple[int, Crcs] | None:
     """Return the number of bytes covered by a table, and the CRCs of their blocks; None if it is damaged."""
     crcs, trailer = table[:-TRAILER_BYTES], table[-TRAILER_BYTES:]
     size, crc, _ = _TRAILER.unpack(trailer)
-    if zlib.crc32(trailer[:8], zlib.crc32(crcs)) != crc:
+    is_whole = len(table) == table_bytes(trailer)
+    if not is_whole or zlib.crc32(trailer[:8], zlib.crc32(crcs)) != crc:
         return None
     return size, np.frombuffer(crcs, "<u4").astype(np.uint32)
