@@ -76,14 +76,18 @@ def test_a_run_that_the_version_before_the_merge_left_is_resumed(
     assert "after 4 steps" in capsys.readouterr().out  # where it continues
     whole = saved_store.estimator(str(tmp_path / "new")).fit(saved_store.rows(spark))
     assert [record["epoch"] for record in model.history] == [1, 2, 3, 4]
+    # Another kind of CPU has trained the first epochs, and rounds in other places.
     for record, other in zip(model.history, whole.history, strict=True):
-        assert record["loss"] == other["loss"]
+        assert record["loss"] == pytest.approx(other["loss"], rel=1e-5)
     for mine, theirs in zip(
         model.getModel().parameters(), whole.getModel().parameters(), strict=True
     ):
-        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     again = TorchModel.from_run(str(tmp_path / "store"), saved_store.RUN_ID, trust=True)
-    assert torch.equal(next(again.getModel().parameters()), next(whole.getModel().parameters()))
+    for mine, theirs in zip(
+        model.getModel().parameters(), again.getModel().parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
 
 
 def test_pipelines_and_a_pickle_of_the_version_before_the_merge_load(spark: SparkSession) -> None:
