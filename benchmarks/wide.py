@@ -1,0 +1,98 @@
+"""Tables of many columns of one number each: fit and transform beside Spark's own write of them.
+
+    .venv/bin/python benchmarks/wide.py [--columns 2000] [--write]
+
+2,000 rows of doubles in one Parquet file, a new `local[2]` session, in this order: a read by pyarrow in this process, Spark's write of
+what it reads (the first one and the next), the first fit of one epoch on one rank, the next fit, two transforms into Spark's `noop`
+sink. Seconds of the clock, and of the CPU of driver and workers. Targets: fit up to the first step and transform take at most 1.5 times
+Spark's own write and pyarrow's read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from materialize import cpu_seconds
+
+from common import Report, Target, local_session
+
+ROWS, BATCH, LIMIT = 2000, 100, 1.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--columns", type=int, default=2000)
+    parser.add_argument("--write", action="store_true", help="keep the table in docs/results/")
+    given = parser.parse_args()
+
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+
+    from sparkhvd import TorchEstimator
+
+    names = [f"x{i}" for i in range(given.columns)]
+    values = np.random.default_rng(0).random((ROWS, given.columns))
+    seconds: dict[str, float] = {}
+    rows: list[list[Any]] = []
+    with tempfile.TemporaryDirectory() as folder, local_session(2) as spark:
+        path = str(Path(folder, "wide.parquet"))
+        pq.write_table(
+            pa.table({**{n: values[:, i] for i, n in enumerate(names)}, "y": values[:, 0]}), path
+        )
+        df = spark.read.parquet(path)
+
+        def timed(name: str, run: Callable[[], Any], *, has_target: bool = False) -> Any:
+            cpu, began = cpu_seconds(spark) + time.process_time(), time.perf_counter()
+            result = run()
+            seconds[name] = time.perf_counter() - began
+            spent = cpu_seconds(spark) + time.process_time() - cpu
+            targets = []
+            if has_target:
+                beside = seconds["Spark's write, the first"] + seconds["pyarrow's read"]
+                targets = [
+                    Target(
+                        "of write and read", seconds[name] / beside, LIMIT, at_least=False, unit="x"
+                    )
+                ]
+            rows.append([name, f"{seconds[name]:.2f}", f"{spent:.2f}", targets])
+            return result
+
+        def write() -> None:
+            df.write.mode("overwrite").parquet(f"{folder}/out")
+
+        estimator = TorchEstimator(
+            model=torch.nn.Linear(given.columns, 1),
+            optimizer=torch.optim.Adam,
+            loss="mse",
+            feature_cols=names,
+            label_cols=["y"],
+            epochs=1,
+            batch_size=BATCH,
+            num_proc=1,
+            verbose=0,
+        )
+        timed("pyarrow's read", lambda: pq.read_table(path))
+        timed("Spark's write, the first", write)
+        timed("Spark's write, the next", write)
+        model = timed("fit, the first", lambda: estimator.fit(df), has_target=True)
+        timed("fit, the next", lambda: estimator.fit(df))
+        for which in ("first", "next"):
+            timed(
+                f"transform, the {which}",
+                lambda: model.transform(df).write.format("noop").mode("overwrite").save(),
+                has_target=which == "first",
+            )
+    report = Report(f"wide: {ROWS:,} rows of {given.columns:,} columns of one number")
+    report.table(["step", "s", "CPU s of driver and workers", "target"], rows)
+    report.finish("benchmarks/wide.py", write=given.write, json_path=None)
+
+
+if __name__ == "__main__":
+    main()
