@@ -406,7 +406,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            check(f, getattr(self, f.name), f"Settings.{f.name}")
+            value = getattr(self, f.name)
+            check(f, value, f"Settings.{f.name}")
+            # Numbers as people write them, 0 for False and 16e6 for an int; ranks read exact types.
+            if f.type == "bool" and value in (0, 1):
+                object.__setattr__(self, f.name, bool(value))
+            elif f.type == "int" and isinstance(value, float) and value.is_integer():
+                object.__setattr__(self, f.name, int(value))
 
     @property
     def tuning(self) -> str:

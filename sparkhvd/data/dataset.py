@@ -523,7 +523,11 @@ class Loader(IterableDataset[Any]):
         """
         numbers = [state.get(name) for name in ("epoch", "row", "rows")]
         before = _stages(state.get("before", ()))
-        if before is None or not all(isinstance(each, int) and each >= 0 for each in numbers):
+        sizes = state.get("size"), state.get("batch_size")
+        is_valid = all(isinstance(each, int) and each >= 0 for each in numbers) and (
+            sizes == (None, None) or all(isinstance(each, int) and each > 0 for each in sizes)
+        )
+        if before is None or not is_valid or state["row"] < sum(stage.rows for stage in before):
             raise InvalidArgumentError(
                 f"load_state_dict: the state is {state!r:.200}. Give what state_dict() has returned."
             )
@@ -543,9 +547,10 @@ class Loader(IterableDataset[Any]):
             )
         self.epoch, self._before, self._windows = state["epoch"], before, state.get("windows")
         self._handed_out = state["row"] - self._first_row
-        sizes = state.get("size"), state.get("batch_size")
         if sizes != (self.size, self.batch_size):
-            self._continue(sizes[0] or 0, sizes[1] or 0)
+            # States of earlier versions do not tell their windows, without which a stage is unknown.
+            known = sizes if self._windows is not None else (0, 0)
+            self._continue(known[0] or 0, known[1] or 0)
 
     def close(self) -> None:
         """Stop the thread and release files and memory; another iteration opens them again."""

@@ -219,6 +219,8 @@ def has_small_partitions(df: DataFrame) -> bool:
     """
     if is_connect(df.sparkSession):
         return False
+    from py4j.protocol import Py4JJavaError
+
     context = df.sparkSession.sparkContext
     if not re.match(r"local(\[|$)", context.master or ""):
         return False
@@ -237,7 +239,10 @@ def has_small_partitions(df: DataFrame) -> bool:
         return False
     if num_partitions <= _PARTITIONS_PER_SLOT * context.defaultParallelism:
         return False
-    if int(str(plan.stats().sizeInBytes())) > _SMALL_BYTES:
+    try:
+        if int(str(plan.stats().sizeInBytes())) > _SMALL_BYTES:
+            return False
+    except Py4JJavaError:  # of a source that is asked too early
         return False
     patterns = _jvm(df.sparkSession).org.apache.spark.sql.catalyst.trees.TreePattern
     return not any(

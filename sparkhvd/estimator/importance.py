@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from pyspark.ml.evaluation import Evaluator, JavaEvaluator
+from pyspark.ml.evaluation import Evaluator
 from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.ml.linalg import Vector, VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, IntegerType, StructField, StructType
+from pyspark.util import inheritable_thread_target
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.spark import is_connect
 
 # Column of the permuted rows: number of the permutation, 0 for the original.
 _VARIANT = "__sparkhvd_variant"
@@ -78,6 +80,7 @@ def permutation_importance(
             f"permutation_importance: num_rows is {num_rows} and repeats {repeats}; they must be at least 2 and 1."
         )
     spark = df.sparkSession
+    columns = list(dict.fromkeys(columns))
     rows = df.orderBy(F.rand(seed ^ _SALT)).limit(num_rows).collect()
     if len(rows) < 2:
         raise InvalidArgumentError(
@@ -97,7 +100,8 @@ def permutation_importance(
     fields = [StructField(f"c{i}", f.dataType) for i, f in enumerate(df.schema.fields)]
     sampled = spark.createDataFrame(numbered, StructType([*fields, *_NUMBERS]))
     predicted = transform(_permuted(sampled, df.schema, parts, repeats))
-    read = predicted.select(*(F.col(f"`{name}`") for name in _read_columns(predicted, evaluator)))
+    is_of_spark = type(evaluator).__module__ == "pyspark.ml.evaluation"
+    read = _read_columns(predicted, evaluator) if is_of_spark else predicted
     copies: list[list[Any]] = [[] for _ in range(1 + len(permutations))]
     for copy, row in read.select(_VARIANT, F.struct("*").alias("row")).collect():
         copies[copy].append(row)
@@ -105,10 +109,12 @@ def permutation_importance(
     def measure(copy: list[Any]) -> float:
         return float(evaluator.evaluate(spark.createDataFrame(copy, read.schema)))
 
+    # The caller's job group and pool of the scheduler.
+    target = measure if is_connect(spark) else inheritable_thread_target(measure)
     # Most of an evaluation is planning, and waiting for short tasks. Each has its own rows, because Spark compiles
     # a query again for another number in a filter.
-    with ThreadPoolExecutor(_EVALUATIONS) as pool:
-        found = list(pool.map(measure, copies))
+    with ThreadPoolExecutor(_EVALUATIONS if is_of_spark else 1) as pool:
+        found = list(pool.map(target, copies))
     sign = 1.0 if evaluator.isLargerBetter() else -1.0
     importances = []
     for index, part in enumerate(parts):
@@ -128,14 +134,17 @@ def _parts(field: StructField, value: Any) -> list[_Part]:
     return [_Part(names[index], field.name, index) for index in range(len(value))]
 
 
-def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> list[str]:
-    """Return the columns that an evaluator reads, and the number of the copy; all columns for a class that is not Spark's."""
-    names = predicted.columns
-    if isinstance(evaluator, JavaEvaluator):
-        params = (p for p in evaluator.params if p.name.endswith("Col") and evaluator.isDefined(p))
-        read = {evaluator.getOrDefault(p) for p in params}
-        names = [name for name in names if name in read or name == _VARIANT]
-    return names
+def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> DataFrame:
+    """Select the columns that an evaluator of Spark reads, and the number of the copy."""
+    params = (p for p in evaluator.params if p.name.endswith("Col") and evaluator.isDefined(p))
+    values = [str(evaluator.getOrDefault(p)) for p in params]
+    names = [
+        name
+        for name in predicted.columns
+        if name == _VARIANT or any(v == name or v.startswith(f"{name}.") for v in values)
+    ]
+    quoted = (name.replace("`", "``") for name in names)
+    return predicted.select(*(F.col(f"`{name}`") for name in quoted))
 
 
 def _permuted(

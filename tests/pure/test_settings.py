@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,14 @@ def test_port_range_is_a_range() -> None:
     assert Settings().ports == range(1)
     assert Settings(port_range="40000-40002").ports == range(40000, 40003)
     assert Settings(port_range="40000").ports == range(40000, 40001)
+
+
+def test_settings_as_people_write_numbers_travel_too() -> None:
+    written: Any = {"shared_memory": 0, "keep_freed_memory": 1, "bucket_bytes": 16e6}
+    settings = Settings(**written)
+    assert (settings.shared_memory, settings.keep_freed_memory) == (False, True)
+    assert type(settings.bucket_bytes) is int
+    assert Settings.from_json(settings.to_json()) == settings
 
 
 def test_settings_travel_as_json_and_do_not_change() -> None:

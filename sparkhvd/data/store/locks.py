@@ -112,7 +112,7 @@ _SEAL = "sha256"
 def dump_sealed(values: Mapping[str, object]) -> bytes:
     """Return a JSON object as bytes, with the SHA-256 of its other entries as the entry "sha256"."""
     # Through JSON once, so that the checksum covers the reader's values (tuples become lists).
-    plain = read_json(json.dumps(dict(values)))
+    plain = read_json(json.dumps(dict(values)), most_bytes=None)
     return json.dumps({**plain, _SEAL: _digest(plain)}, indent=1).encode()
 
 
@@ -196,7 +196,7 @@ class Lease:
         if values is None:
             return None
         for name in values.keys() & {"app_id", "token"}:  # of earlier versions
-            values["owner"] = values.pop(name)
+            values.setdefault("owner", values.pop(name))
         try:
             lease = rebuild(cls, values, is_strict=False)
         except ValueError:

@@ -352,9 +352,9 @@ class Decoder:
         with self._file("weights") as file:
             try:
                 return weights.load(file)
-            except OSError:
-                raise
-            except Exception as e:  # noqa: BLE001 - torch's reader raises any class for other bytes
+            except Exception as e:  # torch's reader raises any class for other bytes
+                if weights.is_of_machine(e):
+                    raise
                 raise InvalidArgumentError(
                     f"{self.path!r} holds weights that torch cannot read ({type(e).__name__}: {e}). The directory is damaged: save it again."
                 ) from e

@@ -51,7 +51,7 @@ class OwnFiles:
 
 def _digest_of(content: Mapping[str, Any]) -> str:
     # Normalized by a round trip through JSON, whose keys are texts.
-    plain = read_json(json.dumps(content))
+    plain = read_json(json.dumps(content), most_bytes=None)
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -25,7 +25,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.checkpoints.frozen import Frozen
 from sparkhvd.training.metrics import TotalsState
-from sparkhvd.training.modules.weights import HashingWriter, sha256_of
+from sparkhvd.training.modules.weights import HashingWriter, is_of_machine, sha256_of
 from sparkhvd.training.to_device import to_cpu
 from sparkhvd.training.types import History, State
 
@@ -124,9 +124,9 @@ def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Ch
     try:
         values = _mapped(file) if is_mapped else torch.load(file, weights_only=True)
         version = values.pop("format_version")
-    except OSError:
-        raise
-    except Exception as e:  # noqa: BLE001 - torch's reader raises any class for other bytes
+    except Exception as e:  # torch's reader raises any class for other bytes
+        if is_of_machine(e):
+            raise
         raise DamagedError(f"{url} is no checkpoint ({type(e).__name__}: {e}).") from e
     if version not in _READ_VERSIONS:
         raise InvalidArgumentError(

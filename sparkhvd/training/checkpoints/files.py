@@ -377,7 +377,7 @@ class _Profile:
     every: int
     epochs: list[dict[str, Any]]
     steps: dict[str, float | list[float]]
-    load: list[dict[str, str | list[float | None]]]
+    load: list[dict[str, str | list[float | None]]] = field(default_factory=list)
     generations: list[dict[str, int]] = field(default_factory=list)
 
 

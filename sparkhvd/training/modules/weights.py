@@ -87,6 +87,19 @@ def dump(tensors: Mapping[str, Tensor], sink: IO[bytes] | io.RawIOBase | None = 
     return hashing.sha256
 
 
+def is_of_machine(error: Exception) -> bool:
+    """Return True if an error of torch's reader tells of this machine or its torch, and not of the file.
+
+    A damaged file is left out and repaired; a machine without memory must not lose an intact one by that.
+    """
+    text = str(error)
+    return (
+        isinstance(error, (OSError, MemoryError))
+        or (isinstance(error, RuntimeError) and ("memory" in text or "allocat" in text))
+        or "Unsupported global" in text
+    )
+
+
 def load(path: str) -> dict[str, Tensor]:
     """Load the tensors of a file. Large tensors stay in the file until used; it may be deleted meanwhile."""
     if os.path.getsize(path) >= MAPPED_BYTES:

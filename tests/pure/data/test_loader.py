@@ -306,6 +306,31 @@ def test_rank_and_size_come_from_the_launcher(
         dataset.loader(rank=1)
 
 
+def test_a_state_that_does_not_tell_its_windows_is_refused_by_other_ranks(dataset: Dataset) -> None:
+    """Earlier versions wrote such states, which could lose and double rows elsewhere."""
+    loaders = ranks(dataset, 2, 10, shuffle_bytes=2000)
+    for _ in zip(*[iter(each) for each in loaders], range(3), strict=False):
+        state = loaders[0].state_dict()
+    del state["windows"]
+    other = dataset.loader(0, 3, 10, shuffle_bytes=4000)
+    other.load_state_dict(state)
+    with pytest.raises(InvalidArgumentError, match="exceed shuffle_bytes"):
+        next(iter(other))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"row": 3, "before": [[2, 3, 100]]}, {"size": 0}, {"batch_size": None}, {"size": "2"}],
+    ids=str,
+)
+def test_a_state_that_contradicts_itself_is_invalid(
+    dataset: Dataset, wrong: dict[str, Any]
+) -> None:
+    loader = dataset.loader(0, 2, 10, shuffle_bytes=2000)
+    with pytest.raises(InvalidArgumentError, match="Give what state_dict"):
+        loader.load_state_dict({**loader.state_dict(), **wrong})
+
+
 def test_wrong_states_and_places_are_refused(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="Load it with the same data"):
         dataset.loader(0, 1).load_state_dict({"epoch": 0, "row": 0, "rows": 5})

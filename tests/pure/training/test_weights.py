@@ -11,6 +11,8 @@ import torch
 
 from sparkhvd import InvalidArgumentError, Store
 from sparkhvd.errors import InternalError
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.weights import Weights
 
@@ -88,3 +90,29 @@ def test_a_file_that_is_cut_off_is_written_again(tmp_path: Path, url: str) -> No
     store.write_bytes(stored.path, marked := b"x" + whole[1:])
     weights.store_weights(TENSORS, stored.sha256, store)
     assert store.read_bytes(stored.path) == marked
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] can't allocate memory: you tried"),
+        OSError("input/output error"),
+    ],
+)
+def test_a_machine_without_memory_does_not_damage_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    """An intact checkpoint that cannot be read is no reason to repeat the training since an older one."""
+    store = Store.create(tmp_path / "store")
+    checkpoints = Checkpoints(store, "runs/r")
+    for epoch in (1, 2):
+        checkpoints.save(Checkpoint(epoch, {"w": torch.ones(2)}, {}, None, [], "{}"))
+
+    def load(*args: object, **options: object) -> object:
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(type(error)) as caught:
+        checkpoints.latest()
+    assert caught.value is error or str(error) in str(caught.value)

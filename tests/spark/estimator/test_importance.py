@@ -60,6 +60,21 @@ def test_a_vector_without_names_has_numbers(df: DataFrame, evaluator: Regression
     assert [each.feature for each in found] == ["x[0]", "x[2]", "x[1]"]
 
 
+class OfHalf(RegressionEvaluator):
+    """Evaluator of a user's own that reads another column."""
+
+    def _evaluate(self, dataset: DataFrame) -> float:
+        return super()._evaluate(dataset.where("`which half` = 0"))
+
+
+def test_an_evaluator_of_ones_own_reads_any_column(df: DataFrame) -> None:
+    model: Any = fitted(exact(), inputs=3)
+    evaluator = OfHalf(labelCol="y", predictionCol="y__output", metricName="mse")
+    halves = df.withColumn("which half", (F.col("y") > 2).cast("int"))
+    found = model.permutation_importance(halves, evaluator, num_rows=40, repeats=1)
+    assert [each.feature for each in found] == ["much", "some", "none"]
+
+
 def test_what_cannot_be_permuted_is_an_error(df: DataFrame, evaluator: RegressionEvaluator) -> None:
     model: Any = fitted(exact(), inputs=3)
     with pytest.raises(InvalidArgumentError, match="has 1 rows"):
