@@ -14,10 +14,8 @@ from pyspark.ml.linalg import Vector, VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, IntegerType, StructField, StructType
-from pyspark.util import inheritable_thread_target
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.spark import is_connect
 
 # Column of the permuted rows: number of the permutation, 0 for the original.
 _VARIANT = "__sparkhvd_variant"
@@ -109,12 +107,10 @@ def permutation_importance(
     def measure(copy: list[Any]) -> float:
         return float(evaluator.evaluate(spark.createDataFrame(copy, read.schema)))
 
-    # The caller's job group and pool of the scheduler.
-    target = measure if is_connect(spark) else inheritable_thread_target(measure)
     # Most of an evaluation is planning, and waiting for short tasks. Each has its own rows, because Spark compiles
     # a query again for another number in a filter.
     with ThreadPoolExecutor(_EVALUATIONS if is_of_spark else 1) as pool:
-        found = list(pool.map(target, copies))
+        found = list(pool.map(measure, copies))
     sign = 1.0 if evaluator.isLargerBetter() else -1.0
     importances = []
     for index, part in enumerate(parts):
