@@ -170,6 +170,8 @@ class Checkpoints:
     def write_frozen(self, tensors: Mapping[str, Tensor]) -> str:
         """Write the frozen parameters omitted from checkpoints if not yet written; return their SHA-256."""
         sha256 = weights.dump(tensors)
+        # First, because taking over deletes unfinished files, and another thread writes the history of an epoch.
+        self._begin()
         weights.store_weights(tensors, sha256, self._store, _frozen_path(self._folder, sha256))
         return sha256
 

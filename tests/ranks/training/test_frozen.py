@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,23 @@ def test_a_checksum_tells_values_signs_and_places(dtype: torch.dtype) -> None:
     others = [values.flip(0), values[1:], values.reshape(1, -1)]
     others += [] if dtype == torch.bool else [-values, values + 1]
     assert all(sums(values) != sums(other) for other in others)
+
+
+def test_the_history_of_an_epoch_is_written_while_frozen_parameters_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of these writes takes over the folder and deletes unfinished files, but none of its own fit."""
+    checkpoints = Checkpoints(Store.create(tmp_path / "store"), "runs/r")
+    rename = os.replace
+    written = []
+
+    def replace(source: str, target: str) -> None:
+        if not written:
+            written.append(target)
+            checkpoints.write_history([{"epoch": 1}])
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    sha256 = checkpoints.write_frozen({"w": torch.ones(3)})
+    assert list((tmp_path / "store").rglob(f"frozen-{sha256}*"))
+    assert list((tmp_path / "store").rglob("metrics.jsonl"))
