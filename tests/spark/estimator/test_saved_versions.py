@@ -85,7 +85,8 @@ def test_a_run_that_the_version_before_the_merge_left_is_resumed(
     for mine, theirs in zip(
         model.getModel().parameters(), whole.getModel().parameters(), strict=True
     ):
-        torch.testing.assert_close(mine, theirs, rtol=bound, atol=bound)
+        # A step of Adam is as large as its rate, however small a gradient is.
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=10 * bound)
     again = TorchModel.from_run(str(tmp_path / "store"), saved_store.RUN_ID, trust=True)
     for mine, theirs in zip(
         model.getModel().parameters(), again.getModel().parameters(), strict=True
