@@ -95,7 +95,7 @@ def is_of_machine(error: Exception) -> bool:
     text = str(error)
     return (
         isinstance(error, (OSError, MemoryError))
-        or (isinstance(error, RuntimeError) and ("memory" in text or "allocat" in text))
+        or (isinstance(error, RuntimeError) and ("memory" in text or "alloc" in text))
         or "Unsupported global" in text
     )
 
