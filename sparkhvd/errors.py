@@ -8,7 +8,6 @@ failed, and carries the failure as data.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -43,7 +42,7 @@ def listed(items: Iterable[str], separator: str = ", ") -> str:
     every = list(items)
     more = len(every) - _MOST_LISTED
     tail = [f"and {more:,} more"] if more > 0 else []
-    return separator.join(itertools.chain(every[:_MOST_LISTED], tail))
+    return separator.join([*every[:_MOST_LISTED], *tail])
 
 
 class SparkhvdError(Exception):

@@ -91,7 +91,7 @@ def _parts(url: str) -> tuple[str, str]:
 OTHER_VALUES = "the plan gives other values each time"
 # The state of every source file is read; beyond this many that costs more than it saves.
 _MAX_INPUT_FILES = 5000
-# A task writes this much in about 0.1 s (docs/results/materialize.md), and each further task takes some 20 ms of the CPU.
+# One task writes this much in about 0.1 s (docs/results/materialize.md); each further one is a call of Python and a file.
 _SMALL_BYTES = 8 << 20
 _PARTITIONS_PER_SLOT = 4
 # Leaves whose content is in the plan itself. Not LocalRelation: its text has columns and no rows, and the plan's hash of
