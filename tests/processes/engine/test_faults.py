@@ -229,6 +229,10 @@ def test_shutdown_waits_for_no_stopped_rank_which_hears_the_last_words(
         ranks[2].kill(signal.SIGSTOP)
         for rank in ranks[:2]:
             rank.tell(reason)
+        for rank in ranks[:2]:
+            assert rank.expect() == "queued"
+        for rank in ranks[:2]:
+            rank.tell("leave")
         took = [rank.expect() for rank in ranks[:2]]
         ranks[2].kill(signal.SIGCONT)
         assert max(took) < 0.3, took
