@@ -184,5 +184,6 @@ def test_the_history_of_an_epoch_is_written_while_frozen_parameters_are(
 
     monkeypatch.setattr(os, "replace", replace)
     sha256 = checkpoints.write_frozen({"w": torch.ones(3)})
-    assert written and list((tmp_path / "store").rglob(f"frozen-{sha256}*"))
+    assert written
+    assert list((tmp_path / "store").rglob(f"frozen-{sha256}*"))
     assert list((tmp_path / "store").rglob("metrics.jsonl"))
