@@ -34,8 +34,15 @@ class Relay {
     ends_[1] = insert(second);
     thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
   }
-  /// Bytes of rank `from` that pass in a millisecond: 0 holds them back.
-  void let_pass(int from, std::size_t pace) { paces_.at(static_cast<std::size_t>(from)) = pace; }
+  /// Bytes of rank `from` that pass in a millisecond: 0 holds back whatever is sent after this call.
+  void let_pass(int from, std::size_t pace) {
+    paces_.at(static_cast<std::size_t>(from)) = pace;
+    // The thread may have read the former pace, and receive only now: a whole round must begin after the change.
+    const std::size_t rounds = rounds_;
+    while (thread_.joinable() && rounds_ < rounds + 2) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
   std::size_t passed(int from) const { return passed_.at(static_cast<std::size_t>(from)); }
 
  private:
@@ -72,6 +79,7 @@ class Relay {
         bytes.erase(bytes.begin(), bytes.begin() + count);
         passed_.at(from) += static_cast<std::size_t>(count);
       }
+      ++rounds_;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
@@ -79,6 +87,7 @@ class Relay {
   std::array<int, 2> ends_{-1, -1};
   std::array<std::atomic<std::size_t>, 2> paces_{kAnyPace, kAnyPace};
   std::array<std::atomic<std::size_t>, 2> passed_{};
+  std::atomic<std::size_t> rounds_{0};
   std::jthread thread_;
 };
 
