@@ -18,6 +18,7 @@ Each module imports only those above it:
     work           errors of the engine as torch's
     launch         tensors as flat memory of the engine's types
     engines        ranks find each other through torch's store
+    reconfigure    groups that change their ranks
     process_group  torch's reductions as plans of the engine's
     hooks          communication hooks of DDP
 """
@@ -33,6 +34,7 @@ from sparkhvd.distributed.engines import EngineGroups, own
 from sparkhvd.distributed.extras import monitored_barrier, split_group
 from sparkhvd.distributed.hooks import PowerSGDState, ddp_hook, powersgd_hook
 from sparkhvd.distributed.process_group import Group
+from sparkhvd.distributed.reconfigure import Reconfiguration, UnconnectedGroup
 from sparkhvd.distributed.work import CollectiveError, CollectiveTimeoutError, PeerLostError
 
 __all__ = [
@@ -55,6 +57,10 @@ def _create(options: Any, inner_options: object) -> Group:
     store, name, rank = options.store, options.group_id, options.group_rank
     size, timeout = options.group_size, options.timeout
     teams = EngineGroups()
+    if getattr(options, "enable_reconfigure", False):  # since torch 2.14
+        changes = Reconfiguration(rank, name, store)
+        ranks = UnconnectedGroup(size)
+        return Group(teams, ranks, rank, name, store, timeout, inner_options, changes)
     make = (
         own if options.global_ranks_in_group else teams.world
     )  # torch lists no ranks of a default group

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -281,6 +283,7 @@ def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> S
         InvalidArgumentError: the ranks are on several hosts, and no source of the key is configured.
         PreflightError: a rank of this host has ended meanwhile, or hosts cannot reach each other.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
     settings = Settings.resolve()
     end_with_launcher()
     with contextlib.ExitStack() as stack:
@@ -292,12 +295,17 @@ def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> S
         if gather.is_one_host(endpoints):
             point = gather.on_this_host(f"sparkhvd-{entries[0]['meeting']}")
             made = secrets.token_hex(KEY_BYTES)
-            keys = gather.gather(point, rank, size, made, timeout.total_seconds(), _ADVICE)
+            keys = gather.gather(point, rank, size, made, _left(deadline), _ADVICE)
             key = bytes.fromhex(keys[0])
         else:
             key = _key_between_hosts(store, name, rank, endpoints, settings, timeout)
         stack.pop_all()
+    settings = replace(settings, connect_timeout_s=min(settings.connect_timeout_s, _left(deadline)))
     return StoreRendezvous(Job(key, f"torch.{name}", 0, rank, size, endpoints), listener, settings)
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
 
 
 def _own_address(store: Store, settings: Settings) -> str:

@@ -4,6 +4,7 @@ Annotations here are not strings, because torch compares a hook's annotations wi
 """
 
 import ctypes
+import weakref
 from functools import partial
 from typing import Any
 
@@ -183,8 +184,8 @@ def _ours(what: str, process_group: dist.ProcessGroup | None) -> Group:
     return group
 
 
-def _home(group: Group) -> tuple[int, int]:
-    return id(group.launcher.team.engine), group.launcher.team.process_set
+def _home(group: Group) -> tuple[weakref.ref[Engine], int]:
+    return weakref.ref(group.launcher.team.engine), group.launcher.team.process_set
 
 
 def _count(group: Group, bucket: GradBucket) -> int:

@@ -128,6 +128,14 @@ class NestedBackends:
         names = list(self._read().values())
         return OURS if OURS in names else names[0]
 
+    def restart(self, store: Store, rank: int, size: int, name: str) -> None:
+        """Leave torch's groups; other ranks create them again at their next use."""
+        with self._lock:
+            former, self._groups = self._groups, {}
+            self._request = self._request._replace(store=store, rank=rank, size=size, name=name)
+        for group in former.values():
+            group.abort()
+
     def each(self, call: Callable[[Any], object]) -> None:
         """Call a function with each of torch's groups that exists."""
         with self._lock:

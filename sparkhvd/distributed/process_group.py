@@ -53,6 +53,7 @@ from sparkhvd.distributed.launch import (
     width,
     write,
 )
+from sparkhvd.distributed.reconfigure import Reconfiguration, UnconnectedGroup
 from sparkhvd.distributed.work import (
     FINISHED,
     NUMBER_BITS,
@@ -275,13 +276,12 @@ class Group(_ProcessGroup):
         store: torch's, for this group alone.
         timeout: of operations without a timeout.
         options: the user's `pg_options`, for an inner backend of torch's.
+        reconfiguration: changes the ranks; None if they stay the same.
     """
 
     # Queries of torch to a group and its backend; each version uses some.
-    supports_abort_hooks = False
     supports_coalescing = False
     supports_completion_hooks = False
-    supports_reconfigure = False
     supports_shrinking = False
     supports_splitting = True
     supports_time_estimate = False
@@ -298,17 +298,21 @@ class Group(_ProcessGroup):
         store: Store,
         timeout: timedelta,
         options: object = None,
+        reconfiguration: Reconfiguration | None = None,
     ) -> None:
         size = len(team.ranks)
         super().__init__(rank, size)  # the form that lets C++ find the methods of this class
         self._rank, self._size = rank, size
         self.launcher = Launcher(team, name, timeout)
-        self.inner = NestedBackends(
-            self, NestedBackendSpec(store, rank, size, timeout, name, options)
-        )
+        spec = NestedBackendSpec(store, rank, size, timeout, name, options)
+        self.inner = NestedBackends(self, spec)
         self._messages = OperationNames(f"{name}.message")
         self._teams = teams
         self._store = store
+        self._store_of_ranks = store  # another one after each reconfigure
+        self._reconfiguration = reconfiguration
+        self._is_aborted = False
+        self._abort_hooks: dict[int, Callable[[], object]] = {}
         self._name = name
         self._description = "undefined"
         if _DefaultBackend is not None:
@@ -868,7 +872,9 @@ class Group(_ProcessGroup):
         return c10d.Backend.Options(OURS, timedelta(seconds=self.launcher.timeout_s))
 
     def get_error(self) -> Any:
-        """Return the state of the engine as torch's error type."""
+        """Return the state of the engine as torch's error type; of a group that reconfigures, not its own abort."""
+        if self._reconfiguration and (self._is_aborted or not self._is_connected()):
+            return c10d.ErrorType.SUCCESS
         try:
             self.launcher.team.engine.check()
         except CollectiveTimeoutError:
@@ -915,7 +921,7 @@ class Group(_ProcessGroup):
         if group is not None:
             group.monitored_barrier(timeout, wait_all_ranks)
             return
-        store = PrefixStore("monitored_barrier/", self._store)
+        store = PrefixStore("monitored_barrier/", self._store_of_ranks)
         try:
             monitored_barrier(store, self._rank, self._size, timeout, wait_all_ranks)
         except CollectiveTimeoutError as error:
@@ -956,12 +962,13 @@ class Group(_ProcessGroup):
             The group; None on other ranks.
         """
         name = self._teams.name(group_name)
-        store = PrefixStore(f"{name}/", self._store)
+        store = PrefixStore(f"{name}/", self._store_of_ranks)
         team = self._teams.subset(tuple(ranks), self.rank(), name, store, timeout)
         if team is None:
             return None
         rank = ranks.index(self.rank())
-        made = Group(self._teams, team, rank, name, store, timeout, pg_options)
+        changes = Reconfiguration(rank, name, store) if self._reconfiguration else None
+        made = Group(self._teams, team, rank, name, store, timeout, pg_options, changes)
         made.setGroupName(group_name)
         made._description = group_desc or made._description
         return made
@@ -992,23 +999,95 @@ class Group(_ProcessGroup):
             return None
         name = group_name or f"{self._name}.split"
         timeout = timeout or timedelta(seconds=self.launcher.timeout_s)
-        store = PrefixStore(f"{name}/", self._store)
+        store = PrefixStore(f"{name}/", self._store_of_ranks)
         rank, size = ranks.index(self.rank()), len(ranks)
-        made = Group(
-            self._teams, own(store, name, rank, size, timeout), rank, name, store, timeout, opts
-        )
+        team = own(store, name, rank, size, timeout)
+        changes = Reconfiguration(rank, name, store) if self._reconfiguration else None
+        made = Group(self._teams, team, rank, name, store, timeout, opts, changes)
         made._description = group_desc or made._description
         return made
 
+    # Changes of the ranks, and ends
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """True in a default group of `init_process_group(enable_reconfigure=True)`, and in its subgroups."""
+        return self._reconfiguration is not None
+
+    def get_reconfigure_handle(self) -> str:
+        """Return the text by which other ranks name this one in `reconfigure`; it stays the same.
+
+        Raises:
+            InvalidArgumentError: the group does not reconfigure.
+        """
+        return self._changes("get_reconfigure_handle").handle
+
+    def reconfigure(self, opts: Any) -> Work:
+        """Replace this group's ranks; every new rank must call this. Pending operations of the former ranks fail.
+
+        The group's subgroups keep their ranks. Groups of torch's own backends inside it, as of NCCL, are made again at their next use.
+
+        Args:
+            opts: torch's `ReconfigureOptions`. `uuid` is the same number on all ranks and new with each call. `handles` are those
+                of the new ranks: a list in their order, or a set. `timeout` None = the group's. `hints` are ignored.
+
+        Returns:
+            A finished work.
+
+        Raises:
+            InvalidArgumentError: the group does not reconfigure, or handles are wrong.
+            CollectiveError: the number has been used, ranks were too late, or a rank was lost. The group keeps its former ranks;
+                try again with a new number.
+        """
+        former = self.launcher
+        timeout = opts.timeout or timedelta(seconds=former.timeout_s)
+        found = self._changes("reconfigure").meet(opts.uuid, opts.handles, timeout)
+        own_timeout = timedelta(seconds=former.timeout_s)
+        self._teams = EngineGroups()
+        self._store_of_ranks = found.store
+        self._rank, self._size = found.rank, len(found.team.ranks)
+        self.launcher = Launcher(found.team, found.name, own_timeout)
+        self._messages = OperationNames(f"{found.name}.message")
+        self.inner.restart(found.store, self._rank, self._size, found.name)
+        self._is_aborted = False
+        if not isinstance(former.team, UnconnectedGroup):
+            former.team.engine.shutdown()
+        return FINISHED
+
+    def _changes(self, what: str) -> Reconfiguration:
+        if self._reconfiguration is None:
+            raise InvalidArgumentError(
+                f"{what}: group {self._name} keeps its ranks. Call init_process_group('sparkhvd', enable_reconfigure=True), with "
+                "torch 2.14 or newer."
+            )
+        return self._reconfiguration
+
+    def _is_connected(self) -> bool:
+        return not isinstance(self.launcher.team, UnconnectedGroup)
+
+    supports_abort_hooks = True
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
+        """Call a function at `abort` of this group, before its operations fail."""
+        self._abort_hooks[hook_id] = hook
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Remove a function of `register_abort_hook`."""
+        self._abort_hooks.pop(hook_id, None)
+
     def abort(self) -> None:
         """Fail every operation, here and on the other ranks; with a shared engine also operations of `hvd`."""
+        for hook in [*self._abort_hooks.values()]:
+            hook()
         self.inner.each(lambda group: group.abort())
-        self.launcher.team.engine.abort(f"torch group {self._name} was aborted")
+        if self._is_connected():
+            self.launcher.team.engine.abort(f"torch group {self._name} was aborted")
+        self._is_aborted = True
 
     def shutdown(self) -> None:
         """End the group; a shared engine stays, for `hvd` and other groups."""
         self.inner.each(lambda group: group.shutdown())
-        if self.launcher.team.is_own:
+        if self.launcher.team.is_own and self._is_connected():
             self.launcher.team.engine.shutdown()
 
 

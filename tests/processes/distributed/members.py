@@ -1,0 +1,222 @@
+"""Processes of a group that reconfigures: each runs the calls that the test sends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.harness.descriptors import descriptors
+from tests.harness.rank_process import Talk
+
+WIDTH = 5
+
+
+class Member:
+    """State of one process, and the calls."""
+
+    def __init__(self) -> None:
+        self.store: Any = None
+        self.groups: dict[str, Any] = {"": None}  # by name; None = torch's default group
+        self.aborts: list[str] = []
+        self.model: Any = None
+        self.optimizer: Any = None
+
+    def init(self, store: str, rank: int, size: int, backend: str, timeout_s: float) -> None:
+        if store.startswith("/"):
+            self.store = dist.FileStore(store, -1)
+        else:
+            host, _, rest = store.partition(":")
+            port, _, prefix = rest.partition("/")
+            server = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
+            self.store = dist.PrefixStore(prefix, server)
+        options: Any = {"enable_reconfigure": True}
+        dist.init_process_group(
+            backend,
+            rank=rank,
+            world_size=size,
+            store=self.store,
+            timeout=timedelta(seconds=timeout_s),
+            **options,
+        )
+
+    def init_without(self, store: str, rank: int, size: int) -> str:
+        dist.init_process_group("sparkhvd", rank=rank, world_size=size, store=dist.FileStore(store))
+        assert not _torch._supports_reconfigure()
+        try:
+            _torch._get_reconfigure_handle()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def handle(self, group: str = "") -> str:
+        assert _torch._supports_reconfigure(self.groups[group])
+        return str(_torch._get_reconfigure_handle(self.groups[group]))
+
+    def reconfigure(
+        self,
+        uuid: int,
+        handles: list[str],
+        timeout_s: float | None = None,
+        is_set: bool = False,
+        group: str = "",
+    ) -> list[int]:
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        given = set(handles) if is_set else handles
+        work = _torch._reconfigure(uuid, given, self.groups[group], timeout)
+        assert work.wait()
+        return self.numbers(group)
+
+    def numbers(self, group: str = "") -> list[int]:
+        given = self.groups[group]
+        return [dist.get_rank(given), dist.get_world_size(given)]
+
+    def sequence_number(self) -> int:
+        return int(_torch._get_default_group()._get_sequence_number_for_group())
+
+    def sum(self, value: float, group: str = "", numel: int = 1000) -> float:
+        tensor = torch.full((numel,), value, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.groups[group])
+        assert tensor.unique().numel() == 1
+        return float(tensor[0])
+
+    def pending(self) -> None:
+        """Leave an operation unfinished, which the other ranks never start."""
+        self.work = dist.all_reduce(torch.ones(3), async_op=True)
+
+    def end_of_pending(self) -> str:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def around(self) -> float:
+        """Send this rank's number to the next, and return what came; then check other collectives."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        received = torch.zeros(4)
+        reading = dist.irecv(received, (rank - 1) % size)
+        dist.send(torch.full((4,), rank + 1.0), (rank + 1) % size)
+        assert reading is not None
+        reading.wait()
+        rows = [torch.empty(2) for _ in range(size)]
+        dist.all_gather(rows, torch.full((2,), float(rank)))
+        assert [row[0].item() for row in rows] == [*range(size)]
+        root = torch.full((3,), float(rank))
+        dist.broadcast(root, src=size - 1)
+        assert root[0].item() == size - 1
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
+        return float(received[0])
+
+    def subgroup(self, name: str, ranks: list[int]) -> None:
+        self.groups[name] = dist.new_group(ranks)
+
+    def abort(self) -> str:
+        group: Any = _torch._get_default_group()
+        group.register_abort_hook(1, lambda: self.aborts.append("called"))
+        group.register_abort_hook(2, lambda: self.aborts.append("removed"))
+        group.unregister_abort_hook(2)
+        group.abort()
+        assert self.aborts == ["called"]
+        return self.error()
+
+    def error(self) -> str:
+        group: Any = _torch._get_default_group()
+        return str(group.get_error()).rpartition(".")[2]
+
+    def used(self) -> dict[str, int]:
+        """Count what this process holds."""
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return {
+            "descriptors": len(descriptors()),
+            "threads": threading.active_count(),
+            "tasks": len(os.listdir("/proc/self/task")),
+            "resident": resident,
+        }
+
+    def reconfigure_often(self, first: int, times: int, handles: list[str]) -> float:
+        """Reconfigure with the same ranks, in another order each time."""
+        for number in range(times):
+            shift = number % len(handles)
+            self.reconfigure(first + number, [*handles[shift:], *handles[:shift]])
+            total = self.sum(dist.get_rank() + 1.0, numel=10)
+        return total
+
+    def wrap(self, hook: str = "") -> None:
+        """Make a model of DDP, the same on every rank."""
+        import sparkhvd.distributed
+
+        torch.manual_seed(3)
+        net = nn.Sequential(
+            nn.Linear(WIDTH, 128), nn.Tanh(), nn.Linear(128, 128), nn.Linear(128, 1)
+        )
+        self.model = nn.parallel.DistributedDataParallel(
+            net.double(), gradient_as_bucket_view=hook == "ddp_hook"
+        )
+        if hook == "ddp_hook":
+            self.model.register_comm_hook(None, sparkhvd.distributed.ddp_hook)
+        if hook == "powersgd_hook":
+            state = sparkhvd.distributed.PowerSGDState(rank=12)
+            self.model.register_comm_hook(state, sparkhvd.distributed.powersgd_hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def shard(self) -> None:
+        """Make a model of HSDP on two replicas of two shards each; its dimensions are the groups."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        fully_shard(net, mesh=mesh)
+        self.model = net
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        self.groups |= {each: mesh.get_group(each) for each in ("replicas", "shards")}
+
+    def step(self, seed: int, share: int, shares: int) -> list[float]:
+        """Train on one share of the rows of a seed, and return all parameters."""
+        x, y = rows(seed)
+        self.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.model(x.chunk(shares)[share]), y.chunk(shares)[share])
+        loss.backward()
+        self.optimizer.step()
+        return self.parameters()
+
+    def parameters(self) -> list[float]:
+        found = []
+        for parameter in self.model.parameters():
+            whole = getattr(parameter, "full_tensor", lambda p=parameter: p)()
+            found += whole.detach().flatten()[:7].tolist()
+        return found
+
+    def destroy(self) -> None:
+        dist.destroy_process_group()
+
+
+def rows(seed: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True)
+
+
+_torch: Any = dist.distributed_c10d
+
+
+def member(rendezvous: Any, talk: Talk) -> None:
+    """Answer each call with its result, or with the classes and the text of its error."""
+    import sparkhvd.distributed  # noqa: F401 - registers the backend
+
+    rendezvous.close()
+    one = Member()
+    while call := talk.hear():
+        name, args, keywords = call
+        try:
+            talk.say({"result": getattr(one, name)(*args, **keywords)})
+        except Exception as error:  # noqa: BLE001 - the test compares it
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            talk.say({"kinds": kinds, "text": str(error)})
