@@ -52,7 +52,10 @@ def ddp_hook(
         # Not in the first step, because DDP rebuilds its buckets after it; later for buckets of a new DDP over the same parameters.
         times = _count(group, bucket)
         if times & (times - 1) == 0 and times > 0:
-            _register(group, bucket)
+            try:
+                _register(group, bucket)
+            except CollectiveError as error:
+                return _first(group.launcher.failed(error, [buffer]))
     work: Any = dist.all_reduce(buffer, dist.ReduceOp.AVG, group=group, async_op=True)
     return _first(work)
 
@@ -124,6 +127,7 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         InvalidArgumentError: the bucket is on a GPU, or the group's backend is not "sparkhvd".
     """
     group, buffer = _ours("powersgd_hook", state.process_group), bucket.buffer()
+    passes = group.launcher.passes
     if not buffer.is_cpu:
         raise InvalidArgumentError(
             f"powersgd_hook: the gradients are on {buffer.device}, but the hook needs the CPU. Use torch's powerSGD_hook, "
@@ -145,19 +149,19 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     options.reduceOp = dist.ReduceOp.AVG
     rest: Any = group.allreduce_coalesced(plain, options)
     if not due:
-        return _first(
-            Work(rest.operations, [buffer], rest.wait, OperationNames(f"{group.launcher.name}.sgd"))
-        )
+        names = OperationNames(f"{group.launcher.name}.sgd")
+        return _first(Work(rest.operations, [buffer], rest.wait, names, passes))
     low = state.low_rank(due, group)
     low.name = group.launcher.scope.name()
     engine = group.launcher.team.engine
     try:
         low.start(engine)
     except CollectiveError as error:
-        raise as_torch(error) from None
+        return _first(group.launcher.failed(error, [buffer]))
     finish = partial(_second_round, low, engine, rest)
     first: Any = low.work
-    return _first(Work([*rest.operations, first], [buffer], finish, OperationNames(low.name)))
+    names = OperationNames(low.name)
+    return _first(Work([*rest.operations, first], [buffer], finish, names, passes))
 
 
 def _second_round(low: LowRankBucket, engine: Engine, rest: Work) -> None:

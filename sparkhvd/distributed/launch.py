@@ -131,6 +131,8 @@ class Launcher:
                 for name, plan in zip(names, plans, strict=True)
             ]
         except (CollectiveError, MismatchError) as error:
+            if in_backward() and getattr(opts, "asyncOp", True):
+                return self.failed(error, outputs)
             raise as_torch(error) from None
         last = None if finish is None else partial(finish, works)
         return self.recorded(Work(works, outputs, last, OperationNames(names[0]), self.passes))
@@ -146,6 +148,14 @@ class Launcher:
             return (engine.start(self._call(plan), name, plan.keep, timeout_s),)
 
         return Work((), outputs, None, OperationNames(name), self.passes, start)
+
+    def failed(self, error: BaseException, outputs: Sequence[Tensor]) -> Work:
+        """Return a work that has failed, for a backward pass: DDP refuses later steps if a hook raises."""
+
+        def start() -> Sequence[Operation]:
+            raise error
+
+        return Work((), outputs, None, OperationNames(self.name), self.passes, start)
 
     def _is_overlapping(self) -> bool:
         if self.overlaps is None:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,12 +93,21 @@ class Future(torch.futures.Future[Any]):
         self._error: Exception | None = None
         self._children: list[Future] = []
 
-    def finish(self, value: object, error: BaseException | None) -> None:
-        """Complete the future; its callbacks run in this thread."""
-        if error is None:
+    def finish(
+        self, value: object, error: BaseException | None, *, hides_error: bool = False
+    ) -> None:
+        """Complete the future; its callbacks run in this thread.
+
+        Args:
+            value: the result.
+            error: instead of the result.
+            hides_error: torch's C++ gets the value; `wait` and `check` still raise the error.
+        """
+        if error is not None:
+            self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        if self._error is None or hides_error:
             self.set_result(value)
         else:
-            self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
             self.set_exception(self._error)
 
     def check(self) -> None:
@@ -111,6 +121,8 @@ class Future(torch.futures.Future[Any]):
         """Drive the engine until the result is ready, and return it."""
         if not self.done():
             self._settle()
+        if self._error is not None:
+            raise self._error
         return super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Future:
@@ -220,7 +232,8 @@ class BackwardQueue:
         """Defer a work to the end of the backward pass, which also waits for it if its future was requested.
 
         So `backward()` raises an error with its own type, which torch's C++ would lose where DDP waits for the future. DDP's
-        own callback runs later, and may wait for works of enclosing passes, so the end of a pass finishes all works.
+        own callback runs later, and may wait for works of enclosing passes, so the end of a pass finishes all works. It runs also
+        after an error, because a DDP whose callback has not run refuses every later step.
 
         Returns:
             False outside of a pass.
@@ -242,8 +255,18 @@ class BackwardQueue:
         works = [end.work for reference in ends if (end := reference()) is not None]
         for work in works:
             work.launch()
+        errors_found: list[BaseException] = []
         for work in works:
-            work.finish_backward()
+            try:
+                work.finish_backward()
+            except Exception as error:  # noqa: BLE001 - raised behind DDP's callback
+                errors_found.append(error)
+        if errors_found:
+            after_backward(partial(_throw, errors_found[0]))
+
+
+def _throw(error: BaseException) -> None:
+    raise error
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -344,7 +367,7 @@ class Work(dist.Work):
             future = self._future
         if future is not None:
             _completer.forget(self)
-            future.finish(self._outputs, self._error)
+            future.finish(self._outputs, self._error, hides_error=self._in_pass)
 
     def is_completed(self) -> bool:
         """Check whether it has succeeded or failed; never blocks."""

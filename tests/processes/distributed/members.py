@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import sparkhvd
 from tests.harness.descriptors import descriptors
 from tests.harness.rank_process import Talk
 
@@ -187,6 +188,18 @@ class Member:
         loss.backward()
         self.optimizer.step()
         return self.parameters()
+
+    def steps_until_a_loss(self, overlaps: bool) -> str:
+        """Train until another rank is lost, wherever in a step that is."""
+        group: Any = _torch._get_default_group()
+        group.launcher.overlaps = overlaps
+        self.optimizer.param_groups[0]["lr"] = 1e-4  # random rows would lead a larger one astray
+        try:
+            for seed in range(100_000):
+                self.step(seed, 0, 1)
+        except sparkhvd.PeerLostError as error:  # with its class, though C++ has raised it
+            return str(error)
+        return ""
 
     def parameters(self) -> list[float]:
         found = []

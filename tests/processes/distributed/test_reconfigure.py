@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.harness.fork_server import ForkServer
 from tests.harness.rank_process import RankProcess, rank_processes
-from tests.harness.soak import amount
+from tests.harness.soak import amount, left_to_soak
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.distributed_c10d, "_reconfigure"),
@@ -258,6 +258,31 @@ def test_ddp_goes_on_with_other_ranks_as_one_process_on_all_rows(job: Job) -> No
     job.processes[0].wait()
     job.join([2])
     train([2], "")
+
+
+@pytest.mark.parametrize("job", [4], indirect=True)
+@pytest.mark.parametrize(
+    "hook",
+    ["", *left_to_soak("without a hook: the same works", "ddp_hook", "powersgd_hook")],
+)
+def test_ddp_goes_on_after_a_loss_anywhere_in_a_step(job: Job, hook: str) -> None:
+    job.start()
+    job.join([0, 1, 2, 3])
+    job.all("wrap", [[hook]] * 4)
+    for overlaps, lost in ((False, 3), (True, 2)):
+        who = range(lost)
+        for each in range(lost + 1):
+            job.processes[each].tell(["steps_until_a_loss", [overlaps], {}])
+        time.sleep(1 + random.random() / 4)
+        job.processes[lost].kill()
+        for each in who:
+            assert f"rank {lost} is lost" in result(job.processes[each].expect(60))
+        job.join(who)
+        same = [(7, 0, 1)] * lost
+        before = job.some(who, "parameters")
+        after = job.some(who, "step", same)
+        assert all(new != old for new, old in zip(after, before, strict=True))
+        job.some(who, "step", same)
 
 
 @pytest.mark.parametrize("job", [4], indirect=True)
