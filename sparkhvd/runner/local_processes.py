@@ -35,8 +35,8 @@ from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topolo
 
 # Longer lines are passed on in pieces.
 _LINE_BYTES = 1 << 20
-# How long to read the rest of a rank's output, once it has ended and others may still write.
-_DRAIN_S = 1.0
+# How long to read the rest of a rank's output, once it has ended and others may still write. A busy machine needs seconds for a full pipe.
+_DRAIN_S = 5.0
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
 

@@ -112,6 +112,7 @@ def launch(num_proc: int = 2, env: Mapping[str, str] | None = None, **options: A
     return {parent for _, parent in ranks}
 
 
+@soak("a zygote ends when it is not used, here")
 def test_an_idle_zygote_stays_as_long_as_its_process_or_as_it_is_set(own_zygote: None) -> None:
     (pid,) = launch(1)
     assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2] == b"1e+08"
@@ -408,6 +409,7 @@ def test_a_zygote_with_threads_forks_no_more(tmp_path: Path) -> None:
     assert wait_until_gone({kept.pid}) == set()
 
 
+@soak("a stopped zygote keeps no launch from its end, here")
 def test_a_zygote_that_is_stopped_delays_a_launch_by_seconds(
     own_zygote: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -464,12 +466,13 @@ def test_children_of_a_process_share_a_zygote_that_ends_with_it(tmp_path: Path) 
     assert wait_until_gone(found, timeout_s=5) == set()
 
 
+@soak("processes/test_leaks: generations of processes leave nothing")
 def test_nothing_stays_open_after_many_launches(own_zygote: None) -> None:
-    """Random ends, and in soak 500 launches with 100 kills of the zygote at random moments."""
+    """Random ends of 500 launches, with 100 kills of the zygote at random moments."""
     launch(1)
     before = len(os.listdir("/proc/self/fd"))
     generator = random.Random(5)
-    for number in range(500 if SOAK else 3):
+    for number in range(500):
         how = generator.choice(["fine", "exit", "error", "killed"])
         pid = of_this_process.pid()
         if how == "killed" and pid is not None:
@@ -488,7 +491,7 @@ def test_nothing_stays_open_after_many_launches(own_zygote: None) -> None:
 
 @pytest.mark.parametrize(
     ("nursery", "setting", "expected"),
-    [("auto", "1", False), ("0", "0", True)],
+    [("auto", "1", False), *left_to_soak("the setting 1, here", ("0", "0", True))],
 )
 def test_the_setting_decides_for_ranks(
     own_zygote: None, nursery: str, setting: str, expected: bool

@@ -114,6 +114,15 @@ def check(output: str) -> None:
     assert wait_for_no_trainers() == set()
 
 
+def test_fit_transform_save_load_and_ranks_over_connect(cluster: Cluster, tmp_path: Path) -> None:
+    program = with_folder(PRELUDE + PROGRAM + CLASSES + RANKS, tmp_path)
+    output = run_client(cluster.remote, program, tmp_path, timeout_s=600, prefix=STRICT)
+    # Python prints what it finds when it frees objects, such as unclosed files, and continues.
+    assert "Warning" not in output
+    check(output)
+
+
+@soak("Connect, here; classic Spark: estimator/test_fit and test_losses")
 def test_fit_transform_save_and_load_are_the_same_in_classic_and_connect(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -121,11 +130,9 @@ def test_fit_transform_save_and_load_are_the_same_in_classic_and_connect(
     for folder in folders:
         folder.mkdir()
     classic = cluster.run(with_folder(PRELUDE + PROGRAM, folders[0]), timeout_s=600)
-    program = with_folder(PRELUDE + PROGRAM + CLASSES + RANKS, folders[1])
-    connect = run_client(cluster.remote, program, folders[1], timeout_s=600, prefix=STRICT)
+    program = with_folder(PRELUDE + PROGRAM, folders[1])
+    connect = run_client(cluster.remote, program, folders[1], timeout_s=600)
     assert said(classic) == said(connect)
-    # Python prints what it finds when it frees objects, such as unclosed files, and continues.
-    assert "Warning" not in connect
     for output in (classic, connect):
         check(output)
 
