@@ -2,8 +2,8 @@
 
     build/torch-env-2.14.1/bin/python benchmarks/reconfigure.py [--rounds 20] [--torchft-rounds 10] [--json FILE] [--write]
 
-Three ranks of one host reduce 100 MB of float32 in 25 tensors, again and again, one thread a rank. A round kills one of them (SIGKILL); the
-others exchange handles through a TCPStore of another process, call `_reconfigure`, and reduce again. Rounds of the backends alternate.
+Three ranks of one host train 100 MB of parameters with DDP, one thread a rank. A round kills one of them (SIGKILL) at a random moment. The
+others exchange handles through a TCPStore of another process, call `_reconfigure`, and reduce 100 MB. Rounds of the backends alternate.
 Needs torch 2.14; torchft's rounds need a torchft whose Manager takes a native group (nightly of October 2026 or newer). Ranks are forks of
 this process, so no round imports torch.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import multiprocessing
 import os
 import random
@@ -53,6 +54,19 @@ def serve_store(port: Any) -> None:
     signal.pause()
 
 
+def serve_lighthouse(pipe: Any) -> None:
+    """Run torchft's lighthouse until this process is killed: forks of a process with its threads crash."""
+    server = LighthouseServer(
+        bind="[::]:0",
+        min_replicas=2,
+        join_timeout_ms=200,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=1000,
+    )
+    pipe.send(server.address().replace(os.uname().nodename, "127.0.0.1"))
+    signal.pause()
+
+
 def connect(backend: str, store: Any, rank: int, size: int, *, is_fixed: bool = False) -> None:
     """Create the default group, without ranks unless it is fixed."""
     options: Any = {} if is_fixed else {"enable_reconfigure": True}
@@ -65,7 +79,7 @@ def reconfigure(store: Any, who: Sequence[int], rank: int, uuid: int) -> None:
     """Exchange handles among the ranks of the start, and make them the group."""
     store.set(f"handle/{uuid}/{rank}", _torch._get_reconfigure_handle())
     keys = [f"handle/{uuid}/{each}" for each in who]
-    store.wait(keys, timedelta(seconds=20))
+    store.wait(keys, timedelta(seconds=60))
     handles = [store.get(key).decode() for key in keys]
     _torch._reconfigure(uuid, handles, timeout=timedelta(seconds=10)).wait()
 
@@ -87,10 +101,13 @@ def native_rank(pipe: Any, port: int, prefix: str, backend: str, rank: int) -> N
     store = dist.PrefixStore(prefix, server)
     connect(backend, store, rank, RANKS)
     reconfigure(store, range(RANKS), rank, 1)
-    tensors = gradients()
+    tensors, width = gradients(), 1024  # a layer has as many parameters as a tensor
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(TENSORS)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    inputs = torch.ones(1, width)
     try:
         while True:
-            reduce_all(tensors)
+            model(inputs).sum().backward()
             pipe.send("step")
     except RuntimeError:
         known = time.monotonic()
@@ -107,17 +124,19 @@ def native_rank(pipe: Any, port: int, prefix: str, backend: str, rank: int) -> N
 
 
 def native_round(port: int, prefix: str, backend: str) -> dict[str, float]:
-    """Seconds from the kill until it is known, and from there to the new group and to its next reduction."""
+    """Seconds from the kill until a rank knows of it, until the last knows, to the new group, and to its next reduction."""
     with ranks(native_rank, port, prefix, backend) as (processes, pipes):
         killed = kill_in_a_step(processes, pipes)
         times = [last(pipe) for pipe in pipes[:2]]
         for pipe in pipes[:2]:
             pipe.send("end")
+    first = min(times)[0]
     known, done, following, tries = (max(values) for values in zip(*times, strict=True))
     return {
-        "known": known - killed,
+        "first": first - killed,
+        "known": known - first,
         "reconfigured": done - known,
-        "next": following - known,
+        "next": following - first,
         "whole": following - killed,
         "tries": tries,
     }
@@ -173,7 +192,7 @@ def steady_rank(pipe: Any, port: int, rounds: int, rank: int) -> None:
     server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     tensors = gradients()
     for number in range(2 * rounds):
-        is_fixed = number % 2 == 0
+        is_fixed = number % 4 in (0, 3)
         store = dist.PrefixStore(f"steady/{number}", server)
         connect("sparkhvd", store, rank, RANKS, is_fixed=is_fixed)
         if not is_fixed:
@@ -205,6 +224,7 @@ def steady(port: int, rounds: int) -> dict[bool, list[tuple[float, float]]]:
 def torchft_rank(pipe: Any, port: int, address: str, prefix: str, backend: str, rank: int) -> None:
     """Train under torchft's Manager; send each step's end and each quorum's parts."""
     torch.set_num_threads(1)
+    logging.disable()
     server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     connect(backend, dist.PrefixStore(prefix, server), rank, RANKS)
     own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -263,14 +283,10 @@ def torchft_rank(pipe: Any, port: int, address: str, prefix: str, backend: str, 
 
 def torchft_round(port: int, prefix: str, backend: str) -> dict[str, float]:
     """Seconds from the kill to the next step of the survivors, and of the lighthouse and `_reconfigure` in it."""
-    lighthouse = LighthouseServer(
-        bind="[::]:0",
-        min_replicas=2,
-        join_timeout_ms=200,
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=1000,
-    )
-    address = lighthouse.address().replace(os.uname().nodename, "127.0.0.1")
+    ours, theirs = _fork.Pipe()
+    lighthouse = _fork.Process(target=serve_lighthouse, args=(theirs,))
+    lighthouse.start()
+    address = ours.recv()
     try:
         with ranks(torchft_rank, port, address, prefix, backend) as (processes, pipes):
             for pipe in pipes:
@@ -295,7 +311,8 @@ def torchft_round(port: int, prefix: str, backend: str) -> dict[str, float]:
             for pipe in pipes[:2]:
                 pipe.send("end")
     finally:
-        lighthouse.shutdown()
+        lighthouse.kill()
+        lighthouse.join()
     whole = max(ends) - killed
     return {"whole": whole, **parts, "rest": whole - parts["quorum"] - parts["reconfigure"]}
 
@@ -332,17 +349,13 @@ def main() -> None:
                 Target("as fast as Gloo (p95)", slowest["gloo"] / slowest[backend], RATIO, True),
             ]
         times = native[backend]
-        cells = [median_and_quartiles(times[name]) for name in ("known", "reconfigured", "next")]
+        names = ("first", "known", "reconfigured", "next")
+        cells = [median_and_quartiles(times[name]) for name in names]
         tries = f"{statistics.mean(times['tries']):.1f}"
         rows.append([backend, str(given.rounds), *cells, shown(slowest[backend]), tries, targets])
-    columns = [
-        "",
-        "rounds",
-        "kill to known",
-        "known to reconfigured",
-        "known to the next allreduce",
-    ]
-    report.table([*columns, "p95 of it", "calls of `_reconfigure`", "targets"], rows)
+    columns = ["", "rounds", "kill to the first rank that knows", "to the last", "`_reconfigure`"]
+    columns += ["first to the next allreduce", "p95 of it", "calls of `_reconfigure`", "targets"]
+    report.table(columns, rows)
     report.raw["native"] = native
 
     found = steady(port, given.rounds)
@@ -360,8 +373,8 @@ def main() -> None:
     )
     report.raw["steady"] = {str(kind): times for kind, times in found.items()}
 
-    if torchft is None:
-        report.note("Without torchft: it is not installed.")
+    if torchft is None or not given.torchft_rounds:
+        report.note("Without torchft.")
     else:
         under: dict[str, dict[str, list[float]]] = {each: defaultdict(list) for each in BACKENDS}
         for number in range(given.torchft_rounds):
