@@ -55,7 +55,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One target at a time, because the compiler and the tests each use all cores; only package downloads run in parallel.
 .NOTPARALLEL:
-.PHONY: test-torch torch-env quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks corpus
+.PHONY: test-torch torch-env quick soak-python soak-torch soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks corpus
 .PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-native fuzz-python fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -211,7 +211,7 @@ test-python: env stand-in $(CLASSES)
 # does not find it, as behind a constraint or without an index.
 TORCH_NEWEST ?= torch==2.14.1
 TORCH_ENV := build/torch-env-$(subst torch==,,$(TORCH_NEWEST))
-TORCH_TESTS := tests/processes/test_lazy_compiler.py::test_no_compiler_is_imported_by tests/processes/test_lazy_compiler.py::test_every_optimizer_of_torch_gives_the_same_bits tests/processes/distributed/test_collectives.py tests/ranks/torch/test_optimizer.py tests/ranks/training/test_train.py
+TORCH_TESTS := tests/processes/distributed/test_reconfigure.py tests/processes/test_lazy_compiler.py::test_no_compiler_is_imported_by tests/processes/test_lazy_compiler.py::test_every_optimizer_of_torch_gives_the_same_bits tests/processes/distributed/test_collectives.py tests/ranks/torch/test_optimizer.py tests/ranks/training/test_train.py
 
 $(TORCH_ENV)/.stamp: tools/torch_env.sh | $(PACKAGES)
 	@tools/torch_env.sh $(PY) $(TORCH_ENV) "$(TORCH_NEWEST)" || test $$? -eq 3
@@ -313,12 +313,12 @@ demo: env
 
 # The long legs: more random examples, longer stress, tests outside of `make test`, sanitizers, wheels, other machines. Single
 # parts: make soak-python. Tests read the variable through tests/harness/soak.py.
-SOAK_PARTS := lint test-native soak-python soak-packaging soak-launchers test-nccl test-oldest test-users corpus test-sanitizers test-locks fuzz-if-clang \
+SOAK_PARTS := lint test-native soak-python soak-torch soak-packaging soak-launchers test-nccl test-oldest test-users corpus test-sanitizers test-locks fuzz-if-clang \
   test-aarch64 test-wheels test-site
-soak soak-python soak-packaging soak-launchers: export SPARKHVD_TEST_SOAK := 1
-soak-python: TEST_TIMEOUT_S := 14400
-soak-python: TEST_JOBS := 0
-soak-python: PYTEST_FLAGS += --timeout=3600
+soak soak-python soak-torch soak-packaging soak-launchers: export SPARKHVD_TEST_SOAK := 1
+soak-python soak-torch: TEST_TIMEOUT_S := 14400
+soak-python soak-torch: TEST_JOBS := 0
+soak-python soak-torch: PYTEST_FLAGS += --timeout=3600
 
 # Continues after a failed part, and prints a summary at the end.
 soak:
@@ -328,6 +328,8 @@ soak:
 	done; echo "make soak ran:"; printf '%s' "$$report"; [ -z "$$failed" ]
 
 soak-python: test-python
+
+soak-torch: test-torch
 
 soak-packaging: env
 	$(PY) -m pytest --timeout=1200 $(PYTEST_FLAGS) tests/soak/packaging

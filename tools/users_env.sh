@@ -28,3 +28,6 @@ site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Most of their other requirements are now installed.
 pip install "datasets>=3,<6" "mlflow>=3,<4" "tensorboard>=2.14,<3" "onnx>=1.17,<2" "onnxscript>=0.6,<1" "onnxruntime>=1.19,<2" \
   "fastapi>=0.110,<1" "httpx>=0.27,<1"
+# Its Manager takes native groups since October 2026; with torch 2.13 its test is skipped.
+pip install --no-deps "torchft-nightly>=2026.10.1"
+pip install "opentelemetry-exporter-otlp-proto-http>=1.39" "opentelemetry-sdk>=1.39"

@@ -27,6 +27,8 @@ NOT_RUN = {
     ("docs/coming_from_ddp.md", "a test runs the same file with a script"),
     ("docs/coming_from_horovod.md", "a test runs the same file with a script"),
     ("docs/datasets.md", "needs petastorm's data and environment"),
+    ("docs/fault_tolerance.md", "a test runs it with torch 2.14, and kills a rank"),
+    ("docs/fault_tolerance.md", "a test runs it with torchft and torch 2.14, and kills a rank"),
     ("docs/inputs.md", "downloads a model"),
     ("docs/launchers.md", "needs an MPI"),
     ("docs/stores.md", "needs a bucket"),

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.fork_server import ForkServer
+from tests.harness.page_ranks import run_program
 from tests.harness.rank_process import RankProcess, rank_processes
-from tests.harness.soak import amount, left_to_soak
+from tests.harness.soak import amount, left_to_soak, soak
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.distributed_c10d, "_reconfigure"),
@@ -103,7 +104,10 @@ def job(request: pytest.FixtureRequest, fork_server: ForkServer, store: Any) -> 
         yield Job(processes, store.port)
 
 
-def test_ranks_leave_come_back_and_change_their_order(job: Job) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_ranks_leave_come_back_and_change_their_order(job: Job, kind: str, tmp_path: Path) -> None:
+    if kind == "file":
+        job.place = str(tmp_path / "store")
     job.start()
     job.join([0, 1, 2])
     assert job.all("around") == [3.0, 1.0, 2.0]
@@ -364,3 +368,10 @@ def _split(job: Job, parts: list[list[int]]) -> None:
             assert result(job.processes[process].expect(60)) == [rank, len(part)]
     for part in parts:
         job.check(part)
+
+
+@soak("DDP, the store and losses: tests above; the loader's places: pure/data/test_loader")
+def test_the_program_of_the_page_uses_each_row_once_without_a_killed_rank(tmp_path: Path) -> None:
+    printed = run_program("reconfigure", tmp_path, 6001)
+    assert sorted(line.split(":")[0] for line in printed) == ["rank 0 of 2", "rank 1 of 2"]
+    assert len({line.split(":")[1] for line in printed}) == 1
