@@ -209,13 +209,20 @@ def merge(files: Iterable[IO[bytes]], offsets: Sequence[int]) -> Iterator[str]:
             if line in ("[", "]", ""):
                 continue
             if shift_us is None and '"name":"sparkhvd"' in line:
-                began = read_json(line)["args"]["start_monotonic_ns"] - offset
+                began = _start_of(line) - offset
                 origin = began if origin is None else origin
                 shift_us = (began - origin) / 1000
             yield (",\n" if index or number > 1 else "\n") + _shifted(line, shift_us)
         if shift_us is None:
             raise ValueError(f"the timeline of rank {index} has no beginning")
     yield "\n]\n"
+
+
+def _start_of(line: str) -> int:
+    try:
+        return int(read_json(line)["args"]["start_monotonic_ns"])
+    except (LookupError, OverflowError, TypeError) as error:
+        raise ValueError(f"the beginning of a timeline is {line[:200]!r}") from error
 
 
 def _shifted(line: str, shift_us: float | None) -> str:

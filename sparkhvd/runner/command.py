@@ -365,6 +365,10 @@ _SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
+# PyYAML takes seconds for a megabyte.
+_CONFIG_CHARACTERS = 1 << 15
+
+
 def flags_of(path: str, known: Collection[str]) -> dict[str, Any]:
     """Read the values of flags, by their names in the parser.
 
@@ -406,8 +410,16 @@ def _load(path: str) -> Any:
             "--config-file needs PyYAML, which is not installed here: pip install pyyaml, or give the flags themselves."
         ) from error
     try:
-        return yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_CONFIG_CHARACTERS + 1)
+        if len(text) > _CONFIG_CHARACTERS:
+            raise InvalidArgumentError(
+                f"--config-file {path!r} has more than {_CONFIG_CHARACTERS:,} characters, and flags need a few hundred. Is it another file?"
+            )
+        return yaml.safe_load(text)
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
         raise InvalidArgumentError(f"--config-file {path!r} cannot be read: {error}.") from error
 
 

@@ -37,11 +37,11 @@ from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError
 from sparkhvd.estimator.fitting.runs import Finished, Run
 from sparkhvd.estimator.saving.encoding import FORMAT_VERSION
 from sparkhvd.launchers.bootstrap import Handover
-from sparkhvd.observe import autotune
+from sparkhvd.observe import autotune, timeline
 from sparkhvd.observe.report import page
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.rendezvous.handshake import NOTICE, Notice
-from sparkhvd.runner import host_names, loggers, outcomes
+from sparkhvd.runner import command, host_names, loggers, outcomes
 from sparkhvd.runner.elastic.coordinator import AttemptResult
 from sparkhvd.runner.elastic.launcher import JobResult
 from sparkhvd.runner.elastic.options import CoordinatorTerms, DiscoveryScript, ElasticOptions
@@ -564,7 +564,7 @@ FILES = [
         "report.json",
         st.just({"format": 1, "history": [{"epoch": 1, "loss": 0.5}], **_PROFILE}),
         page.dumps,
-        lambda data: page.loads(data, "here"),
+        lambda data: page.render(page.loads(data, "here")),
         errors=(InvalidArgumentError,),
         restored=None,
     ),
@@ -619,6 +619,37 @@ FILES = [
         _tuned,
         errors=(),
         restored=lambda value: value["choice"],
+    ),
+]
+
+
+def _config_file(data: bytes) -> object:
+    file = Path(_folder(), "config.yaml")
+    file.write_bytes(data)
+    return command.flags_of(str(file), {"--fusion-threshold-mb", "fusion_threshold_mb"})
+
+
+def _timeline(start: int) -> bytes:
+    begin = {"name": "sparkhvd", "ts": 0.0, "args": {"start_monotonic_ns": start}}
+    return b"[\n" + json.dumps(begin, separators=(",", ":")).encode() + b",\n]\n"
+
+
+READ_BY_HAND = [
+    Parser(
+        "--config-file",
+        st.integers(0, 1 << 20),
+        lambda size: json.dumps({"params": {"fusion_threshold_mb": size}}).encode(),
+        _config_file,
+        errors=(InvalidArgumentError,),
+        restored=lambda size: {"fusion_threshold_mb": str(size)},
+    ),
+    Parser(
+        "timeline of a rank",
+        st.integers(0, 2**62),
+        _timeline,
+        lambda data: "".join(timeline.merge([io.BytesIO(data)], [0])),
+        restored=lambda start: "[\n" + _timeline(start).decode().splitlines()[1][:-1] + "\n]\n",
+        body=None,
     ),
 ]
 
@@ -686,7 +717,7 @@ LISTS = [
     ),
 ]
 
-PARSERS = [*MESSAGES, *FILES, *LISTS]
+PARSERS = [*MESSAGES, *FILES, *LISTS, *READ_BY_HAND]
 
 
 def example(parser: Parser) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, TypeAlias, TypeGuard
 
@@ -57,29 +57,37 @@ _HEAD = (
 def render(document: Document) -> str:
     """Return the page of a document, omitting missing parts."""
     name = escape(str(document.get("run_id") or "fit"))
-    sections = (
-        _header(document),
-        _section("Time of the fit", _phases(document)),
-        _section("Losses and metrics", _curves(document), kind="charts"),
-        _section("Throughput", _throughput(document), kind="charts"),
-        _section("Why it took so long", _waits(document)),
-        _section(
-            "Load of the ranks",
-            "".join(_figure(title, chart) for title, chart in load_charts(document)),
-            kind="charts",
-        ),
-        _section("Epochs", _epochs(document)),
-        _section("Relaunches", _relaunches(document)),
-        _section("Changes of the ranks", _rank_changes(document)),
-        _section("Collectives of rank 0", _collectives(document)),
-        _section("Buckets of gradients", _buckets(document)),
-        _section("Ranks", _ranks(document)),
-        *(
-            _section(name.capitalize(), _names(document.get(name)))
-            for name in ("params", "settings", "versions")
-        ),
-    )
+    parts: list[tuple[str, Callable[[Document], str], str]] = [
+        ("Time of the fit", _phases, ""),
+        ("Losses and metrics", _curves, "charts"),
+        ("Throughput", _throughput, "charts"),
+        ("Why it took so long", _waits, ""),
+        ("Load of the ranks", _load, "charts"),
+        ("Epochs", _epochs, ""),
+        ("Relaunches", _relaunches, ""),
+        ("Changes of the ranks", _rank_changes, ""),
+        ("Collectives of rank 0", _collectives, ""),
+        ("Buckets of gradients", _buckets, ""),
+        ("Ranks", _ranks, ""),
+        ("Params", lambda d: _names(d.get("params")), ""),
+        ("Settings", lambda d: _names(d.get("settings")), ""),
+        ("Versions", lambda d: _names(d.get("versions")), ""),
+    ]
+    sections = [_built(_header, document)]
+    sections += [_section(title, _built(build, document), kind) for title, build, kind in parts]
     return f"{_HEAD}<title>{name}</title><style>{_STYLE}</style></head><body>{''.join(sections)}</body></html>\n"
+
+
+def _built(build: Callable[[Document], str], document: Document) -> str:
+    """Return a part of the page; a document that was written by hand or damaged loses this part alone."""
+    try:
+        return build(document)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return f"<p>Cannot be shown: {escape(type(error).__name__)}: {escape(str(error)[:200])}</p>"
+
+
+def _load(document: Document) -> str:
+    return "".join(_figure(title, chart) for title, chart in load_charts(document))
 
 
 def _section(title: str, content: str, kind: str = "") -> str:
