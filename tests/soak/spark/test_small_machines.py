@@ -1,6 +1,7 @@
 """Fits on machines that are small, full or badly set up: they train, or an error says what is missing.
 
-Not tried: a jump of the wall clock, which this process could only make for the whole machine.
+Not tried: a jump of the wall clock. This process could only make it for the whole machine, and with libfaketime 0.9.10 neither Python's sleep nor
+the JVM works.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from tests.harness.mounts import mounts, tmpfs  # noqa: F401 - a fixture
 from tests.harness.paths import ROOT
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.spark import run_on, run_script, write_script
+from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -137,6 +140,59 @@ assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 <
 print("WEIGHTS", digest(estimator(hidden=1 << 23, store={str(tmp_path / "store")!r}, epochs=1).fit(table())))
 """
     assert len(weights(run_on("local[2]", body, tmp_path, prefix=prefix))) == 1
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of 3 GB of memory; processes join it by its `cgroup.procs`."""
+    place = Path("/sys/fs/cgroup/memory")
+    if not (place / "memory.limit_in_bytes").exists() or not os.access(place, os.W_OK):
+        pytest.skip("a control group of memory (version 1) cannot be made here")
+    group = place / f"sparkhvd-test-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(3 << 30))
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), "its processes have ended")
+    group.rmdir()
+
+
+def test_a_rank_beyond_the_memory_of_its_container_is_relaunched_or_named(
+    memory_group: Path, tmp_path: Path
+) -> None:
+    """The kernel kills the largest process of the group: the rank."""
+    body = f"""{PROGRAM}
+class Greedy(nn.Module):
+    def __init__(self, flag):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.flag = nn.Linear(2, 1), flag
+
+    def forward(self, x):
+        if os.environ.get("RANK") == "1" and os.path.exists(self.flag):
+            if self.flag.endswith("once"):
+                os.remove(self.flag)
+            self.all = torch.ones(1 << 30)
+        return self.layer(x)
+
+def fit(flag):
+    made = estimator(max_retries=1, store={str(tmp_path / "store")!r})
+    return made.setModel(Greedy(flag)).setOptimizer("sgd").fit(table())
+
+print("WEIGHTS", digest(fit({str(tmp_path / "never")!r})))
+print("WEIGHTS", digest(fit({str(tmp_path / "once")!r})))
+try:
+    fit({str(tmp_path / "always")!r})
+except SparkhvdError as error:
+    print("REFUSED", type(error).__name__, str(error).splitlines()[0])
+"""
+    (tmp_path / "once").touch()
+    (tmp_path / "always").touch()
+    prefix = ["sh", "-c", f'echo $$ > {memory_group}/cgroup.procs && exec "$@"', "sh"]
+    output = run_on("local[2]", body, tmp_path, prefix=prefix)
+    found = weights(output)
+    assert len(found) == 2, output
+    assert len(set(found)) == 1, output
+    assert re.search(r"^REFUSED \w+ .*SIGKILL", output, re.MULTILINE), output
 
 
 @pytest.mark.usefixtures("mounts")
