@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -335,13 +336,18 @@ def test_random_histories_have_right_sums(seed: int, fork_server: ForkServer, st
         job.start(size=draw.randint(1, 5))
         alive = set(range(5))
         for _ in range(8):
-            what = draw.choice(["one group", "split", "missing", "kill", "abort"])
+            what = draw.choice(["one group", "split", "missing", "kill", "stop", "abort"])
             if what == "kill" and len(alive) > 2:
                 lost = draw.choice(sorted(alive))
                 alive.discard(lost)
                 processes[lost].kill()
                 processes[lost].wait()
             who = draw.sample(sorted(alive), draw.randint(1, len(alive)))
+            if what == "stop" and len(who) > 1:  # it comes back, and may join again
+                processes[who[0]].kill(signal.SIGSTOP)
+                job.join(who[1:])
+                processes[who[0]].kill(signal.SIGCONT)
+                continue
             if what == "abort":
                 job.answers(who[:1], "abort")
             if what == "missing" and len(who) > 1:
