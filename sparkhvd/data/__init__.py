@@ -19,6 +19,7 @@ Each module imports only those above it:
     arrow         Arrow columns to numpy arrays of rows
     packed        our Parquet: one page per column and row group
     parquet       Parquet of other writers, including petastorm
+    table_formats versions of Delta and Iceberg tables, read by their own libraries
     tables        what a DataFrame's plan tells: identity, small partitions, tables read without their logs
     materialize   writes a DataFrame as packed files
     reading       a rank's batches

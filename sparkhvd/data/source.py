@@ -126,7 +126,9 @@ class ParquetFiles:
 
     @property
     def name(self) -> str:
-        """The place of the files."""
+        """The place of the files, or the version of their table."""
+        if self.dataset.table is not None:
+            return self.dataset.table.version.text
         return f"Parquet at {self.dataset.url!r}"
 
     @property

@@ -15,14 +15,51 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sparkhvd.data.arrow_types import spark_type
 from sparkhvd.data.columns.schema import Field, Schema
+from sparkhvd.data.manifest import TableVersion
 from sparkhvd.data.packed import METADATA_KEY
 from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class TableFiles:
+    """Facts of one version of a table that its files do not hold.
+
+    Attributes:
+        version: the table and its version.
+        locate: finds the columns in a file by its path and Arrow schema: the stored name of each column of the table, and the
+            value of each column that the file lacks.
+        deleted: by path, a function that returns a mask (rows,) of the rows that are left.
+        where: filter of the rows, or None.
+    """
+
+    version: TableVersion
+    locate: Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]
+    deleted: Mapping[str, Callable[[], npt.NDArray[np.bool_]]] = field(default_factory=dict)
+    where: RowFilter | None = None
+
+
+@dataclass(frozen=True)
+class RowFilter:
+    """Filter of rows with SQL's meaning: a comparison with null selects no row.
+
+    Attributes:
+        columns: names that it reads.
+        expression: of pyarrow.
+        text: for people.
+    """
+
+    columns: tuple[str, ...]
+    expression: pc.Expression
+    text: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +74,7 @@ class ParquetDataset:
         arrow_schema: of the first file with rows.
         schema_path: of that file.
         metadata: key-value metadata of `_common_metadata`, if that file exists.
+        table: if these are the files of a version of a table.
     """
 
     url: str
@@ -46,11 +84,17 @@ class ParquetDataset:
     arrow_schema: pa.Schema
     schema_path: str
     metadata: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
+    table: TableFiles | None = None
 
     @property
     def partition_columns(self) -> tuple[str, ...]:
         """Columns held by the names of folders."""
-        return tuple(self.partitions[self.files[0].path])
+        return tuple(self.partitions[self.files[0].path]) if self.partitions else ()
+
+    @property
+    def name(self) -> str:
+        """Name of the data in messages."""
+        return f"fit_on_parquet({self.url!r})" if self.table is None else self.table.version.text
 
     @cached_property
     def schema(self) -> Schema:
