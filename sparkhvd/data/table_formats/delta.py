@@ -66,7 +66,7 @@ def open_delta(
         InvalidArgumentError: there is no such table or version, the package is missing, or the table needs what this reader
             lacks.
     """
-    table = _load(url, name, request.of_format("Delta"), options)
+    table, committed_ms = _load(url, name, request.of_format("Delta"), options)
     _check_features(table, name)
     store = store_of(url, options)
     schema = pa.schema(table.schema().to_arrow())
@@ -81,14 +81,13 @@ def open_delta(
         if path in chosen:
             files.append(StoredFile(path, row["size_bytes"], 0))
             values[path] = {column: row[key] for column, key in constants.items()}
-    commit = (table.history(limit=1) or [{}])[0]
     version = TableVersion(
         "delta",
         name,
         store.url,
         str(table.metadata().id),
         table.version(),
-        committed_at(commit.get("timestamp")),
+        committed_at(committed_ms),
         "" if where is None else text_of(where),
     )
     facts = TableFiles(
@@ -103,7 +102,8 @@ def open_delta(
 
 def _load(
     url: str, name: str, request: VersionRequest, options: Mapping[str, Any] | None
-) -> DeltaTable:
+) -> tuple[DeltaTable, int | None]:
+    """Return the table at the version, and the time of its commit in ms since 1970 if known."""
     try:
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
@@ -129,13 +129,15 @@ def _load(
             f"fit_on_table({name!r}): {request.text} is not there; the newest version is {newest}. The log keeps old versions for "
             f"delta.logRetentionDuration. Give a version that DESCRIBE HISTORY lists. ({_short(e)})"
         ) from e
-    commit = (table.history(limit=1) or [{}])[0]
+    # The history begins with the newest version, also of a table at an older one, whose entries deltalake then numbers wrongly.
+    back = newest - table.version()
+    commit = dict(enumerate(table.history(limit=back + 1))).get(back, {})
     if request.as_of is not None and commit.get("timestamp", 0) > request.as_of * 1000:
         raise InvalidArgumentError(
             f"fit_on_table({name!r}): {request.text} is before the first version that the log has: {table.version()} of "
             f"{committed_at(commit['timestamp'])}. Give a later time."
         )
-    return table
+    return table, commit.get("timestamp")
 
 
 def _check_features(table: DeltaTable, name: str) -> None:
@@ -167,6 +169,8 @@ def _chosen(table: DeltaTable, found: pa.Table, where: Condition | None) -> set[
 
 def _deleted(table: DeltaTable, name: str) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
     """Return by path the rows that deletion vectors leave."""
+    from deltalake.exceptions import DeltaError
+
     if "deletionVectors" not in (table.protocol().reader_features or ()):
         return {}
     if not hasattr(table, "deletion_vectors"):
@@ -177,10 +181,16 @@ def _deleted(table: DeltaTable, name: str) -> dict[str, Callable[[], npt.NDArray
         )
     root = _path_of(table.table_uri)
     found: dict[str, Callable[[], npt.NDArray[np.bool_]]] = {}
-    for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
-        for uri, mask in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
-            kept = mask.values.to_numpy(zero_copy_only=False)
-            found[posixpath.relpath(_path_of(uri), root)] = partial(_same, kept)
+    try:
+        for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
+            for uri, mask in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
+                kept = mask.values.to_numpy(zero_copy_only=False)
+                found[posixpath.relpath(_path_of(uri), root)] = partial(_same, kept)
+    except (OSError, ValueError, DeltaError) as e:
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): the deletion vectors of the version cannot be read: {_short(e)}. If one was vacuumed, give a "
+            "newer version. Spark may read it: fit(spark.table(...))."
+        ) from e
     return found
 
 

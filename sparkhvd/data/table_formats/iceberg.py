@@ -289,13 +289,17 @@ def _deleted(
 
     try:
         # Not public, but the library's only reader of delete files of all formats.
-        from pyiceberg.io.pyarrow import _read_all_delete_files
+        from pyiceberg.io.pyarrow import _read_deletes
     except ImportError as e:
         raise unsupported(
             name, f"a reader of delete files, which pyiceberg {pyiceberg.__version__} has elsewhere"
         ) from e
     try:
-        positions = _read_all_delete_files(table.io, having)
+        read = {
+            delete.file_path: _read_deletes(table.io, delete)
+            for task in having
+            for delete in task.delete_files
+        }
     except OSError as e:
         raise InvalidArgumentError(
             f"fit_on_table({name!r}): a delete file of the snapshot is not there: {_short(e)}. The snapshot was expired, or the "
@@ -308,9 +312,12 @@ def _deleted(
 
     def mask(task: FileScanTask) -> npt.NDArray[np.bool_]:
         kept = np.ones(task.file.record_count, np.bool_)
-        for part in positions.get(task.file.file_path, ()):
-            there = part.to_numpy()
-            kept[there[there < len(kept)]] = False
+        # Only of its own delete files: a file of deletion vectors may hold one that no longer counts for this file.
+        for delete in task.delete_files:
+            positions = read[delete.file_path].get(task.file.file_path)
+            if positions is not None:
+                there = positions.to_numpy()
+                kept[there[there < len(kept)]] = False
         return kept
 
     return {
