@@ -126,6 +126,11 @@ class TableVersion:
         kind = "version" if self.format == "delta" else "snapshot"
         return f"{kind} {self.version} of {self.name!r}"
 
+    @property
+    def identity(self) -> str:
+        """Text that is equal for equal rows of equal tables, however the user named them."""
+        return f"{self.format} {self.uuid} {self.version} {self.where}".strip()
+
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes, for JSON."""
         return asdict(self)

@@ -187,6 +187,8 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                     inputs=options.inputs,
                 )
             recorder.lap("materialize")
+            recorder.prepared(data.origin)
+            fanout.data(data.origin)
             report_skipped(data.skipped, request.cluster.verbose)
             request = initialized(request, data)
             spec, widths = build_train_spec(request, data)
@@ -300,6 +302,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             widths=widths or (),
             run_id=spec.run_dir.removeprefix("runs/"),
             loss=returned_loss(request.losses, request.program.model, request.program.model, {}),
+            data=data.origin,
         )
         self._copyValues(model)
         if widths and (given := model._get("outputCols")) is not None:

@@ -111,11 +111,11 @@ def open_sources(
 
 def check_options(options: FitOptions, name: str) -> None:
     """Reject Params of materialized data, and validation rows that Spark would have to write; `name` is the caller's."""
-    for name in ("data_key", "keep_data", "num_partitions", "group_col"):
-        if getattr(options, name):
+    for param in ("data_key", "keep_data", "num_partitions", "group_col"):
+        if getattr(options, param):
             raise InvalidArgumentError(
-                f"{name} is {getattr(options, name)!r}; it is about data that fit(df) writes, and {name} reads the files as "
-                f"they are. Clear it: estimator.clear(estimator.{name})."
+                f"{param} is {getattr(options, param)!r}; it is about data that fit(df) writes, and {name} reads the files as "
+                f"they are. Clear it: estimator.clear(estimator.{param})."
             )
     if is_dataframe(options.validation):
         given = "validation_path=<Parquet>, " if name == "fit_on_parquet" else ""

@@ -451,6 +451,7 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
         timings=rebuild(dict[str, float], content["timings"]),
         run_id=rebuild(str, content["run_id"]),
         loss=loss,
+        data=rebuild(dict[str, Any], content.get("data", {})),
     )
 
 

@@ -76,7 +76,7 @@ def render(document: Document) -> str:
         _section("Ranks", _ranks(document)),
         *(
             _section(name.capitalize(), _names(document.get(name)))
-            for name in ("params", "settings", "versions")
+            for name in ("data", "params", "settings", "versions")
         ),
     )
     return f"{_HEAD}<title>{name}</title><style>{_STYLE}</style></head><body>{''.join(sections)}</body></html>\n"
@@ -405,6 +405,7 @@ def _names(values: Mapping[str, object] | None) -> str:
 #     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
 #     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an elastic job: how long after
 #                                    the start, from how many to how many; rows of the epoch that are trained on again. The last two may be missing
+#     data                           texts by name: rows, columns, table and version
 #     params, settings, versions     texts by name; those that were given, or differ from the default
 #
 # A number that is not finite is a text ("nan", "inf", "-inf"), which JSON can hold.
@@ -428,6 +429,7 @@ OF_EPOCH = (
     "ranks",
     "repeated_rows",
     "rank_changes",
+    "data",
     "broken_rows",
     "val_broken_rows",
 )
