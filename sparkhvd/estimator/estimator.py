@@ -187,7 +187,9 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                     inputs=options.inputs,
                 )
             recorder.lap("materialize")
-            recorder.prepared(data.origin)
+            recorder.prepared(data.origin, data.training.reason)
+            if request.sources.is_incremental and request.cluster.verbose:
+                of_this_process.print(f"{request.sources.training.name}: {data.training.reason}")
             fanout.data(data.origin)
             report_skipped(data.skipped, request.cluster.verbose)
             request = initialized(request, data)

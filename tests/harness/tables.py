@@ -8,7 +8,7 @@ import random
 import struct
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkhvd.data.columns.check import check_schema
-from sparkhvd.data.parquet.manifest import read_manifest
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.data.parquet.dataset import ParquetDataset
+from sparkhvd.data.parquet.manifest import KnownFooters, read_manifest
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.table_formats.table import open_table
 from sparkhvd.data.table_formats.version import requested
@@ -50,23 +52,17 @@ def catalog_of(folder: Path, **properties: str) -> dict[str, str]:
     }
 
 
-def rows_of(
-    table: str | os.PathLike[str],
-    columns: Sequence[str],
-    *,
-    where: Any = None,
-    catalog: object = None,
-    storage_options: Mapping[str, Any] | None = None,
-    **version: Any,
-) -> list[Row]:
-    """Read the rows of a version as ranks do, sorted; nulls are None."""
+def dataset_of(
+    table: str | os.PathLike[str], columns: Sequence[str], *, where: Any = None, **version: Any
+) -> tuple[ParquetDataset, DataSchema]:
+    """Return the files of a version and the columns of a fit; nulls of numbers become `NULL`."""
+    given = {name: version.pop(name, None) for name in ("catalog", "storage_options")}
     dataset = open_table(
         table,
         requested(**version),
         None,  # type: ignore[arg-type]  # only names without a catalog need a session
         where=where,
-        catalog=catalog,
-        storage_options=storage_options,
+        **given,
     )
     text = {c for c in columns if is_text(dataset.arrow_schema, c)}
     schema = check_schema(
@@ -78,8 +74,20 @@ def rows_of(
         decoders=text,
         data_name="table",
     )
+    return dataset, schema
+
+
+def rows_of(
+    table: str | os.PathLike[str],
+    columns: Sequence[str],
+    *,
+    known: Callable[[ParquetDataset, DataSchema], KnownFooters] | None = None,
+    **choice: Any,
+) -> list[Row]:
+    """Read the rows of a version as ranks do, sorted; nulls are `NULL`."""
+    dataset, schema = dataset_of(table, columns, **choice)
     try:
-        manifest = read_manifest(dataset, schema)
+        manifest = read_manifest(dataset, schema, known and known(dataset, schema))
     except InvalidArgumentError as e:
         if "nothing to train on" in str(e):
             return []

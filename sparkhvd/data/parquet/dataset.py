@@ -39,12 +39,14 @@ class TableFiles:
             value of each column that the file lacks.
         deleted: by path, a function that returns a mask (rows,) of the rows that are left.
         where: filter of the rows, or None.
+        layout: text that is equal for versions with the same columns, stored under the same names or ids.
     """
 
     version: TableVersion
     locate: Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]
     deleted: Mapping[str, Callable[[], npt.NDArray[np.bool_]]] = field(default_factory=dict)
     where: RowFilter | None = None
+    layout: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -37,28 +39,35 @@ from sparkhvd.data.parquet.dataset import (
     read_footer,
 )
 from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.wire import rebuild
 
 # Rows from which the driver learns shapes, and the length of variable rows.
 _EXAMPLES = 256
 # Limit, because a fingerprint is part of every checkpoint.
 _LISTED_FILES = 1000
+# Characters that a table's id may not have in a name of a folder.
+_SAFE = re.compile(r"[^A-Za-z0-9-]")
 
 
-def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
+def read_manifest(
+    dataset: ParquetDataset, schema: DataSchema, known: KnownFooters | None = None
+) -> Manifest:
     """Read all footers and the first rows, and return the manifest.
 
     Args:
         dataset: as `open_dataset` returned it.
         schema: the columns, as `check_schema` returned them.
+        known: footers of files of a table that an earlier fit has read; gets the others.
 
     Raises:
         InvalidArgumentError: a file lacks a column or has it in another type, footers count nulls that
             `handle_invalid` neither allows nor skips, the first rows cannot be used, or there are no rows.
     """
-    footers = read_footers(dataset, schema.columns)
+    footers = read_footers(dataset, schema.columns, known)
     files = tuple(
         DataFile(
             stat.path,
@@ -245,8 +254,59 @@ class Footer:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_footers(dataset: ParquetDataset, columns: Sequence[Column]) -> list[Footer]:
+class KnownFooters:
+    """Footers of a table's files, kept in a store between fits: a newer version costs only its new files.
+
+    Files of a table never change. Footers of files with deleted rows are read each time: deletes are those of one version. One
+    file of the store holds them, written as a whole, so a fit that is killed leaves the earlier one.
+
+    Attributes:
+        num_read: files read by this fit.
+        num_known: files known before.
+    """
+
+    def __init__(self, store: Store, dataset: ParquetDataset, schema: DataSchema) -> None:
+        """Read what is known of the table's files for these columns and this filter."""
+        table = dataset.table
+        assert table is not None
+        facts = [schema.to_dict(), table.layout, table.version.where, TABLE_VERSION]
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        self._store, self._root = store, dataset.store.url
+        self._path = f"tables/{_SAFE.sub('_', table.version.uuid)}/{digest}.json"
+        self.num_read = self.num_known = 0
+        self._footers: dict[str, tuple[int, Footer]] = {}
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # missing, damaged or of another version: read again
+            values = load_sealed(store.read_bytes(self._path)) or {}
+            self._footers = rebuild(dict[str, tuple[int, Footer]], values.get("footers", {}))
+
+    def get(self, file: StoredFile) -> Footer | None:
+        """Return the footer of a file, or None."""
+        size, footer = self._footers.get(self._name(file), (-1, None))
+        return footer if size == file.size else None
+
+    def put(self, files: Sequence[StoredFile], footers: Sequence[Footer]) -> None:
+        """Keep the footers of these files, and no others."""
+        found = zip(files, footers, strict=True)
+        self._footers = {self._name(file): (file.size, footer) for file, footer in found}
+        if self.num_read:
+            footers_ = {n: (size, asdict(footer)) for n, (size, footer) in self._footers.items()}
+            self._store.write_bytes(self._path, dump_sealed({"footers": footers_}))
+
+    def _name(self, file: StoredFile) -> str:
+        return f"{self._root}/{file.path}"
+
+
+def read_footers(
+    dataset: ParquetDataset, columns: Sequence[Column], known: KnownFooters | None = None
+) -> list[Footer]:
     """Read all footers, by threads, or in one Spark task if this process cannot see the files.
+
+    Args:
+        dataset: the files.
+        columns: of the fit.
+        known: footers read before, or None.
 
     Raises:
         InvalidArgumentError: a file lacks a column or has it in another type than the first file.
@@ -263,8 +323,24 @@ def read_footers(dataset: ParquetDataset, columns: Sequence[Column]) -> list[Foo
             )
             for f in answers
         ]
+    deleted = dataset.table.deleted if dataset.table is not None else {}
+    found = {
+        file.path: footer
+        for file in (dataset.files if known is not None else ())
+        if known is not None
+        and file.path not in deleted
+        and (footer := known.get(file)) is not None
+    }
+    new = [file for file in dataset.files if file.path not in found]
     with ThreadPoolExecutor(_THREADS, "sparkhvd-footers") as pool:
-        return list(pool.map(lambda f: _read(dataset, f, columns), dataset.files))
+        read = pool.map(lambda f: _read(dataset, f, columns), new)
+        found |= {file.path: footer for file, footer in zip(new, read, strict=True)}
+    footers = [found[file.path] for file in dataset.files]
+    if known is not None:
+        known.num_read, known.num_known = len(new), len(footers) - len(new)
+        kept = [file for file in dataset.files if file.path not in deleted]
+        known.put(kept, [found[file.path] for file in kept])
+    return footers
 
 
 def _read_in_task(

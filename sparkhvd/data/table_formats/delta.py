@@ -20,6 +20,7 @@ from sparkhvd.data.table_formats import storage
 from sparkhvd.data.table_formats.version import (
     VersionRequest,
     committed_at,
+    has_id,
     missing_extra,
     unsupported,
 )
@@ -95,6 +96,7 @@ def open_delta(
         _locator(schema, table.metadata().configuration.get(_MAPPING_MODE, "none"), values),
         _deleted(table, name),
         None if where is None else row_filter(where, schema, repr(name)),
+        schema.to_string(show_field_metadata=True, show_schema_metadata=False),
     )
     schema = pa.schema([field.remove_metadata() for field in schema])
     return ParquetDataset(store.url, store, tuple(files), {}, schema, "the table", table=facts)
@@ -222,8 +224,9 @@ def _locator(
         return found
 
     def locate(path: str, stored: pa.Schema) -> tuple[dict[str, str], dict[str, Any]]:
-        ids = {(f.metadata or {}).get(b"PARQUET:field_id", b"").decode(): f.name for f in stored}
+        ids = {f.metadata[b"PARQUET:field_id"].decode(): f.name for f in stored if has_id(f)}
         there, names, lacking = set(stored.names), {}, dict(values[path])
+        without_id = there - set(ids.values())
         for column, (physical, number) in facts().items():
             if column in lacking:
                 continue
@@ -231,7 +234,10 @@ def _locator(
                 names[column] = ids[number]
             elif mode == "none" and column in there:
                 names[column] = column
-            elif mode == "name" and physical in there:
+            # As deltalake reads a file without ids: a physical name is never used again.
+            elif (mode == "name" and physical in there) or (
+                mode == "id" and physical in without_id
+            ):
                 names[column] = physical
             else:
                 lacking[column] = None

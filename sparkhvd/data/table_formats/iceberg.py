@@ -24,6 +24,7 @@ from sparkhvd.data.table_formats import storage
 from sparkhvd.data.table_formats.version import (
     VersionRequest,
     committed_at,
+    has_id,
     missing_extra,
     unsupported,
 )
@@ -87,6 +88,7 @@ def open_iceberg(
         _locator(table, columns, dict(zip(paths, tasks, strict=False)), name),
         _deleted(table, tasks, paths, name),
         rows,
+        str(columns),  # names, ids and types
     )
     files = tuple(
         StoredFile(path, task.file.file_size_in_bytes, 0)
@@ -348,7 +350,7 @@ def _locator(
         }
 
     def locate(path: str, stored: pa.Schema) -> tuple[dict[str, str], dict[str, Any]]:
-        ids = {int(f.metadata[b"PARQUET:field_id"]): f.name for f in stored if _has_id(f)}
+        ids = {int(f.metadata[b"PARQUET:field_id"]): f.name for f in stored if has_id(f)}
         if not ids:
             ids = {aliases[f.name]: f.name for f in stored if f.name in aliases}
         if not ids and len(stored):
@@ -366,10 +368,6 @@ def _locator(
         return names, lacking
 
     return locate
-
-
-def _has_id(field: pa.Field) -> bool:
-    return b"PARQUET:field_id" in (field.metadata or {})
 
 
 def _short(error: BaseException) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
 
+import pyarrow as pa
+
 from sparkhvd.errors import InvalidArgumentError
 
 
@@ -128,3 +130,8 @@ def missing_extra(name: str, package: str, extra: str) -> InvalidArgumentError:
         f"fit_on_table({name!r}): this is {'a Delta' if extra == 'delta' else 'an Iceberg'} table, and the package {package} is not "
         f"installed here, on the driver. Install it: pip install 'sparkhvd[{extra}]'. Ranks do not need it."
     )
+
+
+def has_id(field: pa.Field) -> bool:
+    """Return True if a column of a Parquet file has a field id."""
+    return b"PARQUET:field_id" in (field.metadata or {})

@@ -46,6 +46,11 @@ class FitSources:
     split: float | str | None = None
 
     @property
+    def is_incremental(self) -> bool:
+        """True if only new files of a table are read."""
+        return isinstance(self.training, ParquetFiles) and self.training.is_incremental
+
+    @property
     def has_validation(self) -> bool:
         """True if the fit validates."""
         return self.validation is not None or bool(self.split)

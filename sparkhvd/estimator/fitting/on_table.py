@@ -65,4 +65,4 @@ def open_table_source(options: FitOptions, choice: TableChoice, spark: SparkSess
     )
     split = options.validation
     assert not is_dataframe(split)  # refused above
-    return FitSources(ParquetFiles(dataset, spark), None, split)
+    return FitSources(ParquetFiles(dataset, spark, choice.incremental), None, split)

@@ -63,10 +63,15 @@ class Recorder:
         self._phases.append((name, now - self._lap))
         self._lap = now
 
-    def prepared(self, origin: Mapping[str, Any]) -> None:
-        """Record where the rows come from; see `FitData.origin`."""
+    def prepared(self, origin: Mapping[str, Any], reading: str = "") -> None:
+        """Record where the rows come from; see `FitData.origin`.
+
+        Args:
+            origin: of the training rows.
+            reading: what was written or read for this fit, in words.
+        """
         self._origin = origin
-        texts = {"rows": f"{origin['rows']:,}", "digest": origin["digest"]}
+        texts = {"rows": f"{origin['rows']:,}", "digest": origin["digest"], "reading": reading}
         texts["columns"] = ", ".join(origin["columns"])
         for number, table in enumerate(origin["tables"]):
             name = f"table {number + 1}" if len(origin["tables"]) > 1 else "table"

@@ -15,10 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from sparkhvd.data.manifest import packed_rows, unpacked_rows
+from sparkhvd.data.parquet.manifest import KnownFooters, read_manifest
+from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.store import Store
 from sparkhvd.data.table_formats import where as filters
 from sparkhvd.data.table_formats.version import requested
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness import tables
+from tests.harness.plans import batch_rows
 from tests.harness.tables import catalog_of, plain_rows, rows_of
 
 deltalake = pytest.importorskip("deltalake")
@@ -276,6 +281,62 @@ def test_messages_of_iceberg(catalog: Any, tmp_path: Path) -> None:
     moved = max((tmp_path / "moved" / "metadata").glob("*.metadata.json"))
     with pytest.raises(InvalidArgumentError, match="absolute paths"):
         rows_of(moved, ["id"])
+
+
+# -- incremental, and over ranks ---------------------------------------------------------------------
+
+
+def test_only_new_files_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, store = tmp_path / "t", Store.create(tmp_path / "store")
+    for part in range(20):
+        deltalake.write_deltalake(folder, rows(100 * part, 100), mode="append")
+    read: list[int] = []
+
+    def known(dataset: Any, schema: Any) -> KnownFooters:
+        found = KnownFooters(store, dataset, schema)
+        monkeypatch.setattr(found, "put", lambda *a: (read.append(found.num_read), put(found, *a)))
+        return found
+
+    put = KnownFooters.put
+    columns = ["id", "x"]
+
+    def check(*, expected: int, **choice: Any) -> None:
+        read.clear()
+        found = rows_of(folder, columns, known=known, **choice)
+        assert found == rows_of(folder, columns, **choice)
+        assert read == [expected]
+
+    check(expected=20)
+    check(expected=0)
+    deltalake.write_deltalake(folder, rows(2000, 10), mode="append")
+    check(expected=1)  # of 2,010 rows 10 are new
+    check(expected=21, where="id > 30")  # other rows of the same files
+    check(expected=0, where="id > 30")
+    deltalake.DeltaTable(folder).delete("id = 1005")
+    check(expected=1)
+    for each in (tmp_path / "store" / "tables").rglob("*.json"):  # damaged: read again
+        each.write_bytes(each.read_bytes()[:-40])
+    check(expected=21)
+    deltalake.write_deltalake(
+        folder, rows(0, 5, new=pa.array(range(5))), mode="append", schema_mode="merge"
+    )
+    check(expected=22)  # other columns of the table
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_live_row_comes_once_over_the_ranks(tmp_path: Path, ranks: int) -> None:
+    mapped_table(tmp_path / "t", "id")
+    dataset, schema = tables.dataset_of(tmp_path / "t", ["x"])
+    manifest = read_manifest(dataset, schema)
+    seen: list[float] = []
+    for rank in range(ranks):
+        with Reader(dataset.store, manifest, rank=rank, size=ranks, batch_size=4, seed=1) as reader:
+            plan = reader.plan(0)
+            with ParquetSource(dataset.store, manifest) as source:
+                for step in range(plan.num_steps):
+                    numbers = np.sort(batch_rows(plan, rank, step))
+                    seen += source.read(["x"], numbers)["x"].tolist()
+    assert sorted(seen) == [row[0] for row in delta_rows(tmp_path / "t", ["x"])]
 
 
 # -- filters and masks -------------------------------------------------------------------------------
