@@ -336,7 +336,7 @@ def test_every_live_row_comes_once_over_the_ranks(tmp_path: Path, ranks: int) ->
                 for step in range(plan.num_steps):
                     numbers = np.sort(batch_rows(plan, rank, step))
                     seen += source.read(["x"], numbers)["x"].tolist()
-    assert sorted(seen) == [row[0] for row in delta_rows(tmp_path / "t", ["x"])]
+    assert sorted(seen) == sorted(row[0] for row in delta_rows(tmp_path / "t", ["x"]))
 
 
 # -- filters and masks -------------------------------------------------------------------------------
