@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,14 @@ class TableVersion:
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes, for JSON."""
         return asdict(self)
+
+
+def committed_at(milliseconds: int | None) -> str:
+    """Return a time in ms since 1970 as ISO 8601, UTC; "" if unknown."""
+    if milliseconds is None:
+        return ""
+    moment = datetime.fromtimestamp(milliseconds / 1000, timezone.utc)
+    return moment.isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)

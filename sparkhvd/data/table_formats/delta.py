@@ -13,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sparkhvd.data.manifest import TableVersion
+from sparkhvd.data.manifest import TableVersion, committed_at
 from sparkhvd.data.parquet.dataset import ParquetDataset, TableFiles, store_of
 from sparkhvd.data.store.store import StoredFile
 from sparkhvd.data.table_formats import storage
 from sparkhvd.data.table_formats.version import (
     VersionRequest,
-    committed_at,
     has_id,
     missing_extra,
     unsupported,

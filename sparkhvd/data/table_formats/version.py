@@ -105,11 +105,6 @@ def _utc(moment: float) -> str:
     return datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="milliseconds")
 
 
-def committed_at(milliseconds: int | None) -> str:
-    """Return a time in ms since 1970 as ISO 8601, UTC; "" if unknown."""
-    return "" if milliseconds is None else _utc(milliseconds / 1000)
-
-
 def unsupported(name: str, feature: str, remedy: str = "") -> InvalidArgumentError:
     """Return the error of a table that this reader cannot read exactly.
 
