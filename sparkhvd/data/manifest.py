@@ -111,6 +111,8 @@ class TableVersion:
         version: number of the Delta version, or id of the Iceberg snapshot.
         committed: time of the commit in ISO 8601, UTC; "" if unknown.
         where: filter of the rows as SQL; "" without one.
+        source: what `fit_on_table` takes to read this version again: the folder of a Delta table, the metadata file of an Iceberg
+            table; "" for a table that Spark has read.
     """
 
     format: str
@@ -120,6 +122,7 @@ class TableVersion:
     version: int
     committed: str = ""
     where: str = ""
+    source: str = ""
 
     @property
     def text(self) -> str:

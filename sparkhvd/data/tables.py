@@ -110,6 +110,9 @@ _OTHER_CONFS = tuple(
         "artifact.",
         "autoBroadcastJoinThreshold",
         "broadcastTimeout",
+        # Iceberg sets these when it reads a path; tables have their ids in the key.
+        "catalog.default_cache_iceberg",
+        "catalog.default_iceberg",
         "catalogImplementation",
         "debug.",
         "execution.arrow.",
@@ -442,14 +445,24 @@ def _table_scans(df: DataFrame, plan: JavaObject) -> list[tuple[TableVersion, st
     from py4j.protocol import Py4JError
 
     leaves = list(_items(plan.collectLeaves()))
-    num_iceberg = sum(map(_is_iceberg, leaves))
+    icebergs = [leaf for leaf in leaves if _is_iceberg(leaf)]
     try:
         found = [_delta_scan(leaf) for leaf in leaves if _is_delta(leaf)]
-        if num_iceberg:
-            found += _iceberg_scans(df)
+        if icebergs:
+            scans = _iceberg_scans(df)
+            # The optimizer may change the order of scans; what each was asked for tells two snapshots of one table apart.
+            asked = [
+                [
+                    str(leaf.table().snapshotId()),
+                    str(leaf.table().branch()),
+                    str(leaf.options().asCaseSensitiveMap()),
+                ]
+                for leaf in icebergs
+            ]
+            found += [(version, f"{detail} {asked}") for version, detail in scans]
     except (Py4JError, AttributeError, TypeError) as e:  # of another version
         raise _UnknownVersionError("the plan reads a table whose version is unknown") from e
-    if len(found) != len([leaf for leaf in leaves if _is_delta(leaf)]) + num_iceberg:
+    if len(found) != sum(map(_is_delta, leaves)) + len(icebergs):
         raise _UnknownVersionError("the plan reads a table in a way that has no version")
     return found
 

@@ -244,6 +244,11 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return dict(self._require_fitted().data)
 
     @property
+    def run_key(self) -> str:
+        """Key of the run of a fit on a table, for `sparkhvd reproduce`; "" without one. Keep it apart from the store."""
+        return self._require_fitted().run_key
+
+    @property
     def timings(self) -> dict[str, float]:
         """Seconds of the fit's phases: materialize, launch, train."""
         return dict(self._require_fitted().timings)

@@ -89,6 +89,7 @@ def open_delta(
         table.version(),
         committed_at(committed_ms),
         "" if where is None else text_of(where),
+        store.url,
     )
     facts = TableFiles(
         version,

@@ -81,6 +81,7 @@ def open_iceberg(
         snapshot.snapshot_id,
         committed_at(snapshot.timestamp_ms),
         "" if where is None else text_of(where),
+        addresses.without_secrets(table.metadata_location),
     )
     facts = TableFiles(
         version,

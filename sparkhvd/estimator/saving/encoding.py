@@ -452,6 +452,7 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
         run_id=rebuild(str, content["run_id"]),
         loss=loss,
         data=rebuild(dict[str, Any], content.get("data", {})),
+        run_key=rebuild(str, content.get("run_key", "")),
     )
 
 

@@ -173,6 +173,7 @@ class ModelWriter(_Writer):
             "history": fitted.history,
             "timings": dict(fitted.timings),
             "data": dict(fitted.data),
+            **({"run_key": fitted.run_key} if fitted.run_key else {}),
             "run_id": fitted.run_id,
             **_loss_of(fitted, archive),
             **super()._content(archive),

@@ -112,7 +112,13 @@ def main(jars: str, folder: str) -> None:
         ids[0],
         100,
     )
-    check("a tag of the snapshot", spark.sql(f"SELECT * FROM {table} VERSION AS OF 'first'"), True, ids[0], 100)
+    check(
+        "a tag of the snapshot",
+        spark.sql(f"SELECT * FROM {table} VERSION AS OF 'first'"),
+        True,
+        ids[0],
+        100,
+    )
     check("a branch", spark.table(f"{table}.branch_b1"), False, ids[3], current + 3)
     check("the same branch", spark.table(f"{table}.branch_b1"), True, ids[3], current + 3)
     check(

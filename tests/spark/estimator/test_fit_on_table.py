@@ -11,7 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sparkhvd import InvalidArgumentError, Store, TorchModel
+from sparkhvd import InvalidArgumentError, Store, TorchModel, UntrustedError
+from sparkhvd.data.store.locks import dump_sealed, load_sealed
+from sparkhvd.estimator.saving.recipe import PARAMS_NAME, RECIPE_NAME, load_recipe, reproduce
 from tests.harness import tables
 from tests.spark.estimator.fits import assert_same_weights, estimator, mlp
 
@@ -69,6 +71,24 @@ def test_two_fits_on_two_versions_at_once(spark: SparkSession, tmp_path: Path) -
     found[2].save(str(tmp_path / "model"))
     assert TorchModel.load(str(tmp_path / "model")).training_data == data
     assert TorchModel.from_run(store, "v2").training_data == data
+    # A later commit changes nothing: the run is done again on its version.
+    deltalake.DeltaTable(table).update(updates={"y": "0.0"})
+    run = store.below("runs/v2")
+    again = reproduce(run, spark, key=found[2].run_key)
+    assert (again.text, again.is_equal, again.environment) == ("equal bits", True, {})
+    assert TorchModel.load(str(tmp_path / "model")).run_key == found[2].run_key
+    with pytest.raises(UntrustedError, match="Give the run's key"):
+        reproduce(run, spark)
+    with pytest.raises(UntrustedError, match="was not written by the fit of this key"):
+        reproduce(run, spark, key=found[0].run_key)
+    forged = load_sealed(run.read_bytes(RECIPE_NAME)) or {}
+    run.write_bytes(RECIPE_NAME, dump_sealed({**forged, "seed": 4}))
+    with pytest.raises(UntrustedError, match="was not written by the fit of this key"):
+        load_recipe(run, key=found[2].run_key)
+    assert load_recipe(run, trusted=True)[0].seed == 4
+    run.write_bytes(PARAMS_NAME, b"other")
+    with pytest.raises(InvalidArgumentError, match="Nothing was loaded"):
+        load_recipe(run, trusted=True)
     # The same rows as a file of Parquet give the same training, bit by bit.
     deltalake.write_deltalake(tmp_path / "one", rows(0, 60))
     (file,) = deltalake.DeltaTable(tmp_path / "one").file_uris()
