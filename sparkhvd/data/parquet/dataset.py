@@ -212,6 +212,9 @@ _ICEBERG = "metadata"
 _ICEBERG_TABLE = ("an Iceberg table", "spark.read.format('iceberg').load")
 _ICEBERG_FILE = re.compile(r"v?\d+\b.*\.metadata\.json(\.gz)?")
 TABLE_FOLDERS = (*_LOGS, _ICEBERG)
+_IN_PLACE = dict.fromkeys(
+    ("a Delta table", "an Iceberg table"), "fit_on_table(...) reads a version of it in place. Or: "
+)
 # Hive's name for the folder of rows without a value.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
@@ -266,7 +269,7 @@ def refuse_tables(url: str, paths: Iterable[str]) -> None:
         raise InvalidArgumentError(
             f"fit_on_parquet({url!r}): {table.log!r} {'above' if is_part else 'in'} it shows that this is "
             f"{'a part of ' if is_part else ''}{table.kind}. Its log tells which files have its rows; others may be there that "
-            f"hold deleted or earlier ones. Read the table's folder with {table.reader}(...), and give fit(df) the DataFrame."
+            f"hold deleted or earlier ones. {_IN_PLACE.get(table.kind, '')}Read the table's folder with {table.reader}(...), and give fit(df) the DataFrame."
         )
 
 

@@ -27,7 +27,7 @@ from sparkhvd.data.manifest import TableVersion
 from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
-from sparkhvd.wire import rebuild
+from sparkhvd.wire import read_json, rebuild
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -264,7 +264,7 @@ def _check_trust(
 
 def _mac(facts: Mapping[str, Any], key: bytes) -> str:
     # Through JSON, which makes lists of tuples.
-    plain = json.loads(json.dumps(facts))
+    plain = read_json(json.dumps(facts), most_bytes=None)
     return hmac.new(key, json.dumps(plain, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 

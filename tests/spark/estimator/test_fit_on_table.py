@@ -113,5 +113,5 @@ def test_what_is_refused_before_any_job(spark: SparkSession, tmp_path: Path) -> 
         made.copy({made.num_partitions: 3}).fit_on_table(table)
     with pytest.raises(InvalidArgumentError, match="have no rows where .*nothing to train on"):
         made.fit_on_table(table, where="id > 100")
-    with pytest.raises(InvalidArgumentError, match="has no column 'zz'"):
+    with pytest.raises(InvalidArgumentError, match="names column 'zz'"):
         made.copy({made.feature_cols: ["zz"]}).fit_on_table(table)
