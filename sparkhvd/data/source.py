@@ -153,7 +153,7 @@ class ParquetFiles:
         manifest.save(target.store, target.manifest_dir)
         if known is not None:
             reason = (
-                f"read as it is; {known.num_read} files are new and {known.num_known} are known"
+                f"read as it is; new files: {known.num_read}, known files: {known.num_known}"
             )
         return PreparedData(
             manifest,

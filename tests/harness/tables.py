@@ -9,6 +9,7 @@ import struct
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.parquet.dataset import ParquetDataset
 from sparkhvd.data.parquet.manifest import KnownFooters, read_manifest
 from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.table_formats import where as filters
 from sparkhvd.data.table_formats.table import open_table
 from sparkhvd.data.table_formats.version import requested
 from sparkhvd.errors import InvalidArgumentError
@@ -128,6 +130,309 @@ def plain_rows(table: pa.Table, columns: Sequence[str]) -> list[Row]:
         for c in columns
     ]
     return sorted(zip(*lists, strict=True), key=repr)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Random histories: changes by the libraries, and every version compared with the format's own reader.
+
+_LIMITS = (
+    "id >= 20",
+    "id < 50 AND NOT p = 'p1'",
+    "x IS NULL OR x > 10",
+    "p IN ('p0', 'p2')",
+    "id != 7",
+)
+
+
+class History:
+    """Changes of a table in a random order; columns id, x, p, and others that come and go.
+
+    Attributes:
+        steps: names of the changes so far.
+        num_checked: versions and filters compared.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.steps: list[str] = []
+        self.num_checked = 0
+        self._next = 0
+        self._extra: list[str] = []
+
+    def run(self, steps: int) -> History:
+        """Make changes; after each compare a version with the format's own reader, and all at the end."""
+        self.append()
+        for _ in range(steps):
+            change = self.random.choice(self.changes())
+            self.steps.append(change.__name__)
+            change()
+            self.check(self.random.choice(self.versions()))
+        for version in self.versions():
+            self.check(version)
+        return self
+
+    def rows(self, count: int) -> pa.Table:
+        """Make rows with all present columns; some values are null."""
+        ids = np.arange(self._next, self._next + count)
+        self._next += count
+        x = [
+            None if self.random.random() < 0.2 else round(self.random.gauss(10, 9), 2) for _ in ids
+        ]
+        more = {n: [self.random.choice([None, 1, 2, 10**12]) for _ in ids] for n in self._extra}
+        return pa.table(
+            {
+                "id": pa.array(ids, pa.int64()),
+                "x": pa.array(x, pa.float64()),
+                "p": [f"p{self.random.randrange(3)}" for _ in ids],
+                **{name: pa.array(column, pa.int64()) for name, column in more.items()},
+            }
+        )
+
+    def changes(self) -> list[Callable[[], None]]:
+        """Return the possible changes."""
+        raise NotImplementedError
+
+    def versions(self) -> list[Any]:
+        """Return the versions that can be read."""
+        raise NotImplementedError
+
+    def append(self) -> None:
+        """Append rows."""
+        raise NotImplementedError
+
+    def check(self, version: Any) -> None:
+        """Compare the rows of a version, with and without a filter."""
+        raise NotImplementedError
+
+    def compare(self, found: Callable[..., list[Row]], expected: pa.Table) -> None:
+        """Compare what ranks read with rows of the format's own reader."""
+        columns = [name for name in expected.column_names if self.random.random() < 0.9] or ["id"]
+        assert found(columns) == plain_rows(expected, columns), self.steps
+        where = self.random.choice(_LIMITS)
+        condition = filters.parse(where)
+        kept = expected.filter(filters.row_filter(condition, expected.schema, "t").expression)
+        assert found(columns, where=where) == plain_rows(kept, columns), (self.steps, where)
+        self.num_checked += 2
+
+
+class DeltaHistory(History):
+    """History of a Delta table."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        super().__init__(seed)
+        self.folder = folder / "a table"
+        self._by = ["p"] if self.random.random() < 0.5 else None
+
+    def changes(self) -> list[Callable[[], None]]:
+        return [
+            self.append,
+            self.append,
+            self.delete,
+            self.update,
+            self.merge,
+            self.compact,
+            self.evolve,
+            self.overwrite,
+            self.restore,
+            self.checkpoint,
+        ]
+
+    def _table(self, version: int | None = None) -> Any:
+        import deltalake
+
+        return deltalake.DeltaTable(self.folder, version=version)
+
+    def versions(self) -> list[Any]:
+        return list(range(self._table().version() + 1))
+
+    def append(self) -> None:
+        import deltalake
+
+        rows = self.rows(self.random.randrange(1, 40))
+        deltalake.write_deltalake(
+            self.folder, rows, mode="append", partition_by=self._by, schema_mode="merge"
+        )
+
+    def delete(self) -> None:
+        self._table().delete(f"id % {self.random.randrange(2, 9)} = 1")
+
+    def update(self) -> None:
+        self._table().update(
+            updates={"x": "x + 100"}, predicate=f"id % {self.random.randrange(2, 9)} = 0"
+        )
+
+    def merge(self) -> None:
+        start = max(0, self._next - 20)
+        source = self.rows(5)
+        ids = list(range(start, start + 5))
+        source = source.set_column(0, "id", pa.array(ids, pa.int64()))
+        merger = self._table().merge(source, "t.id = s.id", source_alias="s", target_alias="t")
+        merger.when_matched_update_all().when_not_matched_insert_all().execute()
+
+    def compact(self) -> None:
+        self._table().optimize.compact()
+
+    def evolve(self) -> None:
+        self._extra.append(f"n{len(self._extra)}")
+        self.append()
+
+    def overwrite(self) -> None:
+        import deltalake
+
+        rows = self.rows(self.random.randrange(1, 30))
+        deltalake.write_deltalake(
+            self.folder, rows, mode="overwrite", partition_by=self._by, schema_mode="merge"
+        )
+
+    def restore(self) -> None:
+        if earlier := self.versions()[:-1]:
+            self._table().restore(self.random.choice(earlier))
+        self._extra = [f.name for f in self._table().schema().fields if f.name[0] == "n"]
+
+    def checkpoint(self) -> None:
+        self._table().create_checkpoint()
+
+    def check(self, version: Any) -> None:
+        read = pa.RecordBatchReader.from_stream(self._table(version).scan()).read_all()
+        # Views have no filters in pyarrow.
+        expected = read.set_column(
+            read.schema.get_field_index("p"), "p", read.column("p").cast(pa.string())
+        )
+        self.compare(partial(rows_of, self.folder, version=version), expected)
+
+
+class IcebergHistory(History):
+    """History of an Iceberg table in an SQL catalog, with deletes by position made by the specification."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        from pyiceberg.catalog import load_catalog
+
+        super().__init__(seed)
+        catalog = load_catalog(**catalog_of(folder))
+        catalog.create_namespace("db")
+        version = str(self.random.choice([1, 2, 2]))
+        schema = self.rows(1).schema
+        self.catalog = catalog
+        self.table = catalog.create_table("db.t", schema, properties={"format-version": version})
+
+    def changes(self) -> list[Callable[[], None]]:
+        return [
+            self.append,
+            self.append,
+            self.delete,
+            self.overwrite,
+            self.upsert,
+            self.add,
+            self.rename,
+            self.drop,
+            self.partition,
+            self.tag,
+            self.rollback,
+        ]
+
+    def versions(self) -> list[Any]:
+        return [snapshot.snapshot_id for snapshot in self.table.snapshots()]
+
+    def _rows(self, count: int) -> pa.Table:
+        """Make rows of the present schema; other columns than id, x and p have new names."""
+        rows = self.rows(count)
+        made = {}
+        for field in self.table.schema().as_arrow():
+            known = field.name in rows.column_names
+            values = rows.column(field.name) if known else pa.array([self._next] * count)
+            made[field.name] = values.cast(field.type)
+        return pa.table(made, schema=self.table.schema().as_arrow())
+
+    def append(self) -> None:
+        self.table.append(self._rows(self.random.randrange(1, 40)))
+
+    def delete(self) -> None:
+        self.table.delete(f"id < {self.random.randrange(0, max(1, self._next // 2))}")
+
+    def overwrite(self) -> None:
+        self.table.overwrite(self._rows(9), overwrite_filter=f"p == 'p{self.random.randrange(3)}'")
+
+    def upsert(self) -> None:
+        rows = self._rows(4)
+        ids = pa.array(range(max(0, self._next - 12), max(0, self._next - 12) + 4), pa.int64())
+        rows = rows.set_column(rows.schema.get_field_index("id"), rows.schema.field("id"), ids)
+        self.table.delete(f"id in ({', '.join(map(str, ids.to_pylist()))})")
+        self.table.append(rows)
+
+    def add(self) -> None:
+        from pyiceberg.types import LongType
+
+        with self.table.update_schema() as change:
+            change.add_column(f"n{len(self.steps)}", LongType())
+
+    def _others(self) -> list[str]:
+        return [f.name for f in self.table.schema().fields if f.name not in ("id", "x", "p")]
+
+    def rename(self) -> None:
+        if others := self._others():
+            with self.table.update_schema() as change:
+                change.rename_column(self.random.choice(others), f"r{len(self.steps)}")
+
+    def drop(self) -> None:
+        if others := self._others():
+            with self.table.update_schema() as change:
+                change.delete_column(self.random.choice(others))
+
+    def partition(self) -> None:
+        from pyiceberg.transforms import IdentityTransform, TruncateTransform
+
+        if not self.table.spec().fields:
+            with self.table.update_spec() as change:
+                change.add_field(
+                    "p", self.random.choice([IdentityTransform(), TruncateTransform(1)])
+                )
+
+    def tag(self) -> None:
+        found = self.random.choice(self.versions())
+        self.table.manage_snapshots().create_tag(found, f"t{len(self.steps)}").commit()
+
+    def rollback(self) -> None:
+        found = self.random.choice([entry.snapshot_id for entry in self.table.history()])
+        self.table.manage_snapshots().rollback_to_snapshot(found).commit()
+
+    def check(self, version: Any) -> None:
+        expected = self.table.scan(snapshot_id=version).to_arrow()
+        read = partial(rows_of, "db.t", catalog=self.catalog, snapshot_id=version)
+        self.compare(read, expected)
+        if self.random.random() < 0.2:
+            self._check_deletes(version)
+
+    def _check_deletes(self, version: int) -> None:
+        """Delete rows by position in the newest snapshot, beside the table, and compare that state."""
+        from pyiceberg.table import StaticTable
+
+        tasks = list(self.table.scan().plan_files())
+        if not tasks or self.table.spec().fields or self.table.format_version < 2:
+            return
+        chosen = self.random.sample(tasks, min(2, len(tasks)))
+        deletes = {
+            task.file.file_path: self.random.sample(
+                range(task.file.record_count), self.random.randrange(task.file.record_count)
+            )
+            or [0]
+            for task in chosen
+        }
+        kind = self.random.choice(["parquet", "puffin"])
+        state = iceberg_deletes(self.table.metadata_location, deletes, kind)
+        self.compare(partial(rows_of, state), StaticTable.from_metadata(state).scan().to_arrow())
+
+
+def random_history(seed: int, folder: Path, steps: int) -> History:
+    """Run a history by its seed, of Delta or Iceberg."""
+    kind = DeltaHistory if seed % 2 else IcebergHistory
+    history = kind(seed, folder)
+    try:
+        return history.run(steps)
+    except Exception as e:
+        raise AssertionError(f"history {seed} ({kind.__name__}): {history.steps}: {e}") from e
+    finally:
+        if isinstance(history, IcebergHistory):
+            history.catalog.close()
 
 
 # ----------------------------------------------------------------------------------------------------

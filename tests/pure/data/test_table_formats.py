@@ -24,6 +24,7 @@ from sparkhvd.data.table_formats.version import requested
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness import tables
 from tests.harness.plans import batch_rows
+from tests.harness.soak import amount
 from tests.harness.tables import catalog_of, plain_rows, rows_of
 
 deltalake = pytest.importorskip("deltalake")
@@ -281,6 +282,14 @@ def test_messages_of_iceberg(catalog: Any, tmp_path: Path) -> None:
     moved = max((tmp_path / "moved" / "metadata").glob("*.metadata.json"))
     with pytest.raises(InvalidArgumentError, match="absolute paths"):
         rows_of(moved, ["id"])
+
+
+# -- random histories --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(amount(4, 800)))
+def test_every_version_of_a_random_history(tmp_path: Path, seed: int) -> None:
+    assert tables.random_history(seed, tmp_path, steps=5).num_checked >= 10
 
 
 # -- incremental, and over ranks ---------------------------------------------------------------------
