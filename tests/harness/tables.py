@@ -392,8 +392,12 @@ class IcebergHistory(History):
         self.table.manage_snapshots().create_tag(found, f"t{len(self.steps)}").commit()
 
     def rollback(self) -> None:
-        found = self.random.choice([entry.snapshot_id for entry in self.table.history()])
-        self.table.manage_snapshots().rollback_to_snapshot(found).commit()
+        ancestors, found = [], self.table.current_snapshot()
+        while found is not None:
+            ancestors.append(found.snapshot_id)
+            found = self.table.snapshot_by_id(found.parent_snapshot_id or -1)
+        chosen = self.random.choice(ancestors)
+        self.table.manage_snapshots().rollback_to_snapshot(chosen).commit()
 
     def check(self, version: Any) -> None:
         expected = self.table.scan(snapshot_id=version).to_arrow()
