@@ -4,13 +4,15 @@
 
 PYTHON has `deltalake` and, for the comparison, `mosaicml-streaming`; without it that part is left out. Rows are 32 columns of float32 and a label in
 ten files. A first batch is the time from the call of the fit to the end of the first step of rank 0, by the report of the fit, with two ranks on
-`local[2]` whose trainers are warm. The epochs are those of one process that reads shuffled batches of 1,024, from nothing: MDS is written first.
+`local[2]` whose trainers are warm. The epochs are those of one process that reads shuffled batches of 1,024; that of the table begins with opening it. MDS is written first, of a tenth of the rows, and
+its times are shown for all rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -150,7 +152,7 @@ def mds_epoch(spark: Any, table: Path, folder: Path, rows: int) -> tuple[float, 
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.converters import dataframe_to_mds
 
-    df = spark.read.parquet(*sorted(map(str, table.glob("*.parquet"))))
+    df = spark.read.parquet(min(map(str, table.glob("*.parquet"))))  # a tenth: it is slow
     began = time.perf_counter()
     dataframe_to_mds(df, merge_index=True, mds_kwargs={"out": str(folder)})
     wrote = time.perf_counter()
@@ -183,10 +185,10 @@ def main() -> None:
         has_mds = importlib.util.find_spec("streaming") is not None
         if has_mds:
             found["MDS, write"], found["MDS, first epoch"] = [
-                [v] for v in mds_epoch(spark, table, Path(scratch) / "mds", given.rows)
+                [10 * v] for v in mds_epoch(spark, table, Path(scratch) / "mds", given.rows // 10)
             ]
         incremental(table, Path(scratch) / "footers", given.rows, found)
-    median = {name: sorted(values)[len(values) // 2] for name, values in found.items()}
+    median = {name: statistics.median(values) for name, values in found.items()}
     later = median["fit_on_table"] - median["fit, data there"]
     lines: list[list[Any]] = [
         [
@@ -218,10 +220,12 @@ def main() -> None:
     ]
     if has_mds:
         faster = median["MDS, first epoch"] / median["epoch of the table"]
-        lines.append(["MDS: write", median_and_quartiles(found["MDS, write"]), []])
+        lines.append(
+            ["MDS: write, ten times that of a tenth", median_and_quartiles(found["MDS, write"]), []]
+        )
         lines.append(
             [
-                "MDS: first epoch",
+                "MDS: first epoch, likewise",
                 median_and_quartiles(found["MDS, first epoch"]),
                 [Target("table", faster, EPOCH_FASTER, at_least=True)],
             ]
