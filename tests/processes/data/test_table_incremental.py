@@ -15,7 +15,7 @@ import pytest
 from sparkhvd.data.parquet.manifest import KnownFooters
 from sparkhvd.data.store.store import Store
 from tests.harness import tables
-from tests.harness.soak import amount
+from tests.harness.soak import amount, soak
 
 deltalake = pytest.importorskip("deltalake")
 
@@ -81,7 +81,8 @@ def test_a_killed_fit_leaves_footers_that_the_next_one_can_use(tmp_path: Path) -
         assert reads[1].num_read == 0
 
 
-@pytest.mark.parametrize("seed", range(10_000, 10_000 + amount(1, 200)))
+@soak("pure/data/test_table_formats")
+@pytest.mark.parametrize("seed", range(10_000, 10_200))
 def test_a_random_history_in_a_process_of_its_own(tmp_path: Path, seed: int) -> None:
     command = [sys.executable, "-c", HISTORY, str(seed), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -287,7 +287,7 @@ def test_messages_of_iceberg(catalog: Any, tmp_path: Path) -> None:
 # -- random histories --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(amount(4, 800)))
+@pytest.mark.parametrize("seed", range(amount(2, 800)))
 def test_every_version_of_a_random_history(tmp_path: Path, seed: int) -> None:
     assert tables.random_history(seed, tmp_path, steps=5).num_checked >= 10
 

@@ -15,6 +15,7 @@ from sparkhvd import InvalidArgumentError, Store, TorchModel, UntrustedError
 from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.estimator.saving.recipe import PARAMS_NAME, RECIPE_NAME, load_recipe, reproduce
 from tests.harness import tables
+from tests.harness.soak import soak
 from tests.spark.estimator.fits import assert_same_weights, estimator, mlp
 
 if TYPE_CHECKING:
@@ -89,7 +90,14 @@ def test_two_fits_on_two_versions_at_once(spark: SparkSession, tmp_path: Path) -
     run.write_bytes(PARAMS_NAME, b"other")
     with pytest.raises(InvalidArgumentError, match="Nothing was loaded"):
         load_recipe(run, trusted=True)
-    # The same rows as a file of Parquet give the same training, bit by bit.
+
+
+@soak(
+    "rows of versions: pure/data/test_table_formats; training on files: here, test_fit_on_parquet"
+)
+def test_a_table_of_one_file_trains_as_the_file(spark: SparkSession, tmp_path: Path) -> None:
+    store, model = Store.create(tmp_path / "store"), mlp(2)
+    options: dict[str, Any] = {"feature_cols": ["a", "b"], "num_proc": 1}
     deltalake.write_deltalake(tmp_path / "one", rows(0, 60))
     (file,) = deltalake.DeltaTable(tmp_path / "one").file_uris()
     (tmp_path / "plain").mkdir()
