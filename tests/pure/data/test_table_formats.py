@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -167,6 +168,20 @@ def test_vacuumed_versions_and_missing_tables(tmp_path: Path) -> None:
     (folder / "sub").mkdir()
     with pytest.raises(InvalidArgumentError, match="part of a Delta table"):
         rows_of(folder / "sub", ["id"])
+
+
+def test_a_missing_library_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deltalake.write_deltalake(tmp_path / "t", rows(0, 3))
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'sparkhvd\[delta\]'"):
+        rows_of(tmp_path / "t", ["id"])
+    monkeypatch.setitem(sys.modules, "pyiceberg.table", None)
+    monkeypatch.setitem(sys.modules, "pyiceberg.catalog", None)
+    for table, catalog in (("/x/metadata/v1.metadata.json", None), ("db.t", {"type": "rest"})):
+        with pytest.raises(InvalidArgumentError, match=r"pip install 'sparkhvd\[iceberg\]'"):
+            rows_of(table, ["id"], catalog=catalog)
 
 
 # -- Iceberg -----------------------------------------------------------------------------------------

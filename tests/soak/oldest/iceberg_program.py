@@ -11,7 +11,9 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkhvd import Store
+from sparkhvd.data import reuse
 from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reuse import PreparedData, prepare
 
 
@@ -149,6 +151,24 @@ def main(jars: str, folder: str) -> None:
     )
     both = prepared(join.selectExpr("id", "double(x) x"))
     reused.append(["two tables", len(both.manifest.tables) == 2, both.reason, both.reused, []])
+    # A version that is committed between the key and the job.
+    write_columns = reuse.materialize
+
+    def committing(*given: Any, **more: Any) -> Manifest:
+        spark.sql(f"INSERT INTO {table} VALUES (4000, 'z', 1.0D)")
+        return write_columns(*given, **more)
+
+    fresh = spark.table(table).where("id > 0")
+    reuse.materialize = committing
+    raced = prepared(fresh)
+    reuse.materialize = write_columns
+    reused.append(
+        ["a commit meanwhile", raced.manifest.tables == (), raced.reason, raced.reused, []]
+    )
+    after = prepared(spark.table(table).where("id > 0"))
+    is_new = [t.version for t in after.manifest.tables] == [snapshots(spark)[-1]]
+    right = is_new and after.manifest.num_rows == 2 and not after.reused
+    reused.append(["the version after it", right, after.reason, after.reused, []])
     print("RESULT " + json.dumps({**expected, "reused": reused, "seconds": max(seconds)}))
 
 
