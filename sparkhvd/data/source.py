@@ -152,9 +152,7 @@ class ParquetFiles:
         manifest = read_manifest(self.dataset, schema, known)
         manifest.save(target.store, target.manifest_dir)
         if known is not None:
-            reason = (
-                f"read as it is; new files: {known.num_read}, known files: {known.num_known}"
-            )
+            reason = f"read as it is; new files: {known.num_read}, known files: {known.num_known}"
         return PreparedData(
             manifest,
             target.manifest_dir,
