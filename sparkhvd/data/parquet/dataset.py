@@ -51,7 +51,7 @@ class TableFiles:
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Filter of rows with SQL's meaning: a comparison with null selects no row.
+    """Filter of rows with SQL's meaning: a comparison with null or NaN selects no row.
 
     Attributes:
         columns: names that it reads.

@@ -1,4 +1,4 @@
-"""Filters of rows, with SQL's meaning for nulls.
+"""Filters of rows, with SQL's meaning for nulls; NaN counts as null in comparisons.
 
 A filter is SQL text of comparisons, IN, BETWEEN, IS NULL, AND, OR and NOT, or tuples as in `filters` of pandas. It selects rows exactly by
 pyarrow; the libraries of the formats only leave out files by it.
@@ -162,6 +162,9 @@ def _expression(condition: Condition, types: Mapping[str, pa.DataType]) -> pc.Ex
     field, kind = pc.field(condition.column), types[condition.column]
     if condition.op == "null":
         return field.is_null()
+    if pa.types.is_floating(kind):
+        # Statistics of files leave NaN out, so a filter that selected it could not leave out files.
+        field = pc.if_else(pc.is_nan(field), pc.scalar(pa.scalar(None, kind)), field)
     scalars = [_scalar(value, kind, condition.column) for value in condition.values]
     if condition.op == "in":  # not isin(), for which null is false: NOT IN would select it
         made = field == scalars[0]

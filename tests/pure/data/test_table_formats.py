@@ -399,6 +399,25 @@ def test_a_filter_has_the_meaning_of_sql() -> None:
     )
 
 
+def test_files_with_nan_are_left_out_only_as_their_rows_are(tmp_path: Path) -> None:
+    for part in ([1.0, np.nan], [1.0, 1.0], [3.0, np.nan], [np.nan, np.nan]):
+        values = pa.table({"x": part, "id": [len(part)] * 2})
+        deltalake.write_deltalake(tmp_path / "t", values, mode="append")
+    for where, count in {"x != 1": 1, "NOT x < 2": 1, "x >= 1": 4, "NOT x IN (3)": 3}.items():
+        assert len(rows_of(tmp_path / "t", ["id"], where=where)) == count, where
+    moments = [datetime(2026, 11, day, tzinfo=timezone.utc) for day in (1, 2, 3)]
+    for number, moment in enumerate(moments):
+        at = pa.array([moment], pa.timestamp("us", "UTC"))
+        part = pa.table({"at": at, "day": at.cast(pa.date32()), "id": [number]})
+        deltalake.write_deltalake(tmp_path / "u", part, mode="append")
+    for where, ids in {
+        "at >= '2026-11-02T00:00:00Z'": [1.0, 2.0],
+        "at < TIMESTAMP '2026-11-02T01:00:00+01:00'": [0.0],
+        "day BETWEEN DATE '2026-11-01' AND '2026-11-02'": [0.0, 1.0],
+    }.items():
+        assert [row[0] for row in rows_of(tmp_path / "u", ["id"], where=where)] == ids, where
+
+
 @pytest.mark.parametrize(
     "where",
     ["a >", "a ! 1", "a IN ()", "(a = 1", "a = 1 2", "", "a LIKE 'x'", [("a", "?", 1)], [], 5],
