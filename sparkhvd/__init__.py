@@ -29,10 +29,10 @@ Each module imports only those above it:
     torch          Horovod's API on the engine
     data           a DataFrame's rows as batches of a rank
     distributed    the engine as a backend of torch.distributed
-    run_commands   `sparkhvd runs`, `report` and `compare`
     training       the training loop of a rank
-    __main__       `sparkhvd doctor`, `runs`, `report`, `compare`
     estimator      `TorchEstimator`, `TorchClassifier`, `TorchRegressor` and their models
+    run_commands   `sparkhvd runs`, `report`, `compare` and `reproduce`
+    __main__       `sparkhvd doctor`, `runs`, `report`, `compare`, `reproduce`
     keras          Horovod's API of Keras, and its estimator
     lightning      Lightning's strategy
     horovod        packages with Horovod's layout

@@ -1,4 +1,4 @@
-"""`sparkhvd doctor`, `runs`, `report`, `compare`; also `python -m sparkhvd`."""
+"""`sparkhvd doctor`, `runs`, `report`, `compare`, `reproduce`; also `python -m sparkhvd`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--open", action="store_true", help="open it in a browser")
     compare = commands.add_parser("compare", help="what distinguishes two runs")
     compare.add_argument("runs", metavar="RUN", nargs=2, help="folders of the runs")
+    again = commands.add_parser("reproduce", help="fit again what a run on a table has fitted")
+    again.add_argument("run", metavar="RUN", help="folder of the run: <store>/runs/<run_id>")
+    again.add_argument("--key-file", metavar="FILE", help="file with the run's key; - is stdin")
+    again.add_argument("--trust", action="store_true", help="run the run's program without its key")
+    again.add_argument("--master", help="master of the Spark session; default: local")
     return parser
 
 
@@ -43,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.command == "runs":
             run_commands.list_runs(given.store)
+        elif given.command == "reproduce":
+            found = (given.run, given.key_file, given.master)
+            return 0 if run_commands.reproduce_run(*found, trusted=given.trust) else 2
         elif given.command == "report":
             run_commands.show_report(given.run, given.output, is_opened=given.open)
         else:

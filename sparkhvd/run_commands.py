@@ -1,4 +1,4 @@
-"""Commands `runs`, `report` and `compare`, which print reports of a store. They change no run."""
+"""Commands `runs`, `report` and `compare`, which print reports of a store, and `reproduce`, which fits again. They change no run."""
 
 from __future__ import annotations
 
@@ -68,6 +68,44 @@ def compare_runs(first: str, second: str) -> None:
     """Print the differences between two runs, each given as in `show_report`."""
     documents = [_document(Store(_folder(run))) for run in (first, second)]
     sys.stdout.write(f"{compare(*documents)}\n")
+
+
+def reproduce_run(run: str, key_file: str | None, master: str | None, *, trusted: bool) -> bool:
+    """Fit again what a run on a table has fitted, and print whether the bits are equal; return True if they are.
+
+    Args:
+        run: folder of the run, as in `show_report`.
+        key_file: file with the run's key; "-" reads standard input; None without a key.
+        master: of the Spark session, if this process has none; None takes one local slot per rank.
+        trusted: run the program in the run without its key.
+
+    Raises:
+        InvalidArgumentError: the run has no recipe, or its version of the table cannot be read.
+        UntrustedError: neither the key fits nor is the run trusted.
+    """
+    from pyspark.sql import SparkSession
+
+    from sparkhvd.estimator.saving.recipe import differences, load_recipe, reproduce
+
+    key = None
+    if key_file is not None:
+        key = sys.stdin.readline() if key_file == "-" else Path(key_file).read_text()
+    store = Store(_folder(run))
+    recipe, _ = load_recipe(store, key=key, trusted=trusted)
+    where = f" where {recipe.table.where}" if recipe.table.where else ""
+    say = sys.stdout.write
+    say(f"{recipe.table.text}{where}, seed {recipe.seed}, {recipe.num_proc} ranks\n")
+    for name, (then, now) in differences(recipe).items():
+        say(f"{name} was {then} and is {now}: other bits are possible\n")
+    if not differences(recipe):
+        say("torch, Python, sparkhvd and CPU features agree: equal bits are expected\n")
+    sys.stdout.flush()
+    builder = SparkSession.builder.appName("sparkhvd reproduce")
+    if SparkSession.getActiveSession() is None:
+        builder = builder.master(master or f"local[{recipe.num_proc}]")
+    done = reproduce(store, builder.getOrCreate(), key=key, trusted=trusted)
+    say(f"{done.text}\n")
+    return done.is_equal
 
 
 def _folder(run: str) -> str:

@@ -23,6 +23,8 @@ pip install "pyspark==3.5.*" "pyarrow==14.0.2" "numpy==1.26.4" "setuptools<70" \
   dill diskcache fsspec future packaging psutil pyzmq six "opencv-python-headless<4.12"
 # Its own pins do not all exist for new Pythons.
 pip install --no-deps "petastorm==0.13.1"
+# Jars of Iceberg's Spark runtime, for tests of tables.
+pip install --no-deps "snowpark-connect-deps-iceberg==1.0.*"
 
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 site "$main" > "$(site "$folder/bin/python")/zz_main_environment.pth"

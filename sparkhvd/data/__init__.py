@@ -9,22 +9,23 @@ owning process.
 
 Each module imports only those above it:
 
-    store         the folder shared by driver and executors
-    columns       columns: schema, decoders, features, labels
-    ownership     leases of materialized data, and their deletion
-    arrow_limits  bounds on Spark's Arrow batches
-    arrow_types   types of Arrow beyond those that Spark sends
-    files         open files, and reusable memory for windows of rows
-    manifest      the files of a data set
-    arrow         Arrow columns to numpy arrays of rows
-    packed        our Parquet: one page per column and row group
-    parquet       Parquet of other writers, including petastorm
-    tables        what a DataFrame's plan tells: identity, small partitions, tables read without their logs
-    materialize   writes a DataFrame as packed files
-    reading       a rank's batches
-    reuse         reuse of materialized data
-    dataset       data prepared once for any process of any launcher
-    source        rows of a fit: a DataFrame, or Parquet files in place
+    store          the folder shared by driver and executors
+    columns        columns: schema, decoders, features, labels
+    ownership      leases of materialized data, and their deletion
+    arrow_limits   bounds on Spark's Arrow batches
+    arrow_types    types of Arrow beyond those that Spark sends
+    files          open files, and reusable memory for windows of rows
+    manifest       the files of a data set
+    arrow          Arrow columns to numpy arrays of rows
+    packed         our Parquet: one page per column and row group
+    parquet        Parquet of other writers, including petastorm
+    table_formats  versions of Delta and Iceberg tables, read by their own libraries
+    tables         what a DataFrame's plan tells: identity, small partitions, tables read without their logs
+    materialize    writes a DataFrame as packed files
+    reading        a rank's batches
+    reuse          reuse of materialized data
+    dataset        data prepared once for any process of any launcher
+    source         rows of a fit: a DataFrame, or Parquet files in place
 """
 
 from __future__ import annotations

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import functools
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.store.locks import dump_sealed, load_sealed
@@ -16,7 +24,9 @@ from sparkhvd.wire import rebuild
 
 # Version 1 had only rows of one size, version 2 no checksums of blocks; both can be read.
 FORMAT_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
+# Of a table's files, whose deleted rows an earlier sparkhvd would read.
+TABLE_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, 4)
 # Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
 MANIFEST_NAME = "_manifest.json"
 # Marker beside data found damaged by a reader: no fit reuses them.
@@ -36,6 +46,28 @@ def joined_ranges(parts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, Ran
     return joined
 
 
+def packed_rows(are_kept: npt.NDArray[np.bool_]) -> str:
+    """Return a mask (rows,) of a file's rows as text, at most a sixth of a byte per row."""
+    return base64.b64encode(zlib.compress(np.packbits(are_kept).tobytes())).decode()
+
+
+def unpacked_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
+    """Return the mask (rows,) of `packed_rows`.
+
+    Raises:
+        ValueError: the text is no mask of so many rows.
+    """
+    size = -(-rows // 8)
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(text, validate=True), size + 1)
+    except (binascii.Error, zlib.error) as e:
+        raise ValueError(f"a mask of rows: {e}") from e
+    if len(data) != size or not unpacker.eof:
+        raise ValueError(f"a mask of other than {rows} rows")
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=rows).astype(np.bool_)
+
+
 @dataclass(frozen=True)
 class DataFile:
     """Parquet file of a data set.
@@ -44,13 +76,15 @@ class DataFile:
 
     Attributes:
         path: in the store.
-        rows: of the file.
-        row_groups: rows of each.
+        rows: of the file, without deleted rows.
+        row_groups: rows of each, with deleted rows.
         size: bytes; 0 for packed files.
         modified_ns: time of change in ns since 1970; 0 for packed files, or if unknown.
-        partition: (column, value) of every enclosing folder `column=value`.
+        partition: (column, value) of every enclosing folder `column=value`; of a table's file, of every column that it lacks.
         footer_crc: CRC-32 of the end of a packed file, starting at its footer; None if unknown.
         values_crc: CRC-32 of the checksums of a packed file's blocks, which cover everything before them; None if unknown.
+        kept: mask of the rows that a table's deletes and filter leave, see `packed_rows`; "" keeps all.
+        names: (column, name in the file) of a table's columns whose name in the file differs.
     """
 
     path: str
@@ -61,6 +95,57 @@ class DataFile:
     partition: tuple[tuple[str, int | float | str | None], ...] = ()
     footer_crc: int | None = None
     values_crc: int | None = None
+    kept: str = ""
+    names: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class TableVersion:
+    """One version of a table, as a fit has read it.
+
+    Attributes:
+        format: "delta" or "iceberg".
+        name: as the user named the table, without secrets.
+        url: of the table's folder, without secrets.
+        uuid: of the table; a table that replaces it has another one.
+        version: number of the Delta version, or id of the Iceberg snapshot.
+        committed: time of the commit in ISO 8601, UTC; "" if unknown.
+        where: filter of the rows as SQL; "" without one.
+        source: what `fit_on_table` takes to read this version again: the folder of a Delta table, the metadata file of an Iceberg
+            table; "" for a table that Spark has read.
+    """
+
+    format: str
+    name: str
+    url: str
+    uuid: str
+    version: int
+    committed: str = ""
+    where: str = ""
+    source: str = ""
+
+    @property
+    def text(self) -> str:
+        """Table and version, for messages."""
+        kind = "version" if self.format == "delta" else "snapshot"
+        return f"{kind} {self.version} of {self.name!r}"
+
+    @property
+    def identity(self) -> str:
+        """Text that is equal for equal rows of equal tables, however the user named them."""
+        return f"{self.format} {self.uuid} {self.version} {self.where}".strip()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes, for JSON."""
+        return asdict(self)
+
+
+def committed_at(milliseconds: int | None) -> str:
+    """Return a time in ms since 1970 as ISO 8601, UTC; "" if unknown."""
+    if milliseconds is None:
+        return ""
+    moment = datetime.fromtimestamp(milliseconds / 1000, timezone.utc)
+    return moment.isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)
@@ -78,6 +163,7 @@ class Manifest:
         ranges: smallest and largest value of features and labels of integers, by column, as far as known: both are in the data.
         format_version: of the files.
         layout: "packed", or "parquet" for ordinary Parquet.
+        tables: versions of the Delta and Iceberg tables that the rows come from, as far as known.
     """
 
     files: tuple[DataFile, ...]
@@ -89,6 +175,7 @@ class Manifest:
     ranges: Mapping[str, Range] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     layout: str = PACKED
+    tables: tuple[TableVersion, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -99,7 +186,10 @@ class Manifest:
     def digest(self) -> str:
         """Digest of columns and rows, independent of location: equal data in equal files have equal digests."""
         columns = [(column.name, column.dtype, column.shape) for column in self.schema.columns]
-        files = [(f.rows, f.size, f.modified_ns, f.partition, f.values_crc) for f in self.files]
+        files = [
+            (f.rows, f.size, f.modified_ns, f.partition, f.values_crc, *filter(None, [f.kept]))
+            for f in self.files
+        ]
         return hashlib.sha256(json.dumps([columns, files]).encode()).hexdigest()[:16]
 
     def row_bytes(self, names: Iterable[str]) -> int:
@@ -119,6 +209,7 @@ class Manifest:
             "num_skipped": self.num_skipped,
             "ranges": dict(self.ranges),
             "layout": self.layout,
+            "tables": [table.to_dict() for table in self.tables],
             "schema": self.schema.to_dict(),
             "files": [asdict(f) for f in self.files],
         }

@@ -7,7 +7,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from sparkhvd.data.arrow_types import (
 )
 from sparkhvd.data.columns.ragged import Values, num_bytes, row_shape, value_range
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.data.manifest import DataFile, Manifest, Range, joined_ranges
+from sparkhvd.data.manifest import DataFile, Manifest, Range, TableVersion, joined_ranges
 from sparkhvd.data.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.data.store.remote import raised_by_tasks, telling_the_driver
 from sparkhvd.data.store.store import Store
@@ -54,6 +54,7 @@ def materialize(
     num_partitions: int | None = None,
     row_group_bytes: int = ROW_GROUP_BYTES,
     on_task_start: Callable[[TaskContext], None] | None = None,
+    tables: tuple[TableVersion, ...] = (),
 ) -> Manifest:
     """Write the columns of `schema` as packed Parquet files and return their manifest.
 
@@ -73,6 +74,7 @@ def materialize(
             partitions: rows, not files, are distributed to ranks.
         row_group_bytes: size of a row group, the memory of a task.
         on_task_start: called in every task before it writes; returns at once.
+        tables: versions of the tables that the rows come from, for the manifest.
 
     Raises:
         InvalidArgumentError: the data hold nulls, NaN, rows of different lengths or numbers that the stored type
@@ -95,7 +97,7 @@ def materialize(
         outcomes = [
             read_json(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
         ]
-        manifest = _merge(outcomes, schema)
+        manifest = replace(_merge(outcomes, schema), tables=tables)
         _settle(store, data_dir, manifest)
         manifest.save(store, data_dir)
         is_done = True

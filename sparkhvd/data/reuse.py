@@ -12,11 +12,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.manifest import DAMAGED_NAME, FORMAT_VERSION, MANIFEST_NAME, Manifest
+from sparkhvd.data.manifest import (
+    DAMAGED_NAME,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Manifest,
+    TableVersion,
+)
 from sparkhvd.data.materialize import materialize
 from sparkhvd.data.ownership import (
     add_application,
@@ -121,8 +127,8 @@ def prepare(
 ) -> PreparedData:
     """Materialize `df`, or reuse the data of the same plan over the same files.
 
-    Data are reused if every leaf of the plan is a file scan or `range`, and plan, source files (path,
-    size, time of change), columns, dtypes, format version, session time zone and row-changing confs of Spark SQL
+    Data are reused if every leaf of the plan is a file scan, a scan of a Delta or Iceberg table or `range`, and plan, source files
+    (path, size, time of change), versions of tables, columns, dtypes, format version, session time zone and row-changing confs of Spark SQL
     are equal; or if the user gave the same `data_key` for the same columns; or, for anything else, inside one
     `scope`. Fits of one process with one key wait for each other.
 
@@ -150,7 +156,7 @@ def prepare(
     add_application(app_id, shim.is_over)
     release_ended()
     sweep(store, now=time.time())
-    key, reason = plan_key(df, schema, data_key)
+    key, reason, tables = _key_of(df, schema, data_key)
     is_scoped = key is None and scope is not None
     if scope is not None and key is None:
         key = scope.key(df, schema)
@@ -179,7 +185,14 @@ def prepare(
                     directory,
                     num_partitions=num_partitions,
                     on_task_start=on_task_start,
+                    tables=tables,
                 )
+            # A plan over a table may read the version of the moment when its job begins.
+            if tables and _key_of(df, schema, data_key)[2] != tables:
+                store.write_bytes(f"{directory}/{DAMAGED_NAME}", b"")
+                manifest = replace(manifest, tables=())
+                reason = "a table has got a newer version while it was written"
+                manifest.save(store, directory)
         except BaseException:
             disown(store, directory)
             raise
@@ -192,6 +205,13 @@ def prepare(
 
 def plan_key(df: DataFrame, schema: DataSchema, data_key: str | None) -> tuple[str | None, str]:
     """Return the key of a DataFrame's data, or None if unknown, and the reason; equal keys mean equal data."""
+    return _key_of(df, schema, data_key)[:2]
+
+
+def _key_of(
+    df: DataFrame, schema: DataSchema, data_key: str | None
+) -> tuple[str | None, str, tuple[TableVersion, ...]]:
+    """Return also the versions of the tables that the plan reads, if known."""
     parts: dict[str, object] = {
         "columns": schema.to_dict(),
         "format_version": FORMAT_VERSION,
@@ -199,13 +219,16 @@ def plan_key(df: DataFrame, schema: DataSchema, data_key: str | None) -> tuple[s
     }
     if data_key is not None:
         parts["data_key"] = data_key
-        return _digest(parts), f"data_key={data_key!r}"
+        return _digest(parts), f"data_key={data_key!r}", ()
     facts = plan_facts(df)
     if facts.obstacle:
-        return None, f"{facts.obstacle}; data_key= would tell that data are the same"
+        return None, f"{facts.obstacle}; data_key= would tell that data are the same", ()
     parts["plan"] = facts.plan
     parts["files"] = facts.files
-    return _digest(parts), "same plan, files and columns"
+    if facts.tables:
+        versions = ", ".join(table.text for table in facts.tables)
+        return _digest(parts), f"same plan and columns of {versions}", facts.tables
+    return _digest(parts), "same plan, files and columns", ()
 
 
 def _digest(parts: Mapping[str, object]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from sparkhvd.data.parquet.dataset import ParquetDataset
-from sparkhvd.data.parquet.manifest import read_manifest
+from sparkhvd.data.parquet.manifest import KnownFooters, read_manifest
 from sparkhvd.data.reuse import PreparedData, ReuseScope, prepare
 
 if TYPE_CHECKING:
@@ -119,14 +119,23 @@ class DataFrameSource:
 
 @dataclass(frozen=True)
 class ParquetFiles:
-    """Parquet files read in place by ranks; the driver reads footers and the first rows, without a Spark job."""
+    """Parquet files read in place by ranks; the driver reads footers and the first rows, without a Spark job.
+
+    Attributes:
+        dataset: the files.
+        spark: session whose tasks become ranks.
+        is_incremental: keep the footers of a table's files in the store, and read only those of new files.
+    """
 
     dataset: ParquetDataset
     spark: SparkSession
+    is_incremental: bool = False
 
     @property
     def name(self) -> str:
-        """The place of the files."""
+        """The place of the files, or the version of their table."""
+        if self.dataset.table is not None:
+            return self.dataset.table.version.text
         return f"Parquet at {self.dataset.url!r}"
 
     @property
@@ -137,13 +146,18 @@ class ParquetFiles:
     def prepare(self, schema: DataSchema, target: Target) -> PreparedData:
         """Write only the manifest of the files."""
         began = time.monotonic()
-        manifest = read_manifest(self.dataset, schema)
+        reason, known = "read as it is", None
+        if self.is_incremental:
+            known = KnownFooters(target.store, self.dataset, schema)
+        manifest = read_manifest(self.dataset, schema, known)
         manifest.save(target.store, target.manifest_dir)
+        if known is not None:
+            reason = f"read as it is; new files: {known.num_read}, known files: {known.num_known}"
         return PreparedData(
             manifest,
             target.manifest_dir,
             reused=True,
             seconds=time.monotonic() - began,
-            reason="read as it is",
+            reason=reason,
             files=self.dataset.store,
         )

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit
 
 from sparkhvd import spark as connect
+from sparkhvd.data.manifest import TableVersion, committed_at
 from sparkhvd.data.parquet.dataset import TABLE_FOLDERS, table_of
+from sparkhvd.data.store.addresses import without_secrets
 from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store
 from sparkhvd.spark import is_connect
@@ -29,6 +31,8 @@ _FOLDERS = 8
 _UNSEEN_FOLDERS = 1
 # Longest wait for a task of Spark Connect, which the fit does not need.
 _LIMIT_S = 10.0
+# Identity of an object of Iceberg that names a table by its path.
+_IDENTITY = re.compile(r"(?<=PathIdentifier)@[0-9a-f]+")
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*:(?://[^/]*)?)?(.*)", re.DOTALL)
 
 
@@ -106,6 +110,9 @@ _OTHER_CONFS = tuple(
         "artifact.",
         "autoBroadcastJoinThreshold",
         "broadcastTimeout",
+        # Iceberg sets these when it reads a path; tables have their ids in the key.
+        "catalog.default_cache_iceberg",
+        "catalog.default_iceberg",
         "catalogImplementation",
         "debug.",
         "execution.arrow.",
@@ -166,17 +173,20 @@ class PlanFacts:
         obstacle: why they have no identity, else empty.
         plan: JSON of everything that decides rows, except the content of files.
         files: URL, size and time of change of every source file.
+        tables: version of every Delta and Iceberg table that is scanned.
     """
 
     obstacle: str
     plan: str = ""
     files: tuple[tuple[str, int, int], ...] = ()
+    tables: tuple[TableVersion, ...] = ()
 
 
 def plan_facts(df: DataFrame) -> PlanFacts:
     """Collect facts that are equal for two DataFrames only if their data are equal.
 
-    Only for plans whose leaves are file scans or `range`, without expressions that depend on anything else.
+    Only for plans whose leaves are file scans, scans of Delta and Iceberg tables or `range`, without expressions that depend on
+    anything else.
     """
     # The type of the DataFrame decides: is_remote() is about the whole process.
     if "pyspark.sql.connect" in type(df).__module__:
@@ -207,7 +217,14 @@ def plan_facts(df: DataFrame) -> PlanFacts:
                 return PlanFacts(f"the state of {url!r} is unknown")
             files.append((url, *state))
     has_functions = plan.containsPattern(patterns.SCALA_UDF())
-    return PlanFacts("", json.dumps(_description(df, plan, has_functions)), tuple(files))
+    try:
+        scans = _table_scans(df, plan)
+    except _UnknownVersionError as e:
+        return PlanFacts(str(e))
+    description = _description(df, plan, has_functions)
+    details = [[table.identity, detail] for table, detail in scans]
+    versions = tuple(table for table, _ in scans)
+    return PlanFacts("", json.dumps([*description, details]), tuple(files), versions)
 
 
 def has_small_partitions(df: DataFrame) -> bool:
@@ -269,7 +286,9 @@ def _description(df: DataFrame, plan: JavaObject, has_functions: bool) -> list[o
     session = df.sparkSession
     canonical = plan.canonicalized()
     relations = [
-        _relation(leaf, session) for leaf in _items(plan.collectLeaves()) if _is_relation(leaf)
+        _relation(leaf, session)
+        for leaf in _items(plan.collectLeaves())
+        if _is_relation(leaf) and not _is_delta(leaf)
     ]
     return [
         str(session.version),
@@ -302,9 +321,10 @@ def _text(plan: JavaObject) -> str:
 
     whole = (True, False, 2**31 - 1, False)  # verbose, suffix, most fields, operator ids
     try:
-        return str(plan.treeString(*whole, False))
+        text = str(plan.treeString(*whole, False))
     except Py4JError:  # Spark 3.5 has one argument less
-        return str(plan.treeString(*whole))
+        text = str(plan.treeString(*whole))
+    return _IDENTITY.sub("", text)
 
 
 def _structure(canonical: JavaObject, session: SparkSession) -> str:
@@ -372,15 +392,133 @@ def _items(sequence: JavaObject) -> Iterator[JavaObject]:
 
 def _leaf(leaf: JavaObject) -> tuple[str, bool]:
     """Return the name of a leaf's source, and True if its content can be identified."""
+    if _is_iceberg(leaf):
+        return _ICEBERG, True
     if not _is_relation(leaf):
         name = _class_name(leaf)
         return name, name in _VALUE_LEAVES
+    if _is_delta(leaf):
+        return _DELTA_INDEX, True
     relation = leaf.relation()
     source = _class_name(relation)
     if source != _FILE_RELATION:
         return source, False
     index = _class_name(relation.location())
     return (source, True) if index in _FILE_INDEXES else (index, False)
+
+
+# -- tables ------------------------------------------------------------------------------------------
+
+_ICEBERG = "an Iceberg table"
+_ICEBERG_TABLE = "org.apache.iceberg.spark.source.SparkTable"
+_ICEBERG_SCAN = "org.apache.iceberg.spark.source.SparkBatchQueryScan"
+# Not the tables of metadata, whose rows change with every commit.
+_ICEBERG_DATA = "org.apache.iceberg.BaseTable"
+_DELTA_INDEX = "TahoeLogFileIndex"
+
+
+class _UnknownVersionError(Exception):
+    """A scan of a table without a known version; the text says which."""
+
+
+def _java_name(java_object: JavaObject) -> str:
+    return str(java_object.getClass().getName())
+
+
+def _is_iceberg(leaf: JavaObject) -> bool:
+    name = _class_name(leaf)
+    return name == "DataSourceV2Relation" and _java_name(leaf.table()) == _ICEBERG_TABLE
+
+
+def _is_delta(leaf: JavaObject) -> bool:
+    if not _is_relation(leaf) or _class_name(leaf.relation()) != _FILE_RELATION:
+        return False
+    return _class_name(leaf.relation().location()) == _DELTA_INDEX
+
+
+def _table_scans(df: DataFrame, plan: JavaObject) -> list[tuple[TableVersion, str]]:
+    """Return the version of every scanned table, with the columns of the scan and their ids.
+
+    Raises:
+        _UnknownVersionError: a scan has none.
+    """
+    from py4j.protocol import Py4JError
+
+    leaves = list(_items(plan.collectLeaves()))
+    icebergs = [leaf for leaf in leaves if _is_iceberg(leaf)]
+    try:
+        found = [_delta_scan(leaf) for leaf in leaves if _is_delta(leaf)]
+        if icebergs:
+            scans = _iceberg_scans(df)
+            # The optimizer may change the order of scans; what each was asked for tells two snapshots of one table apart.
+            asked = [
+                [
+                    str(leaf.table().snapshotId()),
+                    str(leaf.table().branch()),
+                    str(leaf.options().asCaseSensitiveMap()),
+                ]
+                for leaf in icebergs
+            ]
+            found += [(version, f"{detail} {asked}") for version, detail in scans]
+    except (Py4JError, AttributeError, TypeError) as e:  # of another version
+        raise _UnknownVersionError("the plan reads a table whose version is unknown") from e
+    if len(found) != sum(map(_is_delta, leaves)) + len(icebergs):
+        raise _UnknownVersionError("the plan reads a table in a way that has no version")
+    return found
+
+
+def _iceberg_scans(df: DataFrame) -> list[tuple[TableVersion, str]]:
+    """Return the snapshot of each scan of an Iceberg table.
+
+    Only the optimized plan has the scans, which know time travel by options, SQL, branch and tag. The table's current
+    snapshot is another one then.
+    """
+    found = []
+    for leaf in _items(df._jdf.queryExecution().optimizedPlan().collectLeaves()):
+        if _class_name(leaf) != "DataSourceV2ScanRelation":
+            continue
+        scan = leaf.scan()
+        table = leaf.relation().table()
+        if _java_name(scan) != _ICEBERG_SCAN or _java_name(table.table()) != _ICEBERG_DATA:
+            raise _UnknownVersionError(f"the plan reads {_class_name(scan)} of {table.name()}")
+        snapshot = _field(scan, "scan").snapshot()
+        if snapshot is None:
+            raise _UnknownVersionError(f"the plan reads {table.name()}, which has no snapshot")
+        version = TableVersion(
+            "iceberg",
+            str(table.name()),
+            without_secrets(str(table.table().location())),
+            str(table.table().uuid()),
+            int(snapshot.snapshotId()),
+            committed_at(int(snapshot.timestampMillis())),
+        )
+        # The text has the ids of columns: a column that replaced another of its name makes no snapshot.
+        found.append((version, str(scan.toString())))
+    return found
+
+
+def _field(java_object: JavaObject, name: str) -> JavaObject:
+    """Return a private field of a Java object or its base classes."""
+    kind = java_object.getClass()
+    while kind is not None:
+        for field in kind.getDeclaredFields():
+            if field.getName() == name:
+                field.setAccessible(True)
+                return field.get(java_object)
+        kind = kind.getSuperclass()
+    raise AttributeError(name)
+
+
+def _delta_scan(leaf: JavaObject) -> tuple[TableVersion, str]:
+    """Return the version that a scan of a Delta table reads, by Delta's public accessors; not tried with its jar."""
+    index = leaf.relation().location()
+    snapshot = index.getSnapshot()
+    metadata = snapshot.metadata()
+    path = without_secrets(str(index.path().toString()))
+    version = TableVersion("delta", path, path, str(metadata.id()), int(snapshot.version()))
+    filters = str(index.partitionFilters().mkString("\n"))
+    # The schema has the ids and stored names of columns.
+    return version, f"{metadata.schemaString()}\n{filters}\n{leaf.schema().json()}"
 
 
 def _contains(plan: JavaObject, patterns: JavaPackage, name: str) -> bool:

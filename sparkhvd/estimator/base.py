@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from datetime import date, datetime
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pyspark.ml import Estimator
@@ -14,6 +15,7 @@ from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.estimator.fitting.cross_validation import FoldModels, models_kept
 from sparkhvd.estimator.fitting.inputs import FitSources, dataframe_sources
 from sparkhvd.estimator.fitting.on_parquet import DataPaths, PathLike, open_sources, split_arguments
+from sparkhvd.estimator.fitting.on_table import TableChoice, open_table_source
 from sparkhvd.estimator.fitting.runs import Folds
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.params.table import short_repr
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Self
 
+    from sparkhvd.data.table_formats.where import Where
     from sparkhvd.estimator.params.generated import FitOptions
 
 
@@ -138,13 +141,79 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
             maps = self._with_run_ids(maps, data)
         session = active_session() if spark is None else spark
         check_session(session)
+
+        def fitted(estimator: Self) -> M:
+            sources, decoders = estimator._open_parquet(places, session)
+            estimator._set(decoders=decoders)
+            return estimator._fit_sources(sources)
+
+        models: list[M] = self._fit_each(maps, fitted)
+        return models if is_list else models[0]
+
+    def fit_on_table(
+        self,
+        table: PathLike,
+        params: Mapping[Any, Any] | Sequence[Any] | None = None,
+        *,
+        version: int | None = None,
+        snapshot_id: int | None = None,
+        ref: str | None = None,
+        as_of: str | date | datetime | None = None,
+        where: Where | None = None,
+        catalog: object = None,
+        storage_options: Mapping[str, Any] | None = None,
+        incremental: bool = False,
+        spark: SparkSession | None = None,
+    ) -> M | list[M]:
+        """Train on one version of a Delta or Iceberg table in place: nothing is written again, and Spark only starts the ranks.
+
+        The package deltalake or pyiceberg (`pip install 'sparkhvd[delta]'`, `'sparkhvd[iceberg]'`) reads the table's log on the
+        driver; ranks read its Parquet files. Every live row is used once per epoch. Without a version the newest one is meant, at
+        the moment of the call; later commits change nothing.
+
+        Args:
+            table: path or URL of the table's folder; of Iceberg also of a metadata file, or a name, "catalog.database.table".
+            params: a param map to fit with, or a list of param maps for a list of models.
+            version: number of a Delta table's version.
+            snapshot_id: of an Iceberg table.
+            ref: branch or tag of an Iceberg table.
+            as_of: the version that was current at this time: ISO 8601, UTC without an offset.
+            where: rows to train on, as SQL ("label >= 0 AND country IN ('de', 'fr')") or tuples ([("label", ">=", 0)]).
+            catalog: of an Iceberg table: an object of pyiceberg, its properties, or its name in pyiceberg's configuration. Without
+                it, the session's configuration and then pyiceberg's.
+            storage_options: credentials and other options, as for `Store.create`.
+            incremental: read the footers only of files that no earlier fit with the same store has read.
+            spark: the session whose tasks become ranks; None means the active session.
+
+        Raises:
+            InvalidArgumentError: there is no such table or version, it needs a feature that is not read exactly, a param or column
+                is wrong, or the data cannot be used (before any rank starts, if footers or the first rows show it).
+            RankError: a rank failed, or found unusable values; the message names file, column and count.
+        """
+        table_, maps, is_list = split_arguments(table, params, "fit_on_table")
+        assert table_ is not None
+        choice = TableChoice(
+            table_, version, snapshot_id, ref, as_of, where, catalog, storage_options, incremental
+        )
+        if is_list:
+            maps = self._with_run_ids(maps, (str(table), version, snapshot_id, ref, str(as_of)))
+        session = active_session() if spark is None else spark
+        check_session(session)
+
+        def fitted(estimator: Self) -> M:
+            sources = open_table_source(estimator._options(), choice, session)
+            return estimator._fit_sources(sources)
+
+        models: list[M] = self._fit_each(maps, fitted)
+        return models if is_list else models[0]
+
+    def _fit_each(self, maps: Sequence[ParamMap], fit: Callable[[Self], M]) -> list[M]:
+        """Fit a copy with each param map; an error keeps the models before it."""
         models: dict[int, M] = {}
         with models_kept(models):
             for index, each in enumerate(maps):
-                estimator = self.copy(each)
-                sources, decoders = estimator._open_parquet(places, session)
-                models[index] = estimator._set(decoders=decoders)._fit_sources(sources)
-        return [*models.values()] if is_list else models[0]
+                models[index] = fit(self.copy(each))
+        return [*models.values()]
 
     def _open_parquet(
         self, places: DataPaths, spark: SparkSession

@@ -30,6 +30,7 @@ from sparkhvd.estimator.fitting.train_spec import build_train_spec, initialized
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.groups import TrainParams
+from sparkhvd.estimator.saving.recipe import write_recipe
 from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.estimator.transform.outputs import check_count
 from sparkhvd.observe.loggers.base import Fit
@@ -131,6 +132,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             history = recorder.with_changes(fitted.history)
             recorder.write(request.store, request.run.run_dir, history=history, is_kept=is_kept)
             model._fitted = replace(fitted, history=history, report=recorder.document)
+            self._write_recipe(request, model)
             fanout.finished(model, recorder.document)
             return model
         except BaseException as e:
@@ -144,6 +146,25 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             recorder.write_failure(request.store, request.run.run_dir, e)
             fanout.failed(e, recorder.document)
             raise
+
+    def _write_recipe(self, request: FitRequest, model: TorchModel) -> None:
+        """Write what `sparkhvd reproduce` needs into a kept run on a table, and set its key on the model."""
+        fitted = model._require_fitted()
+        tables = fitted.data.get("tables", ())
+        if not (request.num_checkpoints and len(tables) == 1 and tables[0]["source"]):
+            return
+        if request.run.start_from or request.cluster.least is not None:
+            return  # the start is another run's, or the ranks have changed
+        cluster = request.cluster
+        key = write_recipe(
+            request.store,
+            request.run.run_dir,
+            self,
+            model,
+            seed=request.seed,
+            num_proc=cluster.num_proc,
+        )
+        model._fitted = replace(fitted, run_key=key)
 
     def _fanout(self, request: FitRequest, recorder: Recorder) -> LoggerFanout:
         """Start the loggers of a fit."""
@@ -187,6 +208,10 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                     inputs=options.inputs,
                 )
             recorder.lap("materialize")
+            recorder.prepared(data.origin, data.training.reason)
+            if request.sources.is_incremental and request.cluster.verbose:
+                of_this_process.print(f"{request.sources.training.name}: {data.training.reason}")
+            fanout.data(data.origin)
             report_skipped(data.skipped, request.cluster.verbose)
             request = initialized(request, data)
             spec, widths = build_train_spec(request, data)
@@ -300,6 +325,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             widths=widths or (),
             run_id=spec.run_dir.removeprefix("runs/"),
             loss=returned_loss(request.losses, request.program.model, request.program.model, {}),
+            data=data.origin,
         )
         self._copyValues(model)
         if widths and (given := model._get("outputCols")) is not None:

@@ -235,6 +235,20 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return frame.set_index("epoch") if "epoch" in frame else frame
 
     @property
+    def training_data(self) -> dict[str, Any]:
+        """Training rows of the fit: their number as "rows", "columns", "digest", and "tables".
+
+        Each table has "format", "name", "url", "uuid", "version" (number of a Delta version, id of an Iceberg snapshot),
+        "committed" and "where". The list is empty if the rows came from no table, or from one without a known version.
+        """
+        return dict(self._require_fitted().data)
+
+    @property
+    def run_key(self) -> str:
+        """Key of the run of a fit on a table, for `sparkhvd reproduce`; "" without one. Keep it apart from the store."""
+        return self._require_fitted().run_key
+
+    @property
     def timings(self) -> dict[str, float]:
         """Seconds of the fit's phases: materialize, launch, train."""
         return dict(self._require_fitted().timings)

@@ -1,7 +1,9 @@
-"""`sparkhvd runs`, `report` and `compare` on a store of reports."""
+"""`sparkhvd runs`, `report` and `compare` on a store of reports, and what `reproduce` refuses."""
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,44 @@ def test_a_run_without_a_report_is_an_error_of_one_line(
     assert capsys.readouterr().err.startswith(
         f"sparkhvd: {store.full_url('runs/old/report.json')} is not there. Give the folder of a run"
     )
+
+
+class Evil:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.marker,)
+
+
+def test_reproduce_runs_no_program_of_a_run_without_its_key(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = store.full_url("runs/a")
+    assert main(["reproduce", run]) == 1
+    assert "recipe.json is not there" in capsys.readouterr().err
+    data = pickle.dumps(Evil(tmp_path / "touched"))
+    facts = {
+        "format": 1,
+        "table": {"format": "delta", "name": "t", "url": "t", "uuid": "u", "version": 0},
+        "seed": 1,
+        "num_proc": 1,
+        "environment": {"torch": "", "python": "", "sparkhvd": "", "cpu": ""},
+        "params": hashlib.sha256(data).hexdigest(),
+    }
+    store.write_bytes("runs/a/recipe.pkl", data)
+    key = tmp_path / "key"
+    key.write_text("00" * 32)
+    for seal, arguments, message in (
+        ({}, [], "Give the run's key"),
+        ({}, ["--key-file", str(key)], "was not written by the fit of this key"),
+        ({"hmac": "00" * 32}, ["--key-file", str(key)], "was not written by the fit of this key"),
+        ({"hmac": 5}, ["--key-file", str(key)], "was not written by the fit of this key"),
+        ({"seed": "1"}, ["--trust"], "cannot be used"),
+    ):
+        store.write_bytes("runs/a/recipe.json", dump_sealed({**facts, **seal}))
+        assert main(["reproduce", run, *arguments]) == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "touched").exists()

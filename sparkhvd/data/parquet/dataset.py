@@ -15,14 +15,53 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sparkhvd.data.arrow_types import spark_type
 from sparkhvd.data.columns.schema import Field, Schema
+from sparkhvd.data.manifest import TableVersion
 from sparkhvd.data.packed import METADATA_KEY
 from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class TableFiles:
+    """Facts of one version of a table that its files do not hold.
+
+    Attributes:
+        version: the table and its version.
+        locate: finds the columns in a file by its path and Arrow schema: the stored name of each column of the table, and the
+            value of each column that the file lacks.
+        deleted: by path, a function that returns a mask (rows,) of the rows that are left.
+        where: filter of the rows, or None.
+        layout: text that is equal for versions with the same columns, stored under the same names or ids.
+    """
+
+    version: TableVersion
+    locate: Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]
+    deleted: Mapping[str, Callable[[], npt.NDArray[np.bool_]]] = field(default_factory=dict)
+    where: RowFilter | None = None
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class RowFilter:
+    """Filter of rows with SQL's meaning: a comparison with null or NaN selects no row.
+
+    Attributes:
+        columns: names that it reads.
+        expression: of pyarrow.
+        text: for people.
+    """
+
+    columns: tuple[str, ...]
+    expression: pc.Expression
+    text: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +76,7 @@ class ParquetDataset:
         arrow_schema: of the first file with rows.
         schema_path: of that file.
         metadata: key-value metadata of `_common_metadata`, if that file exists.
+        table: if these are the files of a version of a table.
     """
 
     url: str
@@ -46,11 +86,17 @@ class ParquetDataset:
     arrow_schema: pa.Schema
     schema_path: str
     metadata: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
+    table: TableFiles | None = None
 
     @property
     def partition_columns(self) -> tuple[str, ...]:
         """Columns held by the names of folders."""
-        return tuple(self.partitions[self.files[0].path])
+        return tuple(self.partitions[self.files[0].path]) if self.partitions else ()
+
+    @property
+    def name(self) -> str:
+        """Name of the data in messages."""
+        return f"fit_on_parquet({self.url!r})" if self.table is None else self.table.version.text
 
     @cached_property
     def schema(self) -> Schema:
@@ -166,6 +212,9 @@ _ICEBERG = "metadata"
 _ICEBERG_TABLE = ("an Iceberg table", "spark.read.format('iceberg').load")
 _ICEBERG_FILE = re.compile(r"v?\d+\b.*\.metadata\.json(\.gz)?")
 TABLE_FOLDERS = (*_LOGS, _ICEBERG)
+_IN_PLACE = dict.fromkeys(
+    ("a Delta table", "an Iceberg table"), "fit_on_table(...) reads a version of it in place. Or: "
+)
 # Hive's name for the folder of rows without a value.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
@@ -220,7 +269,7 @@ def refuse_tables(url: str, paths: Iterable[str]) -> None:
         raise InvalidArgumentError(
             f"fit_on_parquet({url!r}): {table.log!r} {'above' if is_part else 'in'} it shows that this is "
             f"{'a part of ' if is_part else ''}{table.kind}. Its log tells which files have its rows; others may be there that "
-            f"hold deleted or earlier ones. Read the table's folder with {table.reader}(...), and give fit(df) the DataFrame."
+            f"hold deleted or earlier ones. {_IN_PLACE.get(table.kind, '')}Read the table's folder with {table.reader}(...), and give fit(df) the DataFrame."
         )
 
 

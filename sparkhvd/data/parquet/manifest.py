@@ -2,74 +2,112 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkhvd.data.arrow import InvalidRowCounts, column_to_numpy, problems, usable_rows
-from sparkhvd.data.arrow_types import num_leaves, spark_type
+from sparkhvd.data.arrow_types import VERIFIED, num_leaves, spark_type
 from sparkhvd.data.columns.ragged import Ragged, num_bytes, row_shape
 from sparkhvd.data.columns.schema import Column, DataSchema, SparkType
-from sparkhvd.data.manifest import PARQUET, DataFile, Manifest, Range, joined_ranges
-from sparkhvd.data.parquet.dataset import ParquetDataset, read_footer
+from sparkhvd.data.manifest import (
+    FORMAT_VERSION,
+    PARQUET,
+    TABLE_VERSION,
+    DataFile,
+    Manifest,
+    Range,
+    joined_ranges,
+    packed_rows,
+)
+from sparkhvd.data.parquet.dataset import (
+    ParquetDataset,
+    PartitionValue,
+    RowFilter,
+    TableFiles,
+    read_footer,
+)
 from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.wire import rebuild
 
 # Rows from which the driver learns shapes, and the length of variable rows.
 _EXAMPLES = 256
 # Limit, because a fingerprint is part of every checkpoint.
 _LISTED_FILES = 1000
+# Characters that a table's id may not have in a name of a folder.
+_SAFE = re.compile(r"[^A-Za-z0-9-]")
 
 
-def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
+def read_manifest(
+    dataset: ParquetDataset, schema: DataSchema, known: KnownFooters | None = None
+) -> Manifest:
     """Read all footers and the first rows, and return the manifest.
 
     Args:
         dataset: as `open_dataset` returned it.
         schema: the columns, as `check_schema` returned them.
+        known: footers of files of a table that an earlier fit has read; gets the others.
 
     Raises:
         InvalidArgumentError: a file lacks a column or has it in another type, footers count nulls that
             `handle_invalid` neither allows nor skips, the first rows cannot be used, or there are no rows.
     """
-    stored = [c for c in schema.columns if c.name not in dataset.partition_columns]
-    footers = read_footers(dataset, stored)
+    footers = read_footers(dataset, schema.columns, known)
     files = tuple(
         DataFile(
             stat.path,
-            sum(footer.row_groups),
+            footer.rows,
             footer.row_groups,
             stat.size,
             stat.modified_ns,
-            tuple(dataset.partitions[stat.path].items()),
+            tuple(footer.constants.items()),
+            kept=footer.kept,
+            names=tuple(footer.names.items()),
         )
         for stat, footer in zip(dataset.files, footers, strict=True)
+        if footer.rows or dataset.table is None
     )
     num_rows = sum(f.rows for f in files)
     if not num_rows:
-        raise InvalidArgumentError(
-            f"fit_on_parquet({dataset.url!r}): the {len(files)} files have no rows, so there is nothing to train on."
+        where = (
+            f" where {dataset.table.where.text}" if dataset.table and dataset.table.where else ""
         )
-    _check_nulls(dataset, schema, stored, files, footers)
+        raise InvalidArgumentError(
+            f"{dataset.name}: the {len(footers)} files have no rows{where}, so there is nothing to train on."
+        )
+    _check_nulls(schema, footers)
     variable = {
         c.name: sum(f.num_bytes.get(c.name, 0) for f in footers)
-        for c in stored
-        if not c.is_fixed or c.kind == "vector"
+        for c in schema.columns
+        if c.name not in dataset.partition_columns and (not c.is_fixed or c.kind == "vector")
     }
     ranges = joined_ranges([*(f.ranges for f in footers), *_of_folders(schema, files)])
     if any(c.invalid[0] == "skip" for c in schema.columns):
         ranges = {}  # a skipped row may hold the value
     manifest = Manifest(
-        files, schema, num_rows, variable_bytes=variable, ranges=ranges, layout=PARQUET
+        files,
+        schema,
+        num_rows,
+        variable_bytes=variable,
+        ranges=ranges,
+        format_version=FORMAT_VERSION if dataset.table is None else TABLE_VERSION,
+        layout=PARQUET,
+        tables=() if dataset.table is None else (dataset.table.version,),
     )
     return _with_shapes(dataset.store, manifest)
 
@@ -85,21 +123,20 @@ def _of_folders(schema: DataSchema, files: tuple[DataFile, ...]) -> Iterator[dic
         }
 
 
-def _check_nulls(
-    dataset: ParquetDataset,
-    schema: DataSchema,
-    stored: list[Column],
-    files: tuple[DataFile, ...],
-    footers: list[Footer],
-) -> None:
+def _check_nulls(schema: DataSchema, footers: Sequence[Footer]) -> None:
     """Reject nulls counted by footers or held by folder names."""
-    nulls = {c.name: sum(f.nulls.get(c.name, 0) for f in footers) for c in stored}
-    for name in dataset.partition_columns:
-        nulls[name] = sum(f.rows for f in files if dict(f.partition)[name] is None)
+    nulls = dict.fromkeys((c.name for c in schema.columns), 0)
+    for footer in footers:
+        for name in nulls:
+            if name in footer.constants:
+                nulls[name] += footer.rows if footer.constants[name] is None else 0
+            # A deleted row may hold the null: then only the rows can tell.
+            elif not footer.kept:
+                nulls[name] += footer.nulls.get(name, 0)
     # A skipped row may hold the null: then only the rows can tell.
     if any(c.invalid[0] == "skip" for c in schema.columns):
         return
-    num_rows = sum(f.rows for f in files)
+    num_rows = sum(f.rows for f in footers)
     _refuse(
         line
         for c in schema.columns
@@ -201,16 +238,75 @@ class Footer:
         nulls: by column, rows that are null, if in the footer.
         num_bytes: by column, bytes before compression.
         ranges: smallest and largest value of columns of integers, if in the footer.
+        rows: without deleted rows.
+        constants: values of columns that the file lacks.
+        kept: see `DataFile`.
+        names: stored names that differ, by column.
     """
 
     row_groups: tuple[int, ...]
     nulls: Mapping[str, int]
     num_bytes: Mapping[str, int]
-    ranges: Mapping[str, Range] = field(default_factory=dict)
+    ranges: Mapping[str, Range]
+    rows: int
+    constants: Mapping[str, PartitionValue]
+    kept: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_footers(dataset: ParquetDataset, columns: Sequence[Column]) -> list[Footer]:
+class KnownFooters:
+    """Footers of a table's files, kept in a store between fits: a newer version costs only its new files.
+
+    Files of a table never change. Footers of files with deleted rows are read each time: deletes are those of one version. One
+    file of the store holds them, written as a whole, so a fit that is killed leaves the earlier one.
+
+    Attributes:
+        num_read: files read by this fit.
+        num_known: files known before.
+    """
+
+    def __init__(self, store: Store, dataset: ParquetDataset, schema: DataSchema) -> None:
+        """Read what is known of the table's files for these columns and this filter."""
+        table = dataset.table
+        assert table is not None
+        facts = [schema.to_dict(), table.layout, table.version.where, TABLE_VERSION]
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        self._store, self._root = store, dataset.store.url
+        self._path = f"tables/{_SAFE.sub('_', table.version.uuid)}/{digest}.json"
+        self.num_read = self.num_known = 0
+        self._footers: dict[str, tuple[int, Footer]] = {}
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # missing, damaged or of another version: read again
+            values = load_sealed(store.read_bytes(self._path)) or {}
+            self._footers = rebuild(dict[str, tuple[int, Footer]], values.get("footers", {}))
+
+    def get(self, file: StoredFile) -> Footer | None:
+        """Return the footer of a file, or None."""
+        size, footer = self._footers.get(self._name(file), (-1, None))
+        return footer if size == file.size else None
+
+    def put(self, files: Sequence[StoredFile], footers: Sequence[Footer]) -> None:
+        """Keep the footers of these files, and no others."""
+        found = zip(files, footers, strict=True)
+        self._footers = {self._name(file): (file.size, footer) for file, footer in found}
+        if self.num_read:
+            footers_ = {n: (size, asdict(footer)) for n, (size, footer) in self._footers.items()}
+            self._store.write_bytes(self._path, dump_sealed({"footers": footers_}))
+
+    def _name(self, file: StoredFile) -> str:
+        return f"{self._root}/{file.path}"
+
+
+def read_footers(
+    dataset: ParquetDataset, columns: Sequence[Column], known: KnownFooters | None = None
+) -> list[Footer]:
     """Read all footers, by threads, or in one Spark task if this process cannot see the files.
+
+    Args:
+        dataset: the files.
+        columns: of the fit.
+        known: footers read before, or None.
 
     Raises:
         InvalidArgumentError: a file lacks a column or has it in another type than the first file.
@@ -218,11 +314,33 @@ def read_footers(dataset: ParquetDataset, columns: Sequence[Column]) -> list[Foo
     if isinstance(dataset.store, RemoteStore):
         answers, _ = dataset.store.ask(_read_in_task, dataset, columns)
         return [
-            Footer(tuple(f["row_groups"]), f["nulls"], f["num_bytes"], joined_ranges([f["ranges"]]))
+            Footer(
+                **{
+                    **f,
+                    "row_groups": tuple(f["row_groups"]),
+                    "ranges": joined_ranges([f["ranges"]]),
+                }
+            )
             for f in answers
         ]
+    deleted = dataset.table.deleted if dataset.table is not None else {}
+    found = {
+        file.path: footer
+        for file in (dataset.files if known is not None else ())
+        if known is not None
+        and file.path not in deleted
+        and (footer := known.get(file)) is not None
+    }
+    new = [file for file in dataset.files if file.path not in found]
     with ThreadPoolExecutor(_THREADS, "sparkhvd-footers") as pool:
-        return list(pool.map(lambda f: _read(dataset, f, columns), dataset.files))
+        read = pool.map(lambda f: _read(dataset, f, columns), new)
+        found |= {file.path: footer for file, footer in zip(new, read, strict=True)}
+    footers = [found[file.path] for file in dataset.files]
+    if known is not None:
+        known.num_read, known.num_known = len(new), len(footers) - len(new)
+        kept = [file for file in dataset.files if file.path not in deleted]
+        known.put(kept, [found[file.path] for file in kept])
+    return footers
 
 
 def _read_in_task(
@@ -232,30 +350,118 @@ def _read_in_task(
 
 
 def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) -> Footer:
-    metadata, schema = read_footer(dataset.store, file)
+    metadata, schema = _footer_of(dataset, file)
+    table, given = dataset.table, dataset.partitions.get(file.path, {})
+    names: dict[str, str] = {}
+    if table is not None:
+        names, given = table.locate(file.path, schema)
+    constants = {c.name: given[c.name] for c in columns if c.name in given} if table else given
+    kept, live = "", metadata.num_rows
+    if table is not None and live:
+        kept, live = _kept_rows(dataset, table, file, metadata, names, given)
+        constants = {name: _constant(value, name, table) for name, value in constants.items()}
+    columns = [c for c in columns if c.name not in given]
     # pyarrow creates a new object per call, in time proportional to the number of columns.
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     rows = tuple(group.num_rows for group in groups)
-    if not sum(rows):  # without values, a writer may have chosen any type
-        return Footer(rows, {}, {})
-    _check_types(dataset, file, schema, columns)
+    if not live:  # without values, a writer may have chosen any type
+        return Footer(rows, {}, {}, {}, 0, constants, kept)
+    _check_types(dataset, file, schema, columns, names)
     leaves_of, first_leaf = {}, 0
     for each in schema:
         leaves_of[each.name] = range(first_leaf, first_leaf + num_leaves(each.type))
         first_leaf += num_leaves(each.type)
     nulls, sizes, ranges = {}, {}, {}
     for column in columns:
-        leaves = leaves_of[column.name]
+        leaves = leaves_of[names.get(column.name, column.name)]
         chunks = [group.column(leaf) for group in groups for leaf in leaves]
         sizes[column.name] = sum(chunk.total_uncompressed_size for chunk in chunks)
-        if column.has_range and len(leaves) == 1 and (found := _range(chunks, column)):
+        if column.has_range and not kept and len(leaves) == 1 and (found := _range(chunks, column)):
             ranges[column.name] = found
         # Inside lists and structs a null of the leaf may be an empty list.
         if len(leaves) == 1 and metadata.schema.column(leaves[0]).max_definition_level == 1:
             statistics = [chunk.statistics for chunk in chunks]
             counts = [s.null_count for s in statistics if s is not None and s.has_null_count]
             nulls[column.name] = 0 if column.source.startswith("array") else sum(counts)
-    return Footer(rows, nulls, sizes, ranges)
+    renamed = {c.name: names[c.name] for c in columns if names.get(c.name, c.name) != c.name}
+    return Footer(rows, nulls, sizes, ranges, live, constants, kept, renamed)
+
+
+def _footer_of(dataset: ParquetDataset, file: StoredFile) -> tuple[pq.FileMetaData, pa.Schema]:
+    try:
+        return read_footer(dataset.store, file)
+    except InvalidArgumentError as e:
+        if dataset.table is None or not isinstance(e.__cause__, FileNotFoundError):
+            raise
+        raise InvalidArgumentError(
+            f"{dataset.table.version.text} has the file {dataset.store.full_url(file.path)!r}, which is not there: the version was "
+            "vacuumed or expired, or the table was moved without its files. Give a newer version, or restore the file."
+        ) from e
+
+
+def _constant(value: object, name: str, table: TableFiles) -> PartitionValue:
+    """Return the value of a column that a file lacks, as a manifest holds it."""
+    if isinstance(value, (bool, Decimal)):
+        return int(value) if isinstance(value, bool) else float(value)
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    raise InvalidArgumentError(
+        f"{table.version.text}: column {name!r} holds {type(value).__name__} values outside the files, which ranks cannot read. "
+        "Leave the column out, or give fit() the DataFrame spark.table(...)."
+    )
+
+
+def _kept_rows(
+    dataset: ParquetDataset,
+    table: TableFiles,
+    file: StoredFile,
+    metadata: pq.FileMetaData,
+    names: Mapping[str, str],
+    constants: Mapping[str, Any],
+) -> tuple[str, int]:
+    """Return the rows of a file that deletes and filter leave, as text ("" for all) and as a number."""
+    kept = np.ones(metadata.num_rows, np.bool_)
+    if (deleted := table.deleted.get(file.path)) is not None:
+        mask = deleted()[: len(kept)]  # a shorter mask keeps the rest
+        kept[: len(mask)] = mask
+    if table.where is not None:
+        kept &= _matching(dataset, table.where, file, metadata, names, constants)
+    live = int(np.count_nonzero(kept))
+    return ("" if live == len(kept) else packed_rows(kept)), live
+
+
+def _matching(
+    dataset: ParquetDataset,
+    where: RowFilter,
+    file: StoredFile,
+    metadata: pq.FileMetaData,
+    names: Mapping[str, str],
+    constants: Mapping[str, Any],
+) -> npt.NDArray[np.bool_]:
+    """Return a mask (rows,) of the rows that a filter selects; reads only the columns of the filter, by row group."""
+    types = {name: dataset.arrow_schema.field(name).type for name in where.columns}
+    stored = [name for name in where.columns if name not in constants]
+
+    def selected(rows: int, values: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+        given = {
+            n: pa.repeat(pa.scalar(constants[n], types[n]), rows) for n in types if n in constants
+        }
+        columns = {n: values[n].cast(types[n]) for n in stored}
+        found = pa.table({**given, **columns, "": np.arange(rows)}).filter(where.expression)
+        mask = np.zeros(rows, np.bool_)
+        mask[found.column("").to_numpy()] = True
+        return mask
+
+    if not stored:
+        return np.repeat(selected(1, {}), metadata.num_rows)
+    masks = [np.zeros(0, np.bool_)]
+    with dataset.store.open_input(file.path) as source:
+        opened = pq.ParquetFile(source, metadata=metadata, **VERIFIED)
+        for group in range(metadata.num_row_groups):
+            read = opened.read_row_group(group, [names.get(n, n) for n in stored])
+            values = {n: read.column(names.get(n, n)) for n in stored}
+            masks.append(selected(read.num_rows, values))
+    return np.concatenate(masks)
 
 
 def _range(chunks: Sequence[pq.ColumnChunkMetaData], column: Column) -> Range | None:
@@ -270,22 +476,28 @@ def _range(chunks: Sequence[pq.ColumnChunkMetaData], column: Column) -> Range | 
 
 
 def _check_types(
-    dataset: ParquetDataset, file: StoredFile, schema: pa.Schema, columns: Sequence[Column]
+    dataset: ParquetDataset,
+    file: StoredFile,
+    schema: pa.Schema,
+    columns: Sequence[Column],
+    names: Mapping[str, str],
 ) -> None:
     """Reject a file whose columns differ in meaning from the first file's; numbers may be wider or narrower."""
     if schema.equals(dataset.arrow_schema):
         return
-    where = f"fit_on_parquet({dataset.url!r})"
-    first = dataset.schema_path
+    where, first = dataset.name, dataset.schema_path
     for column in columns:
-        fields = [f for f in schema if f.name == column.name]
+        fields = [f for f in schema if f.name == names.get(column.name, column.name)]
         if len(fields) != 1:
             raise InvalidArgumentError(
                 f"{where}: {file.path!r} has column {column.name!r} {len(fields)} times, and {first!r} once. All files must "
                 "have the columns of the fit."
             )
         theirs, ours = fields[0].type, dataset.arrow_schema.field(column.name).type
-        if _family(spark_type(theirs)) != _family(spark_type(ours)):
+        if _family(spark_type(theirs)) != _family(spark_type(ours)) and not (
+            # A table's log may widen the type of a column.
+            dataset.table is not None and pa.types.is_integer(theirs) and pa.types.is_floating(ours)
+        ):
             raise InvalidArgumentError(
                 f"{where}: column {column.name!r} is {theirs} in {file.path!r} and {ours} in {first!r}. Write the files with "
                 "one type."

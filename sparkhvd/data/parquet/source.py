@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,7 +23,7 @@ from sparkhvd.data.arrow_types import VERIFIED, plain
 from sparkhvd.data.columns.ragged import Ragged, Rows, SparseRows, Values, joined
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.files import Empty, OpenFiles, fresh
-from sparkhvd.data.manifest import DataFile, Manifest
+from sparkhvd.data.manifest import DataFile, Manifest, unpacked_rows
 from sparkhvd.data.parquet.dataset import PartitionValue
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
@@ -43,6 +43,8 @@ class ParquetSource:
         files = manifest.files
         self._firsts = np.cumsum([0, *(f.rows for f in files)], dtype=np.int64)
         self._group_ends = [np.cumsum(f.row_groups, dtype=np.int64) for f in files]
+        self._kept = [_kept_rows(f) for f in files]
+        self._null_types = {c.name: _null_type(c) for c in manifest.schema.columns}
         self._open: OpenFiles[int, OpenFile] = OpenFiles(
             lambda number: OpenFile(store, manifest.files[number])
         )
@@ -51,7 +53,10 @@ class ParquetSource:
     @property
     def block_edges(self) -> Rows:
         """Row numbers at the beginning of row groups, and the number of rows."""
-        ends = [e + first for e, first in zip(self._group_ends, self._firsts, strict=False)]
+        ends = [
+            (ends if kept is None else np.searchsorted(kept, ends)) + first
+            for ends, kept, first in zip(self._group_ends, self._kept, self._firsts, strict=False)
+        ]
         return np.unique(np.concatenate([np.zeros(1, np.int64), *ends]))
 
     def close(self) -> None:
@@ -200,6 +205,9 @@ class ParquetSource:
         self, number: int, names: Sequence[str], wanted: Rows | None
     ) -> Iterator[tuple[int, Arrays]]:
         """Decode the wanted rows of a file, as pairs (first row, columns)."""
+        kept = self._kept[number]
+        if kept is not None:  # from here on, rows with the deleted ones
+            wanted = kept if wanted is None else kept[wanted]
         count = self._manifest.files[number].rows if wanted is None else len(wanted)
         at = 0
         while at < count:
@@ -232,6 +240,7 @@ class ParquetSource:
                 range(group, int(np.searchsorted(ends, last, side="right")) + 1),
                 begin,
                 self._piece_rows(names),
+                self._null_types,
             )
             self._pass = running
         return running.piece(row)
@@ -244,6 +253,19 @@ class ParquetSource:
             is_known = column.is_fixed and column.shape is not None
             row_bytes += column.row_bytes if is_known else int(mean) + 8
         return int(min(max(1, _PIECE_BYTES // max(1, row_bytes)), _PIECE_ROWS))
+
+
+def _kept_rows(file: DataFile) -> Rows | None:
+    """Return the positions in a file of the rows that deletes and filter leave; None means all."""
+    if not file.kept:
+        return None
+    kept = np.flatnonzero(unpacked_rows(file.kept, sum(file.row_groups)))
+    if len(kept) != file.rows:
+        raise InvalidArgumentError(
+            f"The list of the data's files is damaged: {file.path!r} has {len(kept)} rows by its mask, and {file.rows} by the "
+            "list. Fit again."
+        )
+    return kept
 
 
 def _taken(array: pa.Array, chosen: Rows) -> pa.Array:
@@ -318,7 +340,7 @@ class OpenFile:
             if row_groups != file.row_groups or self._source.size() != file.size:
                 raise InvalidArgumentError(
                     f"{where!r} has changed since the fit began: it has {self._source.size():,} bytes and {sum(row_groups):,} rows, "
-                    f"and had {file.size:,} and {file.rows:,}. Do not change the data during a fit; run it again."
+                    f"and had {file.size:,} and {sum(file.row_groups):,}. Do not change the data during a fit; run it again."
                 )
             modified_ns = os.stat(local).st_mtime_ns if local is not None else 0
             if modified_ns and file.modified_ns and modified_ns != file.modified_ns:
@@ -372,6 +394,7 @@ class Pass:
         wanted: row groups with wanted rows, in order.
         begin: the first row of the first of them.
         rows: of a piece.
+        null_types: types of the nulls of columns that a file lacks.
     """
 
     def __init__(
@@ -382,11 +405,14 @@ class Pass:
         wanted: Sequence[int],
         begin: int,
         rows: int,
+        null_types: Mapping[str, pa.DataType],
     ) -> None:
+        self._null_types = null_types
         self._number, self._names = number, names
         self._path, self._group = file.file.path, wanted[0]
         self._partition = dict(file.file.partition)
-        stored = [name for name in names if name not in self._partition]
+        self._renamed = dict(file.file.names)
+        stored = [self._renamed.get(name, name) for name in names if name not in self._partition]
         groups = file.span(wanted)
         self._end = begin + sum(file.file.row_groups[g] for g in groups)
         self._rows = rows
@@ -418,11 +444,24 @@ class Pass:
 
     def _array(self, name: str, batch: pa.RecordBatch | None, count: int) -> pa.Array:
         if name in self._partition:
-            return _repeated(self._partition[name], count)
+            return _repeated(self._partition[name], count, self._null_types[name])
         assert batch is not None
-        return plain(batch.column(batch.schema.get_field_index(name)))
+        return plain(batch.column(batch.schema.get_field_index(self._renamed.get(name, name))))
 
 
-def _repeated(value: PartitionValue, count: int) -> pa.Array:
+def _repeated(value: PartitionValue, count: int, null_type: pa.DataType) -> pa.Array:
     """Repeat a partition's value for each row."""
-    return pa.nulls(count, pa.float64()) if value is None else pa.repeat(value, count)
+    return pa.nulls(count, null_type) if value is None else pa.repeat(value, count)
+
+
+def _null_type(column: Column) -> pa.DataType:
+    """Return the type of a column's nulls, in the form that `column_to_numpy` reads."""
+    if column.kind in ("binary", "string"):
+        return pa.binary()
+    if column.kind in ("vector", "sparse"):
+        arrays = [("indices", pa.list_(pa.int32())), ("values", pa.list_(pa.float64()))]
+        return pa.struct([("type", pa.int8()), ("size", pa.int32()), *arrays])
+    kind = pa.float64()
+    for _ in range(column.source.count("array<")):
+        kind = pa.list_(kind)
+    return kind

@@ -5,6 +5,7 @@ Layout below the store's root:
     data/<key>/<owner>/          materialized data of one process of one application, with a lease file
     runs/<run_id>/               checkpoints/, logs/, attempts/, metrics.jsonl of one fit
     elastic/<id>/                files for the client of a running `run_elastic` over Spark Connect
+    tables/<uuid>/               footers of a table's files, of fits with `incremental=True`
     models/<sha256>              immutable files; no cleanup of data or runs touches them
 
 A file appears complete or not at all (`atomic.py`). An operation refused by the file system is a `StoreError` that

@@ -11,6 +11,7 @@ Each module imports only those above it:
     runs              runs in the store, and which fits may resume them
     status_line       progress of this process's fits in one line
     on_parquet        sources of `fit_on_parquet`
+    on_table          source of `fit_on_table`
     progress          epochs, shown while the ranks train
     request           checked request of a fit
     train_spec        spec of the ranks from a checked request and prepared data

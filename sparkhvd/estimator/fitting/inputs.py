@@ -46,6 +46,11 @@ class FitSources:
     split: float | str | None = None
 
     @property
+    def is_incremental(self) -> bool:
+        """True if only new files of a table are read."""
+        return isinstance(self.training, ParquetFiles) and self.training.is_incremental
+
+    @property
     def has_validation(self) -> bool:
         """True if the fit validates."""
         return self.validation is not None or bool(self.split)
@@ -102,10 +107,22 @@ class FitData:
             manifests["validation"] = self.validation.manifest
         return {n: (m.num_skipped, m.num_skipped + m.num_rows) for n, m in manifests.items()}
 
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where the rows come from, as JSON values: rows, columns, digest, and versions of tables as far as known."""
+        return {
+            "rows": self.manifest.num_rows,
+            "columns": [column.name for column in self.manifest.schema.columns],
+            "digest": self.manifest.digest,
+            "tables": [table.to_dict() for table in self.manifest.tables],
+        }
+
     def describe(self) -> dict[str, Any]:
         """Return the facts that a resumed fit must share with its run."""
         manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]
+        tables = {"tables": [t.identity for t in self.manifest.tables]}
         return {
+            **(tables if self.manifest.tables else {}),
             "rows": self.manifest.num_rows,
             "columns": self.schema.to_dict(),
             "files": [f.rows for f in self.manifest.files],

@@ -51,6 +51,7 @@ class DataPaths:
 def split_arguments(
     path: PathLike | Mapping[Any, Any] | Sequence[Any] | None,
     params: Mapping[Any, Any] | Sequence[Any] | None,
+    name: str = "fit_on_parquet",
 ) -> tuple[PathLike | None, list[ParamMap], bool]:
     """Return the path, the param maps and whether they came as a list; Horovod's call passes params first.
 
@@ -60,14 +61,14 @@ def split_arguments(
     if path is not None and not isinstance(path, (str, os.PathLike)):
         if params is not None:
             raise InvalidArgumentError(
-                f"fit_on_parquet: path is {path!r:.100}, and params are given too. Give a path, then params."
+                f"{name}: path is {path!r:.100}, and params are given too. Give a path, then params."
             )
         path, params = None, path
     is_list = isinstance(params, (list, tuple))
     maps = list(params) if isinstance(params, (list, tuple)) else [params]
     if not all(isinstance(each, Mapping) for each in maps if each is not None):
         raise InvalidArgumentError(
-            f"fit_on_parquet: params is {params!r:.100}. Give a dict of Params, or a list of such dicts; and one path: of several "
+            f"{name}: params is {params!r:.100}. Give a dict of Params, or a list of such dicts; and one path: of several "
             "files that of their folder."
         )
     return path, [dict(each or {}) for each in maps], is_list
@@ -86,7 +87,12 @@ def open_sources(
     Raises:
         InvalidArgumentError: a Param applies only to materialized data, two Params conflict, or there are no Parquet files.
     """
-    _check_options(options, places)
+    check_options(options, "fit_on_parquet")
+    if options.validation and places.validation_path is not None:
+        raise InvalidArgumentError(
+            f"validation is {options.validation!r} and validation_path is {places.validation_path!r}; both say which rows validate. "
+            "Give one."
+        )
     training_store, validation_store = _locate(options, places)
     training = open_dataset(reachable(spark, training_store))
     validation = None
@@ -103,24 +109,19 @@ def open_sources(
     return FitSources(ParquetFiles(training, spark), validation, split), decoders or None
 
 
-def _check_options(options: FitOptions, places: DataPaths) -> None:
-    """Reject Params of materialized data, and two choices of validation rows."""
-    for name in ("data_key", "keep_data", "num_partitions", "group_col"):
-        if getattr(options, name):
+def check_options(options: FitOptions, name: str) -> None:
+    """Reject Params of materialized data, and validation rows that Spark would have to write; `name` is the caller's."""
+    for param in ("data_key", "keep_data", "num_partitions", "group_col"):
+        if getattr(options, param):
             raise InvalidArgumentError(
-                f"{name} is {getattr(options, name)!r}; it is about data that fit(df) writes, and fit_on_parquet reads the files as "
-                f"they are. Clear it: estimator.clear(estimator.{name})."
+                f"{param} is {getattr(options, param)!r}; it is about data that fit(df) writes, and {name} reads the files as "
+                f"they are. Clear it: estimator.clear(estimator.{param})."
             )
-    validation = options.validation
-    if is_dataframe(validation):
+    if is_dataframe(options.validation):
+        given = "validation_path=<Parquet>, " if name == "fit_on_parquet" else ""
         raise InvalidArgumentError(
-            "validation is a DataFrame, which Spark would have to write first, and fit_on_parquet runs no job over data. Give "
-            "validation_path=<Parquet>, a fraction or a column."
-        )
-    if validation and places.validation_path is not None:
-        raise InvalidArgumentError(
-            f"validation is {validation!r} and validation_path is {places.validation_path!r}; both say which rows validate. "
-            "Give one."
+            f"validation is a DataFrame, which Spark would have to write first, and {name} runs no job over data. Give "
+            f"{given}a fraction or a column."
         )
 
 

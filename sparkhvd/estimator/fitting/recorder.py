@@ -49,6 +49,7 @@ class Recorder:
         self._relaunches: list[dict[str, Any]] = []
         self._changes: list[tuple[int, RankChange]] = []  # with the attempt
         self._facts: dict[str, Any] = {}
+        self._origin: Mapping[str, Any] = {}
 
     @property
     def params(self) -> Mapping[str, str]:
@@ -61,6 +62,24 @@ class Recorder:
         now = time.time()
         self._phases.append((name, now - self._lap))
         self._lap = now
+
+    def prepared(self, origin: Mapping[str, Any], reading: str = "") -> None:
+        """Record where the rows come from; see `FitData.origin`.
+
+        Args:
+            origin: of the training rows.
+            reading: what was written or read for this fit, in words.
+        """
+        self._origin = origin
+        texts = {"rows": f"{origin['rows']:,}", "digest": origin["digest"], "reading": reading}
+        texts["columns"] = ", ".join(origin["columns"])
+        for number, table in enumerate(origin["tables"]):
+            name = f"table {number + 1}" if len(origin["tables"]) > 1 else "table"
+            texts[name] = f"{table['format']} {table['name']}"
+            kind = "version" if table["format"] == "delta" else "snapshot"
+            texts[f"{kind} of {name}"] = f"{table['version']} of {table['committed']}".rstrip(" of")
+            texts |= {f"filter of {name}": table["where"]} if table["where"] else {}
+        self._facts["data"] = texts
 
     def relaunched(self, cause: str) -> None:
         """Record that ranks were lost and are launched again."""
@@ -82,7 +101,7 @@ class Recorder:
         for record in records:
             if found := lines.get(record["epoch"]):
                 record["rank_changes"] = found
-        return records
+        return with_origin(records, self._origin)
 
     def _places(self) -> dict[tuple[int, int], dict[str, int]]:
         """Return the start position of each set of ranks, by attempt and generation."""
@@ -207,6 +226,19 @@ class Recorder:
         data = dumps(_masked(document, store))
         self.document = loads(data, JSON_NAME)
         return data
+
+
+def with_origin(
+    history: Sequence[Mapping[str, Any]], origin: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return records of epochs, each with the version of the tables that it was trained on, if known, as "data"."""
+    versions = [
+        f"{table['name']}@{table['version']}"
+        + (f" where {table['where']}" if table["where"] else "")
+        for table in origin.get("tables", ())
+    ]
+    extra = {"data": ", ".join(versions)} if versions else {}
+    return [{**record, **extra} for record in history]
 
 
 @contextlib.contextmanager

@@ -10,4 +10,5 @@ Each module imports only those above it:
     persistence     Spark ML's writers and readers
     local_pipeline  a pipeline of one model in a folder of this host, for MLflow over Spark Connect
     run_model       model of a run in the store
+    recipe          what a fit on a table needs to be done again
 """

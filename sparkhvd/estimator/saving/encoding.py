@@ -451,6 +451,8 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
         timings=rebuild(dict[str, float], content["timings"]),
         run_id=rebuild(str, content["run_id"]),
         loss=loss,
+        data=rebuild(dict[str, Any], content.get("data", {})),
+        run_key=rebuild(str, content.get("run_key", "")),
     )
 
 

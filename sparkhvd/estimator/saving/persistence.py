@@ -172,6 +172,8 @@ class ModelWriter(_Writer):
             "widths": list(fitted.widths),
             "history": fitted.history,
             "timings": dict(fitted.timings),
+            "data": dict(fitted.data),
+            **({"run_key": fitted.run_key} if fitted.run_key else {}),
             "run_id": fitted.run_id,
             **_loss_of(fitted, archive),
             **super()._content(archive),

@@ -19,6 +19,7 @@ from torch import Tensor
 from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.fitting.recorder import with_origin
 from sparkhvd.estimator.fitting.runs import MODEL_NAME, Finished, Run, check_run_id, position_text
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.encoding import (
@@ -108,7 +109,7 @@ def load_run_model(
         finish(fitted.module, decoder.result, losses)
     else:
         finish(fitted.module, decoder.result)
-    fitted = replace(fitted, history=decoder.history)
+    fitted = replace(fitted, history=with_origin(decoder.history, fitted.data))
     if finished is None:
         warnings.warn(
             f"The run {run_id!r} in {store.url} has not finished: the model has the weights "

@@ -64,6 +64,9 @@ class Sink:
         """Write numbers, at most 1,000."""
         raise NotImplementedError
 
+    def log_data(self, data: Mapping[str, Any]) -> None:
+        """Write where the training rows come from: "rows", "columns", "digest", "tables"; see `TorchModel.training_data`."""
+
     def log_model(self, model: Any) -> None:
         """Write the trained `TorchModel`."""
 

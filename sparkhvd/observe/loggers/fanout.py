@@ -59,6 +59,11 @@ class LoggerFanout:
             if name != "epoch" and isinstance(value, (int, float)) and not isinstance(value, bool)
         )
 
+    def data(self, origin: Mapping[str, Any]) -> None:
+        """Log where the training rows come from."""
+        for each in self._deliveries:
+            each.call(lambda sink: sink.log_data(origin))
+
     @property
     def has_loggers(self) -> bool:
         """True if there is a logger."""

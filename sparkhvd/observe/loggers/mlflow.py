@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import json
 import re
 import sys
 import tempfile
@@ -48,6 +50,7 @@ class MLflowLogger(Logger):
         run_id: str | None = None,
         tags: Mapping[str, str] | None = None,
         log_model: bool = True,
+        registered_model_name: str | None = None,
         patience_s: float = 60.0,
     ) -> None:
         """Log with MLflow's settings, or the given ones.
@@ -59,10 +62,12 @@ class MLflowLogger(Logger):
             run_id: of a run of MLflow to log into.
             tags: of the run.
             log_model: also log the model.
+            registered_model_name: also register the logged model (flavour `spark`) under this name, created if missing, as a
+                new version that knows the tables of the training.
             patience_s: seconds that a fit waits at its end for an unresponsive server.
 
         Raises:
-            InvalidArgumentError: the package mlflow is missing.
+            InvalidArgumentError: the package mlflow is missing, or a model is to be registered and not logged.
         """
         if util.find_spec("mlflow") is None:
             raise InvalidArgumentError(
@@ -70,7 +75,13 @@ class MLflowLogger(Logger):
             )
         self.experiment, self.tracking_uri = experiment, tracking_uri
         self.run_name, self.run_id, self.tags = run_name, run_id, dict(tags or {})
+        if registered_model_name is not None and not log_model:
+            raise InvalidArgumentError(
+                f"MLflowLogger: registered_model_name is {registered_model_name!r}, and log_model is False: there is no model to "
+                "register. Leave one out."
+            )
         self.log_model, self.patience_s = log_model, patience_s
+        self.registered_model_name = registered_model_name
         self._parent = ""  # of runs of a grid
 
     def __repr__(self) -> str:
@@ -129,6 +140,8 @@ class _Run(Sink):
         self._run_id, self._parent = run_id, parent
         self._is_own = not run_id
         self._logged_models: set[str] = set()
+        self._registered = False
+        self._data: Mapping[str, Any] = {}
 
     def start(self) -> None:
         """Find or make the run, and log the facts known at the start."""
@@ -203,8 +216,42 @@ class _Run(Sink):
         ]
         self._client.log_batch(self._run_id, metrics=numbers)
 
+    def log_data(self, data: Mapping[str, Any]) -> None:
+        """Log each table of the training, or the rows if they come from no table, as an input of the run."""
+        self._data = data
+        self._ask()
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        profile = json.dumps({"num_rows": data["rows"]})
+        columns = json.dumps({"columns": data["columns"]})
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    name=table["name"][:_LONGEST_TEXT],
+                    digest=_short_digest(table),
+                    source_type=f"{table['format']}_table",
+                    source=json.dumps({n: table[n] for n in ("url", "version", "uuid", "where")}),
+                    schema=columns,
+                    profile=profile,
+                ),
+                tags=[InputTag("mlflow.data.context", "training")],
+            )
+            for table in data["tables"]
+            or [
+                {
+                    "name": "training rows",
+                    "format": "spark",
+                    "url": "",
+                    "version": 0,
+                    "uuid": data["digest"],
+                    "where": "",
+                }
+            ]
+        ]
+        self._client.log_inputs(self._run_id, inputs)
+
     def log_model(self, model: Any) -> None:
-        """Log the model in both flavours, each once.
+        """Log the model in both flavours, each once, and register it.
 
         Raises:
             InvalidArgumentError: MLflow cannot save one of them.
@@ -239,6 +286,29 @@ class _Run(Sink):
             self._logged_models.add(name)
         if problems:
             raise InvalidArgumentError("; ".join(problems))
+        self._register()
+
+    def _register(self) -> None:
+        """Register the logged model, once."""
+        name = self._logger.registered_model_name
+        if name is None or self._registered:
+            return
+        import mlflow
+
+        try:
+            self._client.create_registered_model(name)
+        except mlflow.MlflowException as e:
+            if e.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        tables = {
+            f"sparkhvd.table.{number}": f"{table['name']}@{table['version']}"[:_LONGEST_TEXT]
+            for number, table in enumerate(self._data.get("tables", ()))
+        }
+        source = f"{self._client.get_run(self._run_id).info.artifact_uri}/{SPARK_NAME}"
+        self._client.create_model_version(
+            name, source, self._run_id, tags={**tables, _RUN_TAG: self._fit.run_id}
+        )
+        self._registered = True
 
     def finish(self, state: str, files: Mapping[str, bytes]) -> None:
         """Log the report, and end the run if the fit began it."""
@@ -278,6 +348,12 @@ class _Run(Sink):
         if status is None:
             return not type(error).__module__.startswith(("requests", "urllib3"))
         return 400 <= status() < 500 and status() not in (408, 429)
+
+
+def _short_digest(table: Mapping[str, Any]) -> str:
+    """Return a digest of a version of a table, within MLflow's 36 characters."""
+    parts = [table["uuid"], table["version"], table["where"]]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _as_pickle() -> dict[str, str]:

@@ -26,7 +26,7 @@ def compare(first: Document, second: Document) -> str:
 
 def _different(first: Document, second: Document) -> list[list[str]]:
     rows = []
-    for kind in ("params", "settings", "versions"):
+    for kind in ("data", "params", "settings", "versions"):
         found: list[Mapping[str, object]] = [each.get(kind) or {} for each in (first, second)]
         for name in sorted({*found[0], *found[1]}):
             values = [str(each.get(name, _MISSING)) for each in found]

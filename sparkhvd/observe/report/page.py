@@ -69,6 +69,7 @@ def render(document: Document) -> str:
         ("Collectives of rank 0", _collectives, ""),
         ("Buckets of gradients", _buckets, ""),
         ("Ranks", _ranks, ""),
+        ("Data", lambda d: _names(d.get("data")), ""),
         ("Params", lambda d: _names(d.get("params")), ""),
         ("Settings", lambda d: _names(d.get("settings")), ""),
         ("Versions", lambda d: _names(d.get("versions")), ""),
@@ -413,6 +414,7 @@ def _names(values: Mapping[str, object] | None) -> str:
 #     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
 #     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an elastic job: how long after
 #                                    the start, from how many to how many; rows of the epoch that are trained on again. The last two may be missing
+#     data                           texts by name: rows, columns, table and version
 #     params, settings, versions     texts by name; those that were given, or differ from the default
 #
 # A number that is not finite is a text ("nan", "inf", "-inf"), which JSON can hold.
@@ -436,6 +438,7 @@ OF_EPOCH = (
     "ranks",
     "repeated_rows",
     "rank_changes",
+    "data",
     "broken_rows",
     "val_broken_rows",
 )

@@ -47,6 +47,8 @@ class TrainedState:
         run_id: name of the run in the store.
         loss: of its training, with trained parameters; or a list with one per label; None if unknown.
         report: document of its report, see `sparkhvd.observe.report`; {} without a fit in this process.
+        data: where its training rows came from, see `TorchModel.training_data`; {} if unknown.
+        run_key: seals the recipe of its run; "" without a recipe.
     """
 
     module: torch.nn.Module = field(repr=False)
@@ -60,6 +62,8 @@ class TrainedState:
     run_id: str = ""
     loss: Any = field(default=None, repr=False)
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    data: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    run_key: str = field(default="", repr=False)
 
     @property
     def output_links(self) -> tuple[str, ...]:

@@ -370,3 +370,31 @@ def test_a_fit_of_keras_logs_its_epochs_and_its_model(
     module = mlflow.pytorch.load_model(f"runs:/{run.info.run_id}/pytorch-model")
     x = torch.tensor(np.array([row.x for row in df.collect()]), dtype=torch.float32)
     assert module(x)[:, 0].tolist() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_table_is_an_input_of_the_run_and_a_tag_of_the_registered_model(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    deltalake = pytest.importorskip("deltalake", reason="runs where deltalake is")
+    import pyarrow as pa
+
+    x = np.random.default_rng(0).standard_normal((40, 2))
+    table = pa.table({"a": x[:, 0], "b": x[:, 1], "y": x[:, 0]})
+    deltalake.write_deltalake(tmp_path / "t", table)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.set_tracking_uri(uri)
+    logger = MLflowLogger("tables", tracking_uri=uri, registered_model_name="ours")
+    options = {"feature_cols": ["a", "b"], "num_proc": 1, "loggers": [logger]}
+    fit = estimator(mlp(2), Store.create(tmp_path / "store"), **options)
+    fit.fit_on_table(tmp_path / "t", where="a > -5")
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("tables")
+    (run,) = client.search_runs([experiment.experiment_id])
+    (found,) = run.inputs.dataset_inputs
+    assert found.dataset.name == str(tmp_path / "t")
+    assert json.loads(found.dataset.source)["version"] == 0
+    assert json.loads(found.dataset.profile) == {"num_rows": 40}
+    assert found.tags[0].value == "training"
+    (version,) = client.search_model_versions("name = 'ours'")
+    assert version.run_id == run.info.run_id
+    assert version.tags["sparkhvd.table.0"] == f"{tmp_path / 't'}@0"

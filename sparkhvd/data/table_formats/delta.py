@@ -1,0 +1,250 @@
+"""Delta tables: files, deletion vectors, column mapping and partition columns of a version, by the package deltalake."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from sparkhvd.data.manifest import TableVersion, committed_at
+from sparkhvd.data.parquet.dataset import ParquetDataset, TableFiles, store_of
+from sparkhvd.data.store.store import StoredFile
+from sparkhvd.data.table_formats import storage
+from sparkhvd.data.table_formats.version import (
+    VersionRequest,
+    has_id,
+    missing_extra,
+    unsupported,
+)
+from sparkhvd.data.table_formats.where import Condition, row_filter, text_of
+from sparkhvd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
+
+# Features of readers that the files and facts below cover. With another one, files could hold other rows than they seem to.
+_FEATURES = frozenset(
+    {
+        "columnMapping",
+        "deletionVectors",
+        "timestampNtz",
+        "typeWidening",
+        "typeWidening-preview",
+        "v2Checkpoint",
+        "vacuumProtocolCheck",
+    }
+)
+_MAPPING_MODE = "delta.columnMapping.mode"
+_PHYSICAL_NAME = "delta.columnMapping.physicalName"
+_FIELD_ID = "delta.columnMapping.id"
+
+
+def open_delta(
+    url: str,
+    name: str,
+    request: VersionRequest,
+    options: Mapping[str, Any] | None,
+    where: Condition | None,
+) -> ParquetDataset:
+    """Return the files of a version of a Delta table.
+
+    Args:
+        url: of its folder.
+        name: as the user gave it, for messages.
+        request: the version.
+        options: of the store.
+        where: filter of its rows, or None.
+
+    Raises:
+        InvalidArgumentError: there is no such table or version, the package is missing, or the table needs what this reader
+            lacks.
+    """
+    table, committed_ms = _load(url, name, request.of_format("Delta"), options)
+    _check_features(table, name)
+    store = store_of(url, options)
+    schema = pa.schema(table.schema().to_arrow())
+    found = pa.table(table.get_add_actions(flatten=True))
+    chosen = _chosen(table, found, where)
+    files, values = [], {}
+    constants = {c: f"partition.{c}" for c in table.metadata().partition_columns}
+    for row in found.select(["path", "size_bytes", *constants.values()]).to_pylist():
+        path = unquote(row["path"])
+        if urlsplit(row["path"]).scheme or path.startswith("/"):
+            raise unsupported(name, f"files outside its folder, as a shallow clone has: {path!r}")
+        if path in chosen:
+            files.append(StoredFile(path, row["size_bytes"], 0))
+            values[path] = {column: row[key] for column, key in constants.items()}
+    version = TableVersion(
+        "delta",
+        name,
+        store.url,
+        str(table.metadata().id),
+        table.version(),
+        committed_at(committed_ms),
+        "" if where is None else text_of(where),
+        store.url,
+    )
+    facts = TableFiles(
+        version,
+        _locator(schema, table.metadata().configuration.get(_MAPPING_MODE, "none"), values),
+        _deleted(table, name),
+        None if where is None else row_filter(where, schema, repr(name)),
+        schema.to_string(show_field_metadata=True, show_schema_metadata=False),
+    )
+    schema = pa.schema([field.remove_metadata() for field in schema])
+    return ParquetDataset(store.url, store, tuple(files), {}, schema, "the table", table=facts)
+
+
+def _load(
+    url: str, name: str, request: VersionRequest, options: Mapping[str, Any] | None
+) -> tuple[DeltaTable, int | None]:
+    """Return the table at the version, and the time of its commit in ms since 1970 if known."""
+    try:
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
+    except ImportError as e:
+        raise missing_extra(name, "deltalake", "delta") from e
+    given = storage.for_delta(url, options)
+    plain = url.partition("?")[0]
+    try:
+        table = DeltaTable(plain, storage_options=given or None)
+    except (DeltaError, OSError, ValueError) as e:
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): deltalake cannot open the table: {_short(e)}. Give the folder that holds '_delta_log', and "
+            "storage_options to reach it; if the table needs a newer reader, update deltalake or call fit(spark.table(...))."
+        ) from e
+    newest = table.version()
+    try:
+        if request.version is not None:
+            table.load_as_version(request.version)
+        elif request.as_of is not None:
+            table.load_as_version(datetime.fromtimestamp(request.as_of, timezone.utc))
+    except (DeltaError, OSError, ValueError) as e:
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): {request.text} is not there; the newest version is {newest}. The log keeps old versions for "
+            f"delta.logRetentionDuration. Give a version that DESCRIBE HISTORY lists. ({_short(e)})"
+        ) from e
+    # The history begins with the newest version, also of a table at an older one, whose entries deltalake then numbers wrongly.
+    back = newest - table.version()
+    commit = dict(enumerate(table.history(limit=back + 1))).get(back, {})
+    if request.as_of is not None and commit.get("timestamp", 0) > request.as_of * 1000:
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): {request.text} is before the first version that the log has: {table.version()} of "
+            f"{committed_at(commit['timestamp'])}. Give a later time."
+        )
+    return table, commit.get("timestamp")
+
+
+def _check_features(table: DeltaTable, name: str) -> None:
+    import deltalake
+
+    protocol = table.protocol()
+    others = sorted(set(protocol.reader_features or ()) - _FEATURES)
+    if others or protocol.min_reader_version > 3:
+        needs = f"the reader features {', '.join(map(repr, others))}" if others else ""
+        needs = needs or f"reader version {protocol.min_reader_version}"
+        raise unsupported(
+            name, f"{needs}, which are not read here (deltalake {deltalake.__version__})"
+        )
+
+
+def _chosen(table: DeltaTable, found: pa.Table, where: Condition | None) -> set[str]:
+    """Return the paths of files that may hold rows of the filter."""
+    every = {unquote(path) for path in found.column("path").to_pylist()}
+    if where is None:
+        return every
+    try:
+        uris = table.file_uris(file_pruning_predicate=text_of(where))
+    except Exception:  # noqa: BLE001 - it only leaves out files: without it their rows are compared
+        return every
+    root = _path_of(table.table_uri)
+    kept = {posixpath.relpath(_path_of(uri, is_quoted=False), root) for uri in uris}
+    return kept if kept <= every else every
+
+
+def _deleted(table: DeltaTable, name: str) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
+    """Return by path the rows that deletion vectors leave."""
+    from deltalake.exceptions import DeltaError
+
+    if "deletionVectors" not in (table.protocol().reader_features or ()):
+        return {}
+    if not hasattr(table, "deletion_vectors"):
+        import deltalake
+
+        raise unsupported(
+            name, f"deletion vectors, which deltalake {deltalake.__version__} does not list"
+        )
+    root = _path_of(table.table_uri)
+    found: dict[str, Callable[[], npt.NDArray[np.bool_]]] = {}
+    try:
+        for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
+            for uri, mask in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
+                kept = mask.values.to_numpy(zero_copy_only=False)
+                found[posixpath.relpath(_path_of(uri), root)] = partial(_same, kept)
+    except (OSError, ValueError, DeltaError) as e:
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): the deletion vectors of the version cannot be read: {_short(e)}. If one was vacuumed, give a "
+            "newer version. Spark may read it: fit(spark.table(...))."
+        ) from e
+    return found
+
+
+def _same(kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    return kept
+
+
+def _path_of(uri: str, *, is_quoted: bool = True) -> str:
+    """Return host and path of a URI of deltalake."""
+    _, mark, rest = uri.partition("://")
+    path = rest if mark else uri
+    return posixpath.normpath(unquote(path) if mark and is_quoted else path)
+
+
+def _locator(
+    schema: pa.Schema, mode: str, values: Mapping[str, Mapping[str, Any]]
+) -> Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]:
+    """Return the function that finds the table's columns in a file; see `TableFiles`."""
+
+    @cache
+    def facts() -> dict[str, tuple[str, str]]:
+        found = {}
+        for field in schema:
+            metadata = {k.decode(): v.decode() for k, v in (field.metadata or {}).items()}
+            found[field.name] = (
+                metadata.get(_PHYSICAL_NAME, field.name),
+                metadata.get(_FIELD_ID, ""),
+            )
+        return found
+
+    def locate(path: str, stored: pa.Schema) -> tuple[dict[str, str], dict[str, Any]]:
+        ids = {f.metadata[b"PARQUET:field_id"].decode(): f.name for f in stored if has_id(f)}
+        there, names, lacking = set(stored.names), {}, dict(values[path])
+        without_id = there - set(ids.values())
+        for column, (physical, number) in facts().items():
+            if column in lacking:
+                continue
+            if mode == "id" and number in ids:
+                names[column] = ids[number]
+            elif mode == "none" and column in there:
+                names[column] = column
+            # As deltalake reads a file without ids: a physical name is never used again.
+            elif (mode == "name" and physical in there) or (
+                mode == "id" and physical in without_id
+            ):
+                names[column] = physical
+            else:
+                lacking[column] = None
+        return names, lacking
+
+    return locate
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,374 @@
+"""Iceberg tables: files, deletes, schema and partition values of a snapshot, by the package pyiceberg.
+
+Columns are found in a file by their field ids. Position deletes and deletion vectors become masks of rows. Equality deletes are refused,
+as pyiceberg does.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from sparkhvd.data.manifest import TableVersion, committed_at
+from sparkhvd.data.parquet.dataset import ParquetDataset, TableFiles
+from sparkhvd.data.store import addresses
+from sparkhvd.data.store.store import Store, StoredFile
+from sparkhvd.data.table_formats import storage
+from sparkhvd.data.table_formats.version import (
+    VersionRequest,
+    has_id,
+    missing_extra,
+    unsupported,
+)
+from sparkhvd.data.table_formats.where import (
+    Condition,
+    columns_of,
+    of_iceberg,
+    row_filter,
+    text_of,
+)
+from sparkhvd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from pyiceberg.catalog import Catalog
+    from pyiceberg.schema import Schema
+    from pyiceberg.table import DataScan, FileScanTask, Table
+    from pyiceberg.table.snapshots import Snapshot
+
+
+def open_iceberg(
+    table: Table,
+    name: str,
+    request: VersionRequest,
+    options: Mapping[str, Any] | None,
+    where: Condition | None,
+) -> ParquetDataset:
+    """Return the files of a snapshot of an Iceberg table.
+
+    Args:
+        table: as pyiceberg loaded it.
+        name: as the user gave it, for messages.
+        request: the snapshot.
+        options: of the store; None takes the catalog's.
+        where: filter of its rows, or None.
+
+    Raises:
+        InvalidArgumentError: there is no such snapshot, or the table needs what this reader lacks.
+    """
+    from pyiceberg.io.pyarrow import schema_to_pyarrow
+
+    snapshot = _snapshot(table, name, request.of_format("Iceberg"))
+    scan = table.scan(snapshot_id=snapshot.snapshot_id)
+    columns = scan.projection()
+    schema = schema_to_pyarrow(columns, include_field_ids=False)
+    rows = None if where is None else row_filter(where, schema, repr(name))
+    tasks = _planned(_filtered(table, scan, columns, schema, where), name)
+    root, paths = _common_root([task.file.file_path for task in tasks] or [table.location()])
+    given = options if options is not None else storage.of_iceberg(root, table.io.properties)
+    store = Store(root, given)
+    version = TableVersion(
+        "iceberg",
+        name,
+        addresses.without_secrets(table.location()),
+        str(table.metadata.table_uuid),
+        snapshot.snapshot_id,
+        committed_at(snapshot.timestamp_ms),
+        "" if where is None else text_of(where),
+        addresses.without_secrets(table.metadata_location),
+    )
+    facts = TableFiles(
+        version,
+        _locator(table, columns, dict(zip(paths, tasks, strict=False)), name),
+        _deleted(table, tasks, paths, name),
+        rows,
+        str(columns),  # names, ids and types
+    )
+    files = tuple(
+        StoredFile(path, task.file.file_size_in_bytes, 0)
+        for path, task in zip(paths, tasks, strict=False)
+    )
+    return ParquetDataset(store.url, store, files, {}, schema, "the table", table=facts)
+
+
+def load_table(
+    identifier: str, name: str, catalog: object, options: Mapping[str, Any] | None
+) -> Table:
+    """Load a table of a catalog.
+
+    Args:
+        identifier: the table's name in the catalog, with its namespace; with properties of a catalog, "catalog.namespace.table"
+            gives the catalog's name, too.
+        name: as the user gave it, for messages.
+        catalog: of pyiceberg, the properties of one, or the name of one that pyiceberg's configuration has.
+        options: of the store; they replace the catalog's.
+
+    Raises:
+        InvalidArgumentError: the catalog cannot be reached, or has no such table.
+    """
+    try:
+        from pyiceberg.catalog import Catalog, load_catalog
+        from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+    except ImportError as e:
+        raise missing_extra(name, "pyiceberg", "iceberg") from e
+    try:
+        if isinstance(catalog, Catalog):
+            opened: Catalog = catalog
+        elif isinstance(catalog, Mapping):
+            warehouse = str(catalog.get("warehouse", ""))
+            more = storage.for_iceberg(warehouse, options) if options else {}
+            given = {**catalog, **more}
+            # A catalog in a database has a name, which is a part of its tables' identity.
+            if "name" not in given and identifier.count(".") > 1:
+                given["name"], _, identifier = identifier.partition(".")
+            opened = load_catalog(given.pop("name", None), **given)
+        else:
+            opened = load_catalog(str(catalog))
+        return opened.load_table(identifier)
+    except (NoSuchTableError, NoSuchNamespaceError) as e:
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): the catalog has no table {identifier!r}. Give its name with the catalog and the "
+            "namespace, as in 'catalog.db.table'."
+        ) from e
+    except InvalidArgumentError:
+        raise
+    except Exception as e:  # noqa: BLE001 - catalogs are of many libraries
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): the Iceberg catalog cannot be used: {type(e).__name__}: {_short(e)}. Give "
+            "catalog={'type': 'rest', 'uri': ...}, or an object of pyiceberg.catalog, or configure pyiceberg."
+        ) from e
+
+
+def load_files(metadata: str, name: str, options: Mapping[str, Any] | None) -> Table:
+    """Load a table without a catalog.
+
+    Args:
+        metadata: URL of a metadata file, or of the folder of a table with `metadata/version-hint.text`.
+        name: as the user gave it, for messages.
+        options: of the store.
+
+    Raises:
+        InvalidArgumentError: it cannot be read.
+    """
+    try:
+        from pyiceberg.table import StaticTable
+    except ImportError as e:
+        raise missing_extra(name, "pyiceberg", "iceberg") from e
+    try:
+        # A location of Iceberg is not quoted, and a URL of a store is.
+        address = addresses.parse(metadata)
+        location = address.root if address.scheme == "file" else unquote(metadata.partition("?")[0])
+        return StaticTable.from_metadata(str(location), storage.for_iceberg(metadata, options))
+    except InvalidArgumentError:
+        raise
+    except Exception as e:  # noqa: BLE001 - file systems are of many libraries
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): pyiceberg cannot open {addresses.without_secrets(metadata)!r}: {type(e).__name__}: {_short(e)}. "
+            "Give the table's name and catalog=, or the path of its newest metadata file."
+        ) from e
+
+
+# -- the snapshot ------------------------------------------------------------------------------------
+
+
+def _snapshot(table: Table, name: str, request: VersionRequest) -> Snapshot:
+    metadata = table.metadata
+    if request.snapshot_id is not None:
+        found = table.snapshot_by_id(request.snapshot_id)
+    elif request.ref is not None:
+        found = table.snapshot_by_name(request.ref)
+    elif request.as_of is not None:
+        found = table.snapshot_as_of_timestamp(int(request.as_of * 1000))
+    else:
+        found = table.current_snapshot()
+    if found is not None:
+        return found
+    if request.ref is not None:
+        known = f"its branches and tags are {', '.join(sorted(metadata.refs)) or 'none'}"
+    else:
+        last = [
+            f"{s.snapshot_id} of {committed_at(s.timestamp_ms)}" for s in metadata.snapshots[-3:]
+        ]
+        known = (
+            f"its newest snapshots are {', '.join(last)}"
+            if last
+            else "it has no snapshot, so no rows"
+        )
+    raise InvalidArgumentError(
+        f"fit_on_table({name!r}): {request.text} is not there: the snapshot was expired, or never was; {known}. Give one that "
+        "the table has."
+    )
+
+
+def _filtered(
+    table: Table, scan: DataScan, columns: Schema, schema: pa.Schema, where: Condition | None
+) -> DataScan:
+    """Return the scan without files that hold no row of the filter."""
+    if where is None:
+        return scan
+    # pyiceberg looks for the columns of a filter in the newest schema, where a name may mean another column.
+    newest = {field.name: field.field_id for field in table.schema().fields}
+    ours = {field.name: field.field_id for field in columns.fields}
+    names = columns_of(where)
+    if any(newest.get(name) != ours.get(name) for name in names):
+        return scan
+    try:
+        return scan.filter(of_iceberg(where, {name: schema.field(name).type for name in names}))
+    except InvalidArgumentError:
+        raise
+    except Exception:  # noqa: BLE001 - it only leaves out files: without it their rows are compared
+        return scan
+
+
+def _planned(scan: DataScan, name: str) -> list[FileScanTask]:
+    """Return the files of a scan, each with its delete files; equality deletes are refused."""
+    import pyiceberg
+
+    try:
+        tasks = sorted(scan.plan_files(), key=lambda task: task.file.file_path)
+    except (ValueError, NotImplementedError) as e:
+        if "equality delete" not in str(e):
+            raise
+        raise unsupported(
+            name,
+            f"equality deletes, which pyiceberg {pyiceberg.__version__} does not read",
+            "Compact the table (rewrite_data_files), which applies them.",
+        ) from e
+    except OSError as e:
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): a manifest of the snapshot is not there: {_short(e)}. The snapshot was expired, or the table "
+            "was moved: Iceberg's metadata hold absolute paths. Give a newer snapshot, or the table at its place."
+        ) from e
+    for task in tasks:
+        kind = str(getattr(task.file.file_format, "value", task.file.file_format)).upper()
+        if kind != "PARQUET":
+            raise unsupported(name, f"a reader of {kind} files, and ranks read Parquet")
+    return tasks
+
+
+def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the folder above all files as the URL of a store, and the files relative to it."""
+    parts = [_split(url) for url in urls]
+    if len({host for host, _ in parts}) > 1:
+        raise InvalidArgumentError(
+            f"The table's files are on several file systems: {', '.join(sorted({h or 'local' for h, _ in parts}))}. Ranks read "
+            "one. Call fit(spark.table(...))."
+        )
+    host = parts[0][0]
+    folders = [posixpath.dirname(path) for _, path in parts]
+    root = posixpath.commonpath(folders) if folders else "/"
+    # Locations of Iceberg are not quoted, URLs of a store are.
+    url = f"{host}{quote(root)}" if host else root
+    return url, [posixpath.relpath(path, root) for _, path in parts]
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Split a location into scheme and host, and a path."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return "", url.removeprefix("file:")
+    host, slash, path = rest.partition("/")
+    return ("" if scheme == "file" else f"{scheme}://{host}"), slash + path
+
+
+# -- deletes and columns of a file -------------------------------------------------------------------
+
+
+def _deleted(
+    table: Table, tasks: Sequence[FileScanTask], paths: Sequence[str], name: str
+) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
+    """Return by path the rows that position deletes and deletion vectors leave."""
+    having = [task for task in tasks if task.delete_files]
+    if not having:
+        return {}
+    import pyiceberg
+
+    try:
+        # Not public, but the library's only reader of delete files of all formats.
+        from pyiceberg.io.pyarrow import _read_deletes
+    except ImportError as e:
+        raise unsupported(
+            name, f"a reader of delete files, which pyiceberg {pyiceberg.__version__} has elsewhere"
+        ) from e
+    try:
+        read = {
+            delete.file_path: _read_deletes(table.io, delete)
+            for task in having
+            for delete in task.delete_files
+        }
+    except OSError as e:
+        raise InvalidArgumentError(
+            f"fit_on_table({name!r}): a delete file of the snapshot is not there: {_short(e)}. The snapshot was expired, or the "
+            "table was moved. Give a newer snapshot."
+        ) from e
+    except (ValueError, NotImplementedError) as e:
+        raise unsupported(
+            name, f"delete files that pyiceberg {pyiceberg.__version__} does not read ({_short(e)})"
+        ) from e
+
+    def mask(task: FileScanTask) -> npt.NDArray[np.bool_]:
+        kept = np.ones(task.file.record_count, np.bool_)
+        # Only of its own delete files: a file of deletion vectors may hold one that no longer counts for this file.
+        for delete in task.delete_files:
+            positions = read[delete.file_path].get(task.file.file_path)
+            if positions is not None:
+                there = positions.to_numpy()
+                kept[there[there < len(kept)]] = False
+        return kept
+
+    return {
+        path: partial(mask, task)
+        for path, task in zip(paths, tasks, strict=True)
+        if task.delete_files
+    }
+
+
+def _locator(
+    table: Table, columns: Schema, tasks: Mapping[str, FileScanTask], name: str
+) -> Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]:
+    """Return the function that finds the table's columns in a file; see `TableFiles`."""
+    from pyiceberg.transforms import IdentityTransform
+
+    mapping = table.metadata.name_mapping()
+    aliases = {n: each.field_id for each in mapping.root for n in each.names} if mapping else {}
+    specs = table.metadata.specs()
+
+    @cache
+    def identities(spec_id: int) -> dict[int, int]:
+        """Return the place of each identity partition value by the source's field id."""
+        fields = specs[spec_id].fields if spec_id in specs else ()
+        return {
+            field.source_id: at
+            for at, field in enumerate(fields)
+            if isinstance(field.transform, IdentityTransform)
+        }
+
+    def locate(path: str, stored: pa.Schema) -> tuple[dict[str, str], dict[str, Any]]:
+        ids = {int(f.metadata[b"PARQUET:field_id"]): f.name for f in stored if has_id(f)}
+        if not ids:
+            ids = {aliases[f.name]: f.name for f in stored if f.name in aliases}
+        if not ids and len(stored):
+            raise unsupported(
+                name, "a name mapping: files have no field ids, as files of a migrated table", ""
+            )
+        data_file, names, lacking = tasks[path].file, {}, {}
+        for field in columns.fields:
+            if field.field_id in ids:
+                names[field.name] = ids[field.field_id]
+            elif (at := identities(data_file.spec_id).get(field.field_id)) is not None:
+                lacking[field.name] = data_file.partition[at]
+            else:
+                lacking[field.name] = field.initial_default
+        return names, lacking
+
+    return locate
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

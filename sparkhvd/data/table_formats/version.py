@@ -1,0 +1,132 @@
+"""Version of a table that a user asks for, and errors that all formats share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import date, datetime, timezone
+
+import pyarrow as pa
+
+from sparkhvd.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class VersionRequest:
+    """Version of a table as a user asks for it; at most one attribute is set, and the newest version is meant without.
+
+    Attributes:
+        version: number of a Delta table's version.
+        snapshot_id: of an Iceberg table.
+        ref: branch or tag of an Iceberg table.
+        as_of: the version that was current at this time, in s since 1970.
+    """
+
+    version: int | None = None
+    snapshot_id: int | None = None
+    ref: str | None = None
+    as_of: float | None = None
+
+    def of_format(self, kind: str) -> VersionRequest:
+        """Reject an attribute of the other format; `kind` is "Delta" or "Iceberg"."""
+        if kind == "Delta" and (self.snapshot_id is not None or self.ref is not None):
+            name = "snapshot_id" if self.snapshot_id is not None else "ref"
+            raise InvalidArgumentError(
+                f"fit_on_table: {name} is given, and this is a Delta table, which has numbered versions. Give version=<number> "
+                "or as_of=<time>."
+            )
+        if kind == "Iceberg" and self.version is not None:
+            raise InvalidArgumentError(
+                f"fit_on_table: version is {self.version}, and this is an Iceberg table, which has snapshots. Give "
+                "snapshot_id=<number>, ref=<branch or tag> or as_of=<time>."
+            )
+        return self
+
+    @property
+    def text(self) -> str:
+        """Text of the request, for messages."""
+        if self.as_of is not None:
+            return f"as_of={_utc(self.as_of)}"
+        given = {n: v for n, v in vars(self).items() if v is not None}
+        return (
+            ", ".join(f"{name}={value!r}" for name, value in given.items()) or "the newest version"
+        )
+
+
+def requested(
+    version: int | None = None,
+    snapshot_id: int | None = None,
+    ref: str | None = None,
+    as_of: str | date | datetime | None = None,
+) -> VersionRequest:
+    """Return the request of a version.
+
+    Raises:
+        InvalidArgumentError: more than one is given, or one has another type.
+    """
+    given = {"version": version, "snapshot_id": snapshot_id, "ref": ref, "as_of": as_of}
+    found = [name for name, value in given.items() if value is not None]
+    if len(found) > 1:
+        raise InvalidArgumentError(
+            f"fit_on_table: {' and '.join(found)} are given, and each names a version. Give one."
+        )
+    for name in ("version", "snapshot_id"):
+        value = given[name]
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 0
+        ):
+            raise InvalidArgumentError(
+                f"fit_on_table: {name} is {value!r}. Give a number, 0 or more."
+            )
+    if ref is not None and (not isinstance(ref, str) or not ref):
+        raise InvalidArgumentError(
+            f"fit_on_table: ref is {ref!r}. Give the name of a branch or tag."
+        )
+    return VersionRequest(version, snapshot_id, ref, None if as_of is None else _seconds(as_of))
+
+
+def _seconds(as_of: object) -> float:
+    moment = as_of
+    if isinstance(as_of, str):
+        try:
+            moment = datetime.fromisoformat(as_of.strip().replace("Z", "+00:00"))
+        except ValueError:
+            moment = None
+    elif isinstance(as_of, date) and not isinstance(as_of, datetime):
+        moment = datetime(as_of.year, as_of.month, as_of.day)  # noqa: DTZ001 - UTC below
+    if not isinstance(moment, datetime):
+        raise InvalidArgumentError(
+            f"fit_on_table: as_of is {as_of!r}. Give a date or a time, '2026-11-01' or '2026-11-01T12:00:00+01:00'; without an "
+            "offset it is UTC."
+        )
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _utc(moment: float) -> str:
+    return datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="milliseconds")
+
+
+def unsupported(name: str, feature: str, remedy: str = "") -> InvalidArgumentError:
+    """Return the error of a table that this reader cannot read exactly.
+
+    Args:
+        name: of the table.
+        feature: what it needs, with the library and its version.
+        remedy: what else helps, a sentence.
+    """
+    return InvalidArgumentError(
+        f"fit_on_table({name!r}): the table needs {feature}. {remedy}{' ' if remedy else ''}Spark reads it: "
+        f"fit(spark.table(...)), or spark.read.format(...).load({name!r})."
+    )
+
+
+def missing_extra(name: str, package: str, extra: str) -> InvalidArgumentError:
+    """Return the error of a missing library."""
+    return InvalidArgumentError(
+        f"fit_on_table({name!r}): this is {'a Delta' if extra == 'delta' else 'an Iceberg'} table, and the package {package} is not "
+        f"installed here, on the driver. Install it: pip install 'sparkhvd[{extra}]'. Ranks do not need it."
+    )
+
+
+def has_id(field: pa.Field) -> bool:
+    """Return True if a column of a Parquet file has a field id."""
+    return b"PARQUET:field_id" in (field.metadata or {})

@@ -1,0 +1,68 @@
+"""Source of `TorchEstimator.fit_on_table(table)`: options checked, and the table's files found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.data.source import ParquetFiles
+from sparkhvd.data.table_formats.table import open_table
+from sparkhvd.data.table_formats.version import requested
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.fitting.inputs import FitSources
+from sparkhvd.estimator.fitting.on_parquet import check_options
+from sparkhvd.spark import is_dataframe
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from sparkhvd.data.table_formats.where import Where
+    from sparkhvd.estimator.params.generated import FitOptions
+
+
+@dataclass(frozen=True)
+class TableChoice:
+    """Arguments of `fit_on_table` that choose rows; see there."""
+
+    table: str | os.PathLike[str]
+    version: int | None = None
+    snapshot_id: int | None = None
+    ref: str | None = None
+    as_of: str | date | datetime | None = None
+    where: Where | None = None
+    catalog: object = None
+    storage_options: Mapping[str, Any] | None = None
+    incremental: bool = False
+
+
+def open_table_source(options: FitOptions, choice: TableChoice, spark: SparkSession) -> FitSources:
+    """Find the files of a version of a table; starts no Spark job.
+
+    Args:
+        options: of the fit.
+        choice: of the rows.
+        spark: the session whose tasks become ranks.
+
+    Raises:
+        InvalidArgumentError: a Param applies only to materialized data, or the table cannot be read exactly.
+    """
+    check_options(options, "fit_on_table")
+    if options.reader != "pyarrow":
+        raise InvalidArgumentError(
+            f"reader is {options.reader!r}, and fit_on_table reads tables only by pyarrow. Leave reader out."
+        )
+    request = requested(choice.version, choice.snapshot_id, choice.ref, choice.as_of)
+    dataset = open_table(
+        choice.table,
+        request,
+        spark,
+        where=choice.where,
+        catalog=choice.catalog,
+        storage_options=choice.storage_options,
+    )
+    split = options.validation
+    assert not is_dataframe(split)  # refused above
+    return FitSources(ParquetFiles(dataset, spark, choice.incremental), None, split)

@@ -1,0 +1,297 @@
+"""Recipe of a run on a table: what a fit needs to train again on the same rows, with the same settings and seed.
+
+    runs/<run_id>/recipe.json   table and version, seed, ranks, versions of libraries, losses, digests of the weights; sealed with the run's key
+    runs/<run_id>/recipe.pkl    the estimator's Params as a pickle, whose SHA-256 is in recipe.json
+
+Trust: the pickle is a program. It is loaded only if recipe.json carries the seal of the run's key, which only the model of the fit
+holds (`TorchModel.run_key`) and the store never sees, or if the caller trusts the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import platform
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from sparkhvd._version import __version__
+from sparkhvd.data.manifest import TableVersion
+from sparkhvd.data.store.locks import dump_sealed, load_sealed
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError, UntrustedError
+from sparkhvd.wire import read_json, rebuild
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from sparkhvd.estimator.params.base import TorchParams
+
+RECIPE_NAME, PARAMS_NAME = "recipe.json", "recipe.pkl"
+_FORMAT = 1
+# Params about where a fit writes and what it shows, which another fit has of its own.
+_OTHERS = frozenset(
+    {"store", "run_id", "loggers", "verbose", "progress", "num_proc", "random_seed"}
+)
+
+
+class Model(Protocol):
+    """Members of `TorchModel`, which stands above this module, that are used here."""
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Records of the epochs."""
+
+    @property
+    def training_data(self) -> dict[str, Any]:
+        """Training rows of the fit."""
+
+    def getModel(self) -> nn.Module:  # noqa: N802 - Spark's form
+        """Return the trained module."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What decides the bits of a training beside its program and rows.
+
+    Attributes:
+        torch: version.
+        python: version.
+        sparkhvd: version.
+        cpu: instruction set that torch uses on the driver.
+    """
+
+    torch: str
+    python: str
+    sparkhvd: str
+    cpu: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Facts of a run on a table.
+
+    Attributes:
+        table: version of the table, and the filter.
+        seed: of the run.
+        num_proc: number of ranks.
+        environment: of the fit.
+        params: SHA-256 of the pickle of the Params.
+        losses: of the epochs.
+        weights: SHA-256 of each tensor of the trained module.
+    """
+
+    table: TableVersion
+    seed: int
+    num_proc: int
+    environment: Environment
+    params: str
+    losses: tuple[float, ...] = ()
+    weights: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A fit that was done again.
+
+    Attributes:
+        model: the new one.
+        is_equal: True if all bits are equal.
+        text: "equal bits", or the first difference.
+        environment: differences of the environments, by name, as (then, now).
+    """
+
+    model: Model
+    is_equal: bool
+    text: str
+    environment: Mapping[str, tuple[str, str]]
+
+
+def this_environment() -> Environment:
+    """Return the environment of this process."""
+    return Environment(
+        torch.__version__,
+        platform.python_version(),
+        __version__,
+        str(torch.backends.cpu.get_cpu_capability()),
+    )
+
+
+def write_recipe(
+    store: Store,
+    run_dir: str,
+    estimator: TorchParams,
+    model: Model,
+    *,
+    seed: int,
+    num_proc: int,
+) -> str:
+    """Write the recipe of a finished run on one table; return its key, or "" if the Params cannot be pickled.
+
+    Args:
+        store: of the run.
+        run_dir: its folder.
+        estimator: of the fit, unchanged by it.
+        model: trained; its rows come from one table.
+        seed: of the run.
+        num_proc: number of ranks.
+    """
+    (table,) = model.training_data["tables"]
+    values = {p.name: v for p, v in estimator._paramMap.items() if p.name not in _OTHERS}
+    try:
+        data = cloudpickle.dumps((type(estimator), values))
+    except Exception:  # noqa: BLE001 - the ranks do not need these Params; the fit is done
+        return ""
+    module = model.getModel()
+    recipe = Recipe(
+        rebuild(TableVersion, table),
+        seed,
+        num_proc,
+        this_environment(),
+        hashlib.sha256(data).hexdigest(),
+        _losses(model.history),
+        _digests(module.state_dict()),
+    )
+    key = secrets.token_bytes(32)
+    facts = {"format": _FORMAT, **asdict(recipe)}
+    store.write_bytes(f"{run_dir}/{PARAMS_NAME}", data)
+    store.write_bytes(f"{run_dir}/{RECIPE_NAME}", dump_sealed({**facts, "hmac": _mac(facts, key)}))
+    return key.hex()
+
+
+def reproduce(
+    run: Store,
+    spark: SparkSession,
+    *,
+    key: str | None = None,
+    trusted: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Reproduction:
+    """Fit again what a run has fitted, and compare the weights bit by bit.
+
+    Args:
+        run: folder of the run, `<store>/runs/<run_id>`, as a store.
+        spark: session whose tasks become ranks.
+        key: the run's, from `TorchModel.run_key`.
+        trusted: the caller trusts the run, which holds a program.
+        storage_options: of the table, as for `fit_on_table`.
+
+    Raises:
+        InvalidArgumentError: the run has no recipe, it is damaged, or its version of the table cannot be read.
+        UntrustedError: neither the key fits nor is the run trusted.
+    """
+    recipe, estimator = load_recipe(run, key=key, trusted=trusted)
+    table = recipe.table
+    version = {"version" if table.format == "delta" else "snapshot_id": table.version}
+    model = estimator.fit_on_table(
+        table.source,
+        where=table.where or None,
+        storage_options=storage_options,
+        spark=spark,
+        **version,
+    )
+    uuid = model.training_data["tables"][0]["uuid"]
+    if table.uuid != uuid:
+        raise InvalidArgumentError(
+            f"{table.source!r} now holds another table: its id is {uuid}, and {table.uuid} was trained on. Restore the table."
+        )
+    text = _first_difference(recipe, model)
+    return Reproduction(model, not text, text or "equal bits", differences(recipe))
+
+
+def load_recipe(run: Store, *, key: str | None = None, trusted: bool = False) -> tuple[Recipe, Any]:
+    """Return the recipe of a run, and its estimator with seed and number of ranks; errors as `reproduce`."""
+    url = run.full_url(RECIPE_NAME)
+    try:
+        values = load_sealed(run.read_bytes(RECIPE_NAME))
+        data = run.read_bytes(PARAMS_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        raise InvalidArgumentError(
+            f"{url} is not there. A finished fit_on_table with run_id or keep_checkpoints writes it; give the folder of such a run, "
+            "<store>/runs/<run_id>."
+        ) from None
+    facts = dict(values or {})
+    seal = facts.pop("hmac", None)
+    try:
+        if facts.pop("format", None) != _FORMAT:
+            raise ValueError("it is damaged, or of another sparkhvd")
+        recipe = rebuild(Recipe, facts)
+    except ValueError as e:
+        raise InvalidArgumentError(f"{url} cannot be used: {e}. Restore it from a copy.") from e
+    _check_trust(url, {"format": _FORMAT, **facts}, seal, key, trusted=trusted)
+    if hashlib.sha256(data).hexdigest() != recipe.params:
+        raise InvalidArgumentError(
+            f"{run.full_url(PARAMS_NAME)} is not what the fit wrote: its SHA-256 differs. Nothing was loaded. Restore it from a copy."
+        )
+    kind, params = cloudpickle.loads(data)
+    estimator = kind()._set(**params)
+    return recipe, estimator._set(num_proc=recipe.num_proc, random_seed=recipe.seed)
+
+
+def differences(recipe: Recipe) -> dict[str, tuple[str, str]]:
+    """Return the parts of the environment that differ from the fit's, as (then, now)."""
+    then, now = asdict(recipe.environment), asdict(this_environment())
+    return {name: (then[name], now[name]) for name in then if then[name] != now[name]}
+
+
+def _check_trust(
+    url: str, facts: Mapping[str, Any], seal: object, key: str | None, *, trusted: bool
+) -> None:
+    if trusted:
+        return
+    if key is None:
+        raise UntrustedError(
+            f"{url} names a program of the run, and reproducing runs it. Give the run's key, which TorchModel.run_key of its model is, "
+            "or trust the run: --trust."
+        )
+    try:
+        expected = _mac(facts, bytes.fromhex(key.strip()))
+    except ValueError:
+        expected = ""
+    if not (isinstance(seal, str) and expected and hmac.compare_digest(seal, expected)):
+        raise UntrustedError(
+            f"{url} was not written by the fit of this key: the seal differs. Look whether run and key belong together; if the file was "
+            "changed, do not use it."
+        )
+
+
+def _mac(facts: Mapping[str, Any], key: bytes) -> str:
+    # Through JSON, which makes lists of tuples.
+    plain = read_json(json.dumps(facts), most_bytes=None)
+    return hmac.new(key, json.dumps(plain, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def _losses(history: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    return tuple(float(record["loss"]) for record in history if "loss" in record)
+
+
+def _digests(state: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(
+            value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _first_difference(recipe: Recipe, model: Model) -> str:
+    """Return the first difference of two trainings in words; "" without one."""
+    rows = zip(recipe.losses, _losses(model.history), strict=False)
+    for epoch, (then, now) in enumerate(rows, 1):
+        if then != now:
+            return f"the loss of epoch {epoch} is {now!r} instead of {then!r}"
+    if len(recipe.losses) != len(model.history):
+        return f"{len(model.history)} epochs instead of {len(recipe.losses)}"
+    found = _digests(model.getModel().state_dict())
+    for name in {**recipe.weights, **found}:
+        if recipe.weights.get(name) != found.get(name):
+            return f"the tensor {name!r} of the trained model differs, and all losses are equal"
+    return ""

@@ -1,0 +1,440 @@
+"""Versions of Delta and Iceberg tables: the rows that the format's own library reads, or an early error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sparkhvd.data.manifest import packed_rows, unpacked_rows
+from sparkhvd.data.parquet.manifest import KnownFooters, read_manifest
+from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.store import Store
+from sparkhvd.data.table_formats import where as filters
+from sparkhvd.data.table_formats.version import requested
+from sparkhvd.errors import InvalidArgumentError
+from tests.harness import tables
+from tests.harness.plans import batch_rows
+from tests.harness.soak import amount
+from tests.harness.tables import catalog_of, plain_rows, rows_of
+
+deltalake = pytest.importorskip("deltalake")
+pyiceberg = pytest.importorskip("pyiceberg")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tables.start_threads(tmp_path_factory.mktemp("threads"))
+
+
+def rows(first: int, count: int, **more: Any) -> pa.Table:
+    ids = np.arange(first, first + count)
+    return pa.table(
+        {"id": ids, "x": ids * 0.5, "p": [f"p {i % 3}/é" for i in ids.tolist()], **more}
+    )
+
+
+def delta_rows(folder: Path, columns: list[str], version: int | None = None) -> list[tables.Row]:
+    table = deltalake.DeltaTable(folder, version=version)
+    found = pa.RecordBatchReader.from_stream(table.scan(columns=columns)).read_all()
+    return plain_rows(found, columns)
+
+
+# -- Delta -------------------------------------------------------------------------------------------
+
+
+def test_every_version_of_a_delta_table(tmp_path: Path) -> None:
+    folder = tmp_path / "a table"
+    deltalake.write_deltalake(folder, rows(0, 30), partition_by=["p"])
+    deltalake.write_deltalake(folder, rows(30, 10), mode="append")
+    deltalake.DeltaTable(folder).delete("id % 7 = 0")
+    deltalake.write_deltalake(
+        folder, rows(40, 5, new=pa.array([1, None, 3, 4, 5])), mode="append", schema_mode="merge"
+    )
+    deltalake.DeltaTable(folder).update(updates={"x": "x + 1000"}, predicate="id > 20")
+    deltalake.DeltaTable(folder).optimize.compact()
+    deltalake.DeltaTable(folder).create_checkpoint()
+    newest = deltalake.DeltaTable(folder).version()
+    assert newest >= 4
+    for version in range(newest + 1):
+        columns = ["id", "x", "p"] + (["new"] if version >= 3 else [])
+        assert rows_of(folder, columns, version=version) == delta_rows(folder, columns, version)
+    assert rows_of(folder, ["id", "p"]) == delta_rows(folder, ["id", "p"])
+    history = {h["version"]: h["timestamp"] for h in deltalake.DeltaTable(folder).history()}
+    moment = datetime.fromtimestamp(history[1] / 1000, timezone.utc)
+    assert rows_of(folder, ["id"], as_of=moment) == delta_rows(folder, ["id"], 1)
+
+
+def mapped_table(folder: Path, mode: str, features: list[str] | None = None) -> None:
+    """Write a Delta table with deletion vectors and column mapping, by the protocol."""
+    (folder / "xx yy").mkdir(parents=True)
+    ids = {b"PARQUET:field_id": b"1"}
+    kind = pa.schema([pa.field("col-a", pa.int64(), metadata=ids), pa.field("col-b", pa.float64())])
+    first, second = folder / "xx yy" / "1.parquet", folder / "2.parquet"
+    columns = {"col-a": np.arange(50), "col-b": np.arange(50) * 0.25}
+    pq.write_table(pa.table(columns, schema=kind), first, row_group_size=7)
+    pq.write_table(pa.table({"col-a": np.arange(100, 105)}), second)
+    fields = [("x", "long", 1, "col-a"), ("my y", "double", 2, "col-b"), ("p", "string", 3, "c")]
+    schema = [
+        {
+            "name": name,
+            "type": kind,
+            "nullable": True,
+            "metadata": {
+                "delta.columnMapping.id": number,
+                "delta.columnMapping.physicalName": stored,
+            },
+        }
+        for name, kind, number, stored in [*fields, ("new", "integer", 4, "col-new")]
+    ]
+    features = ["deletionVectors", "columnMapping", *(features or [])]
+    names = {"readerFeatures": features, "writerFeatures": features}
+    vector = tables.delta_vector(folder, "deletion_vector.bin", [0, 3, 6, 7, 13, 49])
+
+    def add(path: Path, value: str | None, **more: Any) -> dict[str, Any]:
+        quoted = str(path.relative_to(folder)).replace(" ", "%20")
+        facts = {"path": quoted, "partitionValues": {"c": value}, "size": path.stat().st_size}
+        facts["stats"] = json.dumps({"numRecords": pq.read_metadata(path).num_rows})
+        return {"add": {**facts, "modificationTime": 0, "dataChange": True, **more}}
+
+    configuration = {"delta.columnMapping.mode": mode, "delta.enableDeletionVectors": "true"}
+    tables.write_delta_log(
+        folder,
+        0,
+        {"protocol": {"minReaderVersion": 3, "minWriterVersion": 7, **names}},
+        {
+            "metaData": {
+                "id": str(uuid.uuid4()),
+                "format": {"provider": "parquet", "options": {}},
+                "schemaString": json.dumps({"type": "struct", "fields": schema}),
+                "partitionColumns": ["p"],
+                "configuration": {**configuration, "delta.columnMapping.maxColumnId": "4"},
+                "createdTime": 0,
+            }
+        },
+        add(first, "u", deletionVector=vector),
+        add(second, "v v"),
+    )
+
+
+def test_deletion_vectors_and_column_mapping_of_delta(tmp_path: Path) -> None:
+    mapped_table(tmp_path / "t", "name")
+    columns = ["x", "my y", "p", "new"]
+    found = rows_of(tmp_path / "t", columns)
+    assert found == delta_rows(tmp_path / "t", columns)
+    assert len(found) == 50 - 6 + 5
+    assert len(rows_of(tmp_path / "t", columns, where="`my y` >= 10 AND p = 'u'")) == 9
+    assert [row[0] for row in rows_of(tmp_path / "t", ["x", "p"], where="p = 'v v'")] == [
+        100.0 + i for i in range(5)
+    ]
+
+
+def test_a_feature_that_is_not_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+    mapped_table(tmp_path / "t", "name", ["variantType"])
+    with pytest.raises(InvalidArgumentError, match=r"variantType.*fit\(spark\.table\("):
+        rows_of(tmp_path / "t", ["x"])
+    mapped_table(tmp_path / "u", "name", ["fromTheFuture"])
+    with pytest.raises(InvalidArgumentError, match=r"fromTheFuture.*fit\(spark\.table\("):
+        rows_of(tmp_path / "u", ["x"])
+
+
+def test_vacuumed_versions_and_missing_tables(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    deltalake.write_deltalake(folder, rows(0, 10))
+    deltalake.write_deltalake(folder, rows(10, 10), mode="overwrite")
+    table = deltalake.DeltaTable(folder)
+    table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    assert len(rows_of(folder, ["id"])) == 10
+    with pytest.raises(InvalidArgumentError, match="version 0 of .*vacuumed.*newer version"):
+        rows_of(folder, ["id"], version=0)
+    with pytest.raises(InvalidArgumentError, match="version=7 is not there; the newest version is"):
+        rows_of(folder, ["id"], version=7)
+    with pytest.raises(InvalidArgumentError, match="before the first version that the log has"):
+        rows_of(folder, ["id"], as_of="2001-01-01")
+    with pytest.raises(InvalidArgumentError, match="this is a Delta table.*version="):
+        rows_of(folder, ["id"], snapshot_id=1)
+    with pytest.raises(InvalidArgumentError, match="moved.*fit_on_parquet"):
+        rows_of(tmp_path / "moved", ["id"])
+    (folder / "sub").mkdir()
+    with pytest.raises(InvalidArgumentError, match="part of a Delta table"):
+        rows_of(folder / "sub", ["id"])
+
+
+def test_a_missing_library_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deltalake.write_deltalake(tmp_path / "t", rows(0, 3))
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'sparkhvd\[delta\]'"):
+        rows_of(tmp_path / "t", ["id"])
+    monkeypatch.setitem(sys.modules, "pyiceberg.table", None)
+    monkeypatch.setitem(sys.modules, "pyiceberg.catalog", None)
+    for table, catalog in (("/x/metadata/v1.metadata.json", None), ("db.t", {"type": "rest"})):
+        with pytest.raises(InvalidArgumentError, match=r"pip install 'sparkhvd\[iceberg\]'"):
+            rows_of(table, ["id"], catalog=catalog)
+
+
+# -- Iceberg -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Any]:
+    from pyiceberg.catalog import load_catalog
+
+    properties = catalog_of(tmp_path / "ice")
+    loaded = load_catalog(properties.pop("name"), **properties)
+    loaded.create_namespace("db")
+    yield loaded
+    loaded.close()
+
+
+def iceberg_rows(table: Any, columns: list[str], **scan: Any) -> list[tables.Row]:
+    return plain_rows(table.scan(**scan).to_arrow(), columns)
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_every_snapshot_of_an_iceberg_table(catalog: Any, version: str) -> None:
+    from pyiceberg.transforms import BucketTransform, IdentityTransform
+    from pyiceberg.types import LongType
+
+    schema = rows(0, 1).schema.set(0, pa.field("id", pa.int32()))
+    table = catalog.create_table("db.t", schema=schema, properties={"format-version": version})
+    table.append(rows(0, 30).cast(schema))
+    with table.update_spec() as spec:
+        spec.add_field("p", IdentityTransform())
+        spec.add_field("id", BucketTransform(2))
+    table.append(rows(30, 10).cast(schema))
+    table.delete("id < 5")
+    with table.update_schema() as change:
+        change.update_column("id", LongType())
+        change.rename_column("x", "z")
+    with table.update_schema() as change:
+        change.add_column("x", LongType())  # the old name with a new meaning
+    more = rows(40, 6).rename_columns(["id", "z", "p"]).append_column("x", pa.array(range(6)))
+    table.append(more)
+    with table.update_schema() as change:
+        change.delete_column("x")
+    table.append(more.drop_columns(["x"]))
+    table.manage_snapshots().create_tag(table.history()[0].snapshot_id, "first").commit()
+    for snapshot in table.snapshots():
+        names = table.scan(snapshot_id=snapshot.snapshot_id).projection().column_names
+        found = rows_of("db.t", names, catalog=catalog, snapshot_id=snapshot.snapshot_id)
+        assert found == iceberg_rows(table, names, snapshot_id=snapshot.snapshot_id)
+    columns = ["id", "z", "p"]
+    for where in ("id >= 35", "z IS NULL", "p = 'p 0/é' AND NOT id > 20", "p != 'p 1/é'"):
+        every = table.scan().to_arrow()
+        kept = every.filter(filters.row_filter(filters.parse(where), every.schema, "t").expression)
+        found = rows_of("db.t", columns, catalog=catalog, where=where)
+        assert found == plain_rows(kept, columns), where
+    assert len(rows_of("db.t", ["id"], catalog=catalog, ref="first")) == 30
+    second = table.snapshots()[1].timestamp_ms / 1000
+    moment = datetime.fromtimestamp(second, timezone.utc)
+    assert len(rows_of("db.t", ["id"], catalog=catalog, as_of=moment)) == 40
+    # A filter at an older snapshot, whose name means another column now.
+    first = table.snapshots()[0].snapshot_id
+    found = rows_of("db.t", ["id"], catalog=catalog, snapshot_id=first, where="x < 5")
+    assert [row[0] for row in found] == [float(i) for i in range(10)]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "puffin"])
+def test_position_deletes_and_deletion_vectors_of_iceberg(catalog: Any, kind: str) -> None:
+    table = catalog.create_table("db.t", schema=rows(0, 1).schema)
+    table.append(rows(0, 1000))
+    table.append(rows(1000, 10))
+    files = sorted(task.file.file_path for task in table.scan().plan_files())
+    deletes = {files[0]: [0, 3, 4], files[1]: [1, 9]}
+    state = tables.iceberg_deletes(table.metadata_location, deletes, kind)
+    from pyiceberg.table import StaticTable
+
+    columns = ["id", "x", "p"]
+    expected = iceberg_rows(StaticTable.from_metadata(state), columns)
+    assert len(expected) == 1005
+    assert rows_of(state, columns) == expected
+    assert rows_of(state, columns, where="id >= 1000") == [r for r in expected if r[0] >= 1000]
+
+
+def test_equality_deletes_are_an_error_before_any_row(catalog: Any) -> None:
+    table = catalog.create_table("db.t", schema=rows(0, 1).schema)
+    table.append(rows(0, 10))
+    state = tables.iceberg_deletes(table.metadata_location, {"any": [1]}, "equality")
+    with pytest.raises(InvalidArgumentError, match=r"equality deletes, which pyiceberg .*spark\.t"):
+        rows_of(state, ["id"])
+
+
+def test_messages_of_iceberg(catalog: Any, tmp_path: Path) -> None:
+    table = catalog.create_table("db.t", schema=rows(0, 1).schema)
+    with pytest.raises(InvalidArgumentError, match="it has no snapshot, so no rows"):
+        rows_of("db.t", ["id"], catalog=catalog)
+    table.append(rows(0, 10))
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: rows_of("db.t", ["id"], catalog=catalog, snapshot_id=5), "expired.*newest snaps"),
+        (lambda: rows_of("db.t", ["id"], catalog=catalog, ref="no"), "branches and tags are main"),
+        (lambda: rows_of("db.t", ["id"], catalog=catalog, version=5), "this is an Iceberg table"),
+        (lambda: rows_of("db.no", ["id"], catalog=catalog), "the catalog has no table 'db.no'"),
+        (lambda: rows_of(table.location(), ["id"]), "belongs to a catalog.*metadata.json"),
+        (lambda: rows_of("db.t", ["id"], catalog=catalog, where="no = 1"), "has no column 'no'"),
+        (lambda: requested(version=1, ref="x"), "version and ref are given"),
+        (lambda: requested(version=-1), "Give a number, 0 or more"),
+        (lambda: requested(as_of="yesterday"), "as_of is 'yesterday'"),
+    ]
+    for call, message in cases:
+        with pytest.raises(InvalidArgumentError, match=message):
+            call()
+    folder = Path(table.location().removeprefix("file://"))
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(InvalidArgumentError, match="moved|cannot be used"):
+        rows_of("db.t", ["id"], catalog=catalog)
+    moved = max((tmp_path / "moved" / "metadata").glob("*.metadata.json"))
+    with pytest.raises(InvalidArgumentError, match="absolute paths"):
+        rows_of(moved, ["id"])
+
+
+# -- random histories --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(amount(2, 800)))
+def test_every_version_of_a_random_history(tmp_path: Path, seed: int) -> None:
+    assert tables.random_history(seed, tmp_path, steps=5).num_checked >= 10
+
+
+# -- incremental, and over ranks ---------------------------------------------------------------------
+
+
+def test_only_new_files_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, store = tmp_path / "t", Store.create(tmp_path / "store")
+    for part in range(20):
+        deltalake.write_deltalake(folder, rows(100 * part, 100), mode="append")
+    read: list[int] = []
+
+    def known(dataset: Any, schema: Any) -> KnownFooters:
+        found = KnownFooters(store, dataset, schema)
+        monkeypatch.setattr(found, "put", lambda *a: (read.append(found.num_read), put(found, *a)))
+        return found
+
+    put = KnownFooters.put
+    columns = ["id", "x"]
+
+    def check(*, expected: int, **choice: Any) -> None:
+        read.clear()
+        found = rows_of(folder, columns, known=known, **choice)
+        assert found == rows_of(folder, columns, **choice)
+        assert read == [expected]
+
+    check(expected=20)
+    check(expected=0)
+    deltalake.write_deltalake(folder, rows(2000, 10), mode="append")
+    check(expected=1)  # of 2,010 rows 10 are new
+    check(expected=21, where="id > 30")  # other rows of the same files
+    check(expected=0, where="id > 30")
+    deltalake.DeltaTable(folder).delete("id = 1005")
+    check(expected=1)
+    for each in (tmp_path / "store" / "tables").rglob("*.json"):  # damaged: read again
+        each.write_bytes(each.read_bytes()[:-40])
+    check(expected=21)
+    deltalake.write_deltalake(
+        folder, rows(0, 5, new=pa.array(range(5))), mode="append", schema_mode="merge"
+    )
+    check(expected=22)  # other columns of the table
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_live_row_comes_once_over_the_ranks(tmp_path: Path, ranks: int) -> None:
+    mapped_table(tmp_path / "t", "id")
+    dataset, schema = tables.dataset_of(tmp_path / "t", ["x"])
+    manifest = read_manifest(dataset, schema)
+    seen: list[float] = []
+    for rank in range(ranks):
+        with Reader(dataset.store, manifest, rank=rank, size=ranks, batch_size=4, seed=1) as reader:
+            plan = reader.plan(0)
+            with ParquetSource(dataset.store, manifest) as source:
+                for step in range(plan.num_steps):
+                    numbers = np.sort(batch_rows(plan, rank, step))
+                    seen += source.read(["x"], numbers)["x"].tolist()
+    assert sorted(seen) == sorted(row[0] for row in delta_rows(tmp_path / "t", ["x"]))
+
+
+# -- filters and masks -------------------------------------------------------------------------------
+
+
+def test_a_filter_has_the_meaning_of_sql() -> None:
+    table = pa.table(
+        {
+            "a": pa.array([1, 2, None, 4], pa.int32()),
+            "b": ["x", None, "it's", "y"],
+            "d": pa.array([0, 1, 20000, None], pa.date32()),
+            "f": pa.array([0.1, 1.5, None, 2], pa.float32()),
+            "c c": [True, False, None, True],
+        }
+    )
+    for text, kept in {
+        "a > 1": [1, 3],
+        "NOT a > 1": [0],
+        "a IN (1, 2) OR b = 'it''s'": [0, 1, 2],
+        "a NOT IN (1, 2)": [3],
+        "d >= DATE '1970-01-02'": [1, 2],
+        "f BETWEEN 0.05 AND 1.5": [0, 1],
+        "f > 0.1": [0, 1, 3],  # as in Spark: the nearest float is more
+        "a != 1.5": [0, 1, 3],
+        "b IS NOT NULL AND NOT (a = 1 OR a = 4)": [],
+        "`c c` = TRUE": [0, 3],
+    }.items():
+        condition = filters.parse(text)
+        found = filters.row_filter(condition, table.schema, "t")
+        numbered = table.append_column("n", pa.array(range(4)))
+        assert numbered.filter(found.expression).column("n").to_pylist() == kept, text
+        assert filters.parse(found.text) == condition
+    pandas = [[("a", ">", 1), ("b", "in", ["y"])], [("a", "==", None)]]
+    assert filters.text_of(filters.parse(pandas)) == (
+        """(("a" > 1) AND ("b" IN ('y'))) OR ("a" IS NULL)"""
+    )
+
+
+def test_files_with_nan_are_left_out_only_as_their_rows_are(tmp_path: Path) -> None:
+    for part in ([1.0, np.nan], [1.0, 1.0], [3.0, np.nan], [np.nan, np.nan]):
+        values = pa.table({"x": part, "id": [len(part)] * 2})
+        deltalake.write_deltalake(tmp_path / "t", values, mode="append")
+    for where, count in {"x != 1": 1, "NOT x < 2": 1, "x >= 1": 4, "NOT x IN (3)": 3}.items():
+        assert len(rows_of(tmp_path / "t", ["id"], where=where)) == count, where
+    moments = [datetime(2026, 11, day, tzinfo=timezone.utc) for day in (1, 2, 3)]
+    for number, moment in enumerate(moments):
+        at = pa.array([moment], pa.timestamp("us", "UTC"))
+        part = pa.table({"at": at, "day": at.cast(pa.date32()), "id": [number]})
+        deltalake.write_deltalake(tmp_path / "u", part, mode="append")
+    for where, ids in {
+        "at >= '2026-11-02T00:00:00Z'": [1.0, 2.0],
+        "at < TIMESTAMP '2026-11-02T01:00:00+01:00'": [0.0],
+        "day BETWEEN DATE '2026-11-01' AND '2026-11-02'": [0.0, 1.0],
+    }.items():
+        assert [row[0] for row in rows_of(tmp_path / "u", ["id"], where=where)] == ids, where
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["a >", "a ! 1", "a IN ()", "(a = 1", "a = 1 2", "", "a LIKE 'x'", [("a", "?", 1)], [], 5],
+)
+def test_what_is_no_filter_is_refused(where: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="where="):
+        filters.parse(where)
+    with pytest.raises(InvalidArgumentError, match="inside each other"):
+        filters.parse("(" * 500 + "a = 1" + ")" * 500)
+
+
+def test_masks_of_rows_are_bounded() -> None:
+    mask = np.random.default_rng(0).random(1003) < 0.3
+    text = packed_rows(mask)
+    assert (unpacked_rows(text, 1003) == mask).all()
+    for damaged, count in ((text, 1011), (text, 900), ("?", 1003), (text[:-4], 1003)):
+        with pytest.raises(ValueError, match="mask"):
+            unpacked_rows(damaged, count)
+    with pytest.raises(ValueError, match="mask"):  # a small text of many rows
+        unpacked_rows(packed_rows(np.zeros(10_000_000, np.bool_)), 8)
