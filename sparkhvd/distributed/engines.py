@@ -65,8 +65,9 @@ class EngineGroups:
     ) -> EngineGroup:
         """Return all ranks, in the engine that this process shares with `hvd`."""
         try:
+            deadline = time.monotonic() + timeout.total_seconds()
             self._world = self._share(store, name, rank, size, timeout)
-            _clean_up(store, rank, self._world, timeout)
+            _clean_up(store, rank, self._world, deadline)
         except CollectiveError as error:
             raise as_torch(error) from None
         return self._world
@@ -135,23 +136,30 @@ class EngineGroups:
 
 def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> EngineGroup:
     """Return ranks in a separate engine; every one of these ranks must call this."""
+    deadline = time.monotonic() + timeout.total_seconds()
     try:
         rendezvous = meet(store, name, rank, size, timeout)
-        engine = Engine(rendezvous.connect(), rendezvous.settings)
-        rendezvous.close()  # all are connected, and these ranks connect once
+        try:
+            engine = Engine(rendezvous.connect(), rendezvous.settings)
+        finally:
+            rendezvous.close()  # all are connected, and these ranks connect once
         team = EngineGroup(engine, 0, tuple(range(size)), is_own=True)
-        _clean_up(store, rank, team, timeout)
+        try:
+            _clean_up(store, rank, team, deadline)
+        except BaseException:
+            engine.shutdown()  # peers that have passed the barriers learn of it now
+            raise
     except CollectiveError as error:
         raise as_torch(error) from None
     return team
 
 
-def _clean_up(store: Store, rank: int, team: EngineGroup, timeout: timedelta) -> None:
+def _clean_up(store: Store, rank: int, team: EngineGroup, deadline: float) -> None:
     """Restore the store: a launcher's store serves several default groups, which all use the same names."""
 
     def barrier(what: str) -> None:
         name = f"torch.{team.generation}.{what}"
-        team.engine.barrier(name=name, timeout_s=timeout.total_seconds()).wait()
+        team.engine.barrier(name=name, timeout_s=_left(deadline)).wait()
 
     barrier("read")
     forget(store, rank)
@@ -298,7 +306,8 @@ def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> S
             keys = gather.gather(point, rank, size, made, _left(deadline), _ADVICE)
             key = bytes.fromhex(keys[0])
         else:
-            key = _key_between_hosts(store, name, rank, endpoints, settings, timeout)
+            left = timedelta(seconds=_left(deadline))
+            key = _key_between_hosts(store, name, rank, endpoints, settings, left)
         stack.pop_all()
     settings = replace(settings, connect_timeout_s=min(settings.connect_timeout_s, _left(deadline)))
     return StoreRendezvous(Job(key, f"torch.{name}", 0, rank, size, endpoints), listener, settings)

@@ -132,7 +132,7 @@ class Launcher:
             ]
         except (CollectiveError, MismatchError) as error:
             if in_backward() and getattr(opts, "asyncOp", True):
-                return self.failed(error, outputs)
+                return self.recorded(self.failed(error, outputs))
             raise as_torch(error) from None
         last = None if finish is None else partial(finish, works)
         return self.recorded(Work(works, outputs, last, OperationNames(names[0]), self.passes))

@@ -6,6 +6,7 @@ Methods have torch's names. docs/torch_distributed.md has the table of their cal
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -232,6 +233,7 @@ def _routed(own: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         device = find(inner, args)
         group = None if device == "cpu" and inner.cpu_is_ours else inner.of(device)
         if group is not None:
+            _ = self.launcher.team.engine  # raises before the first reconfigure
             return getattr(group, name)(*args)
         if not is_profiled():
             return own(self, *args)
@@ -1025,6 +1027,8 @@ class Group(_ProcessGroup):
     def reconfigure(self, opts: Any) -> Work:
         """Replace this group's ranks; every new rank must call this. Pending operations of the former ranks fail.
 
+        Not at the same time as collectives of this group in another thread.
+
         The group's subgroups keep their ranks. Groups of torch's own backends inside it, as of NCCL, are made again at their next use.
 
         Args:
@@ -1040,7 +1044,7 @@ class Group(_ProcessGroup):
                 try again with a new number.
         """
         former = self.launcher
-        timeout = opts.timeout or timedelta(seconds=former.timeout_s)
+        timeout = timedelta(seconds=former.timeout_s) if opts.timeout is None else opts.timeout
         found = self._changes("reconfigure").meet(opts.uuid, opts.handles, timeout)
         own_timeout = timedelta(seconds=former.timeout_s)
         self._teams = EngineGroups()
@@ -1048,10 +1052,12 @@ class Group(_ProcessGroup):
         self._rank, self._size = found.rank, len(found.team.ranks)
         self.launcher = Launcher(found.team, found.name, own_timeout)
         self._messages = OperationNames(f"{found.name}.message")
-        self.inner.restart(found.store, self._rank, self._size, found.name)
         self._is_aborted = False
-        if not isinstance(former.team, UnconnectedGroup):
-            former.team.engine.shutdown()
+        try:
+            self.inner.restart(found.store, self._rank, self._size, found.name)
+        finally:
+            if not isinstance(former.team, UnconnectedGroup):
+                former.team.engine.shutdown()
         return FINISHED
 
     def _changes(self, what: str) -> Reconfiguration:
@@ -1077,12 +1083,14 @@ class Group(_ProcessGroup):
 
     def abort(self) -> None:
         """Fail every operation, here and on the other ranks; with a shared engine also operations of `hvd`."""
-        for hook in [*self._abort_hooks.values()]:
-            hook()
-        self.inner.each(lambda group: group.abort())
-        if self._is_connected():
-            self.launcher.team.engine.abort(f"torch group {self._name} was aborted")
         self._is_aborted = True
+        with contextlib.ExitStack() as ends:  # each is called, also after an error of another
+            if self._is_connected():
+                text = f"torch group {self._name} was aborted"
+                ends.callback(self.launcher.team.engine.abort, text)
+            ends.callback(self.inner.each, lambda group: group.abort())
+            for hook in reversed(self._abort_hooks.values()):
+                ends.callback(hook)
 
     def shutdown(self) -> None:
         """End the group; a shared engine stays, for `hvd` and other groups."""

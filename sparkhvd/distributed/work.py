@@ -28,7 +28,7 @@ from torch.distributed import DistBackendError
 
 from sparkhvd import errors
 from sparkhvd.engine.work import Work as Operation
-from sparkhvd.torch.gradients.reducer import after_backward, in_backward
+from sparkhvd.torch.gradients.reducer import BackwardEnd, after_backward, in_backward
 
 # ----------------------------------------------------------------------------------------------------
 # Futures whose callbacks may launch collectives, which match across ranks whenever and wherever the callbacks run.
@@ -84,29 +84,33 @@ class Future(torch.futures.Future[Any]):
     Args:
         settle: waits for the work, and runs callbacks.
         scope: names the operations that they launch.
+        default: value for torch's C++ after an error that `hides_error` keeps from it.
+        hides_error: returns True as long as the end of a backward pass will raise the error. DDP's C++ loses the error's class.
     """
 
-    def __init__(self, settle: Callable[[], object], scope: OperationNames) -> None:
+    def __init__(
+        self,
+        settle: Callable[[], object],
+        scope: OperationNames,
+        default: object,
+        hides_error: Callable[[], bool],
+    ) -> None:
         super().__init__()
         self._settle = settle
         self._scope = scope
+        self._default = default
+        self._hides_error = hides_error
         self._error: Exception | None = None
         self._children: list[Future] = []
 
-    def finish(
-        self, value: object, error: BaseException | None, *, hides_error: bool = False
-    ) -> None:
-        """Complete the future; its callbacks run in this thread.
-
-        Args:
-            value: the result.
-            error: instead of the result.
-            hides_error: torch's C++ gets the value; `wait` and `check` still raise the error.
-        """
-        if error is not None:
-            self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        if self._error is None or hides_error:
+    def finish(self, value: object, error: BaseException | None) -> None:
+        """Complete the future; its callbacks run in this thread."""
+        if error is None:
             self.set_result(value)
+            return
+        self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        if self._hides_error():
+            self.set_result(value if value is not None else self._default)
         else:
             self.set_exception(self._error)
 
@@ -127,7 +131,7 @@ class Future(torch.futures.Future[Any]):
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Future:
         """Call a function with this future when it is complete, and return the future of its result."""
-        child = Future(self._settle, self._scope.child())
+        child = Future(self._settle, self._scope.child(), self._default, self._hides_error)
         self._children.append(child)
 
         def run(_: object) -> None:
@@ -246,6 +250,8 @@ class BackwardQueue:
             after_backward(end)
         except RuntimeError:  # in a node, but not in a pass with end callbacks
             return False
+        # A pass that ends in another exception frees the end, and raises no error of the work.
+        weakref.finalize(end, work.leave_pass).atexit = False
         self._ends.append(weakref.ref(end))
         return True
 
@@ -261,8 +267,10 @@ class BackwardQueue:
                 work.finish_backward()
             except Exception as error:  # noqa: BLE001 - raised behind DDP's callback
                 errors_found.append(error)
+            work.leave_pass()
         if errors_found:
-            after_backward(partial(_throw, errors_found[0]))
+            throw = partial(_throw, errors_found[0])
+            BackwardEnd(lambda _: after_backward(throw))
 
 
 def _throw(error: BaseException) -> None:
@@ -324,6 +332,10 @@ class Work(dist.Work):
             raise self._error
         return True
 
+    def leave_pass(self) -> None:
+        """Show errors in futures from now on: no end of a backward pass raises them."""
+        self._in_pass = False
+
     def launch(self) -> None:
         """Start the operations of a deferred work, unless they are started."""
         with self._lock:
@@ -367,7 +379,7 @@ class Work(dist.Work):
             future = self._future
         if future is not None:
             _completer.forget(self)
-            future.finish(self._outputs, self._error, hides_error=self._in_pass)
+            future.finish(self._outputs, self._error)
 
     def is_completed(self) -> bool:
         """Check whether it has succeeded or failed; never blocks."""
@@ -410,11 +422,15 @@ class Work(dist.Work):
             self.wait()
             self._future.check()
 
+    def _is_in_pass(self) -> bool:
+        return self._in_pass
+
     def get_future(self) -> Future:
         """Return the future of the results."""
         with self._lock:
             if self._future is None:
-                self._future = Future(self.settle, self._scope)
+                default = self._outputs[0] if len(self._outputs) == 1 else self._outputs
+                self._future = Future(self.settle, self._scope, default, self._is_in_pass)
                 if self._is_settled:
                     self._future.finish(self._outputs, self._error)
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from datetime import timedelta
@@ -201,6 +202,59 @@ class Member:
             return str(error)
         return ""
 
+    def wrap_with_hooks(self) -> None:
+        """Make models of DDP whose hooks wait in callbacks."""
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        def waits(_: object, bucket: Any) -> Any:
+            work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+            return work.get_future().then(lambda done: done.wait()[0])
+
+        del waits.__annotations__  # torch compares them with its own types, and here they are texts
+        state = powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2)
+        self.hooked = []
+        for hook in ((None, waits), (state, powerSGD_hook.powerSGD_hook)):
+            net = nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, 1)).double()
+            self.hooked.append(nn.parallel.DistributedDataParallel(net))
+            self.hooked[-1].register_comm_hook(*hook)
+        for model in self.hooked * 3:
+            model(rows(1)[0]).sum().backward()
+
+    def errors_in_backward(self) -> list[str]:
+        """Return the class of the error of each program on a group that has lost a rank."""
+        works: list[Any] = []
+
+        def keep(grad: Tensor) -> None:
+            works.append(dist.all_reduce(grad.clone(), async_op=True))
+
+        def coalesce(grad: Tensor) -> None:
+            with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+                dist.all_reduce(grad.clone())
+            works.append(manager)
+
+        def another(grad: Tensor) -> None:
+            works.append(dist.all_reduce(grad.clone(), async_op=True))
+            works.append(works[-1].get_future())
+            raise KeyError
+
+        losses = [model(rows(1)[0]).sum() for model in self.hooked]
+        found = [_error(loss.backward) for loss in losses]
+        for hook in (keep, coalesce, another):
+            x = torch.ones(2, requires_grad=True)
+            x.register_hook(hook)
+            works.clear()
+            ended = _error(x.sum().backward)
+            if hook is keep:
+                future = works[0].get_future()
+                found.append(_error(torch.futures.collect_all([future]).wait))
+                continue
+            if hook is another:
+                assert ended == "KeyError"
+                with contextlib.suppress(sparkhvd.PeerLostError):
+                    works[0].wait()
+            found.append(_error(works[-1].wait))
+        return found
+
     def parameters(self) -> list[float]:
         found = []
         for parameter in self.model.parameters():
@@ -210,6 +264,14 @@ class Member:
 
     def destroy(self) -> None:
         dist.destroy_process_group()
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - its class is compared
+        return type(error).__name__
+    return "none"
 
 
 def rows(seed: int) -> tuple[Tensor, Tensor]:

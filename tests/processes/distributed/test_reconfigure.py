@@ -290,6 +290,17 @@ def test_ddp_goes_on_after_a_loss_anywhere_in_a_step(job: Job, hook: str) -> Non
         job.some(who, "step", same)
 
 
+def test_no_error_of_a_backward_pass_is_lost(job: Job) -> None:
+    job.start()
+    job.join([0, 1, 2])
+    job.all("wrap_with_hooks")
+    job.processes[2].kill()
+    job.processes[2].wait()
+    for found in job.some([0, 1], "errors_in_backward"):
+        assert found == ["PeerLostError"] * 5
+    job.join([0, 1])
+
+
 @pytest.mark.parametrize("job", [4], indirect=True)
 def test_hsdp_goes_on_without_a_replica_and_names_lost_shards(job: Job) -> None:
     job.start()
