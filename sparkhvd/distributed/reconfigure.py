@@ -74,10 +74,10 @@ class Reconfiguration:
     Args:
         rank: at the start.
         name: torch's name of the group.
-        store: torch's, for this group alone. It must outlive every rank.
+        store: torch's, for this group alone. It must outlive every rank, and no number may repeat in it.
 
     Attributes:
-        handle: names this process in the group. A set of handles is ordered by their text, so by the rank at the start.
+        handle: names this process in this group. A set of handles is ordered by their text, so by the rank at the start.
     """
 
     def __init__(self, rank: int, name: str, store: Store) -> None:
