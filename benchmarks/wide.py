@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/wide.py [--columns 2000] [--write]
 
-2,000 rows of doubles in one Parquet file, a new `local[2]` session, in this order: a read by pyarrow in this process, Spark's write of
+2,000 rows of doubles in one Parquet file, a new `local[2]` session with a heap of 6 GB, because with 2 GB Spark cannot write 10,000 columns, in this order: a read by pyarrow in this process, Spark's write of
 what it reads (the first one and the next), the first fit of one epoch on one rank, the next fit, two transforms into Spark's `noop`
 sink. Seconds of the clock, and of the CPU of driver and workers. Targets: fit up to the first step and transform take at most 1.5 times
 Spark's own write and pyarrow's read.
@@ -41,7 +41,7 @@ def main() -> None:
     values = np.random.default_rng(0).random((ROWS, given.columns))
     seconds: dict[str, float] = {}
     rows: list[list[Any]] = []
-    with tempfile.TemporaryDirectory() as folder, local_session(2) as spark:
+    with tempfile.TemporaryDirectory() as folder, local_session(2, "6g") as spark:
         path = str(Path(folder, "wide.parquet"))
         pq.write_table(
             pa.table({**{n: values[:, i] for i, n in enumerate(names)}, "y": values[:, 0]}), path
