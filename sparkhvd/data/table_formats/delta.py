@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from sparkhvd.data.manifest import TableVersion, committed_at
 from sparkhvd.data.parquet.dataset import ParquetDataset, TableFiles, store_of
-from sparkhvd.data.store.store import StoredFile
+from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.data.table_formats import storage
 from sparkhvd.data.table_formats.version import (
     VersionRequest,
@@ -23,7 +23,14 @@ from sparkhvd.data.table_formats.version import (
     missing_extra,
     unsupported,
 )
-from sparkhvd.data.table_formats.where import Condition, row_filter, text_of
+from sparkhvd.data.table_formats.where import (
+    Condition,
+    columns_of,
+    for_pruning,
+    null_columns_of,
+    row_filter,
+    text_of,
+)
 from sparkhvd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -70,8 +77,9 @@ def open_delta(
     _check_features(table, name)
     store = store_of(url, options)
     schema = pa.schema(table.schema().to_arrow())
+    rows = None if where is None else row_filter(where, schema, repr(name))
     found = pa.table(table.get_add_actions(flatten=True))
-    chosen = _chosen(table, found, where)
+    chosen = _chosen(table, found, schema, where)
     files, values = [], {}
     constants = {c: f"partition.{c}" for c in table.metadata().partition_columns}
     for row in found.select(["path", "size_bytes", *constants.values()]).to_pylist():
@@ -95,7 +103,7 @@ def open_delta(
         version,
         _locator(schema, table.metadata().configuration.get(_MAPPING_MODE, "none"), values),
         _deleted(table, name),
-        None if where is None else row_filter(where, schema, repr(name)),
+        rows,
         schema.to_string(show_field_metadata=True, show_schema_metadata=False),
     )
     schema = pa.schema([field.remove_metadata() for field in schema])
@@ -120,26 +128,60 @@ def _load(
             f"fit_on_table({name!r}): deltalake cannot open the table: {_short(e)}. Give the folder that holds '_delta_log', and "
             "storage_options to reach it; if the table needs a newer reader, update deltalake or call fit(spark.table(...))."
         ) from e
-    newest = table.version()
+    newest, store = table.version(), store_of(url, options)
+    version = request.version
+    if request.as_of is not None:
+        version = _version_at(store, newest, request, name)
     try:
-        if request.version is not None:
-            table.load_as_version(request.version)
-        elif request.as_of is not None:
-            table.load_as_version(datetime.fromtimestamp(request.as_of, timezone.utc))
+        if version is not None:
+            table.load_as_version(version)
     except (DeltaError, OSError, ValueError) as e:
         raise InvalidArgumentError(
             f"fit_on_table({name!r}): {request.text} is not there; the newest version is {newest}. The log keeps old versions for "
             f"delta.logRetentionDuration. Give a version that DESCRIBE HISTORY lists. ({_short(e)})"
         ) from e
-    # The history begins with the newest version, also of a table at an older one, whose entries deltalake then numbers wrongly.
-    back = newest - table.version()
-    commit = dict(enumerate(table.history(limit=back + 1))).get(back, {})
-    if request.as_of is not None and commit.get("timestamp", 0) > request.as_of * 1000:
+    return table, _committed_ms(store, table.version())
+
+
+def _version_at(store: Store, newest: int, request: VersionRequest, name: str) -> int:
+    """Return the newest version that was committed by the time of the request.
+
+    The commits' own times count. The times of the log's files change when a table is copied, and deltalake's history leaves out commits
+    without a time, so that its numbers are wrong.
+    """
+    first = None
+    for version in range(newest, -1, -1):
+        committed = _committed_ms(store, version)
+        if committed is None:
+            break
+        if committed <= request.as_of_ms:
+            return version
+        first = f"{version} of {committed_at(committed)}"
+    if committed is None and store.exists(_commit(version)):
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): {request.text} is before the first version that the log has: {table.version()} of "
-            f"{committed_at(commit['timestamp'])}. Give a later time."
+            f"fit_on_table({name!r}): {request.text} cannot be found: version {version} has no time of its commit in the log. Give "
+            "version=<number>."
         )
-    return table, commit.get("timestamp")
+    raise InvalidArgumentError(
+        f"fit_on_table({name!r}): {request.text} is before the first version that the log has: {first or newest}. Give a later time."
+    )
+
+
+def _commit(version: int) -> str:
+    return f"_delta_log/{version:020d}.json"
+
+
+def _committed_ms(store: Store, version: int) -> int | None:
+    """Return the time of a commit in ms since 1970; None if the log no longer has it."""
+    try:
+        lines = store.read_bytes(_commit(version)).splitlines()
+    except FileNotFoundError:
+        return None
+    for line in lines:
+        if b'"commitInfo"' in line and isinstance(info := json.loads(line).get("commitInfo"), dict):
+            found = info.get("inCommitTimestamp", info.get("timestamp"))
+            return found if isinstance(found, int) else None
+    return None
 
 
 def _check_features(table: DeltaTable, name: str) -> None:
@@ -155,13 +197,23 @@ def _check_features(table: DeltaTable, name: str) -> None:
         )
 
 
-def _chosen(table: DeltaTable, found: pa.Table, where: Condition | None) -> set[str]:
+def _chosen(
+    table: DeltaTable, found: pa.Table, schema: pa.Schema, where: Condition | None
+) -> set[str]:
     """Return the paths of files that may hold rows of the filter."""
     every = {unquote(path) for path in found.column("path").to_pylist()}
     if where is None:
         return every
+    types = {name: schema.field(name).type for name in columns_of(where)}
+    # The partition value "" of text is null, which the library does not compare as null.
+    text = {
+        c for c in table.metadata().partition_columns if pa.types.is_string(schema.field(c).type)
+    }
+    exact = for_pruning(where, types)
+    if exact is None or text & null_columns_of(where):
+        return every
     try:
-        uris = table.file_uris(file_pruning_predicate=text_of(where))
+        uris = table.file_uris(file_pruning_predicate=text_of(exact))
     except Exception:  # noqa: BLE001 - it only leaves out files: without it their rows are compared
         return every
     root = _path_of(table.table_uri)

@@ -66,7 +66,7 @@ def open_iceberg(
 
     snapshot = _snapshot(table, name, request.of_format("Iceberg"))
     scan = table.scan(snapshot_id=snapshot.snapshot_id)
-    columns = scan.projection()
+    columns = _columns(table, scan, name, request)
     schema = schema_to_pyarrow(columns, include_field_ids=False)
     rows = None if where is None else row_filter(where, schema, repr(name))
     tasks = _planned(_filtered(table, scan, columns, schema, where), name)
@@ -82,6 +82,7 @@ def open_iceberg(
         committed_at(snapshot.timestamp_ms),
         "" if where is None else text_of(where),
         addresses.without_secrets(table.metadata_location),
+        columns.schema_id,
     )
     facts = TableFiles(
         version,
@@ -184,7 +185,7 @@ def _snapshot(table: Table, name: str, request: VersionRequest) -> Snapshot:
     elif request.ref is not None:
         found = table.snapshot_by_name(request.ref)
     elif request.as_of is not None:
-        found = table.snapshot_as_of_timestamp(int(request.as_of * 1000))
+        found = table.snapshot_as_of_timestamp(request.as_of_ms)
     else:
         found = table.current_snapshot()
     if found is not None:
@@ -204,6 +205,20 @@ def _snapshot(table: Table, name: str, request: VersionRequest) -> Snapshot:
         f"fit_on_table({name!r}): {request.text} is not there: the snapshot was expired, or never was; {known}. Give one that "
         "the table has."
     )
+
+
+def _columns(table: Table, scan: DataScan, name: str, request: VersionRequest) -> Schema:
+    """Return the columns to read: of the newest version the table's, which may have changed since its snapshot was written."""
+    if request.schema_id is not None:
+        found = table.schemas().get(request.schema_id)
+        if found is None:
+            raise InvalidArgumentError(
+                f"fit_on_table({name!r}): the columns that were read, schema {request.schema_id} of the table, are not there. "
+                "Give the metadata file of that time, or a copy of the table."
+            )
+        return found
+    is_newest = request.snapshot_id is None and request.ref is None and request.as_of is None
+    return table.schema() if is_newest else scan.projection()
 
 
 def _filtered(

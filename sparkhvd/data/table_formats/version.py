@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
 
@@ -19,12 +20,20 @@ class VersionRequest:
         snapshot_id: of an Iceberg table.
         ref: branch or tag of an Iceberg table.
         as_of: the version that was current at this time, in s since 1970.
+        schema_id: of an Iceberg table, beside its snapshot: the columns to read it with, if not its own.
     """
 
     version: int | None = None
     snapshot_id: int | None = None
     ref: str | None = None
     as_of: float | None = None
+    schema_id: int | None = None
+
+    @property
+    def as_of_ms(self) -> int:
+        """Time in whole ms since 1970; the fraction may be below a whole number by rounding."""
+        assert self.as_of is not None
+        return math.floor(self.as_of * 1000 + 0.001)
 
     def of_format(self, kind: str) -> VersionRequest:
         """Reject an attribute of the other format; `kind` is "Delta" or "Iceberg"."""
@@ -46,7 +55,7 @@ class VersionRequest:
         """Text of the request, for messages."""
         if self.as_of is not None:
             return f"as_of={_utc(self.as_of)}"
-        given = {n: v for n, v in vars(self).items() if v is not None}
+        given = {n: v for n, v in vars(self).items() if v is not None and n != "schema_id"}
         return (
             ", ".join(f"{name}={value!r}" for name, value in given.items()) or "the newest version"
         )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.table_formats import where as filters
-from sparkhvd.data.table_formats.version import requested
+from sparkhvd.data.table_formats.table import open_table
+from sparkhvd.data.table_formats.version import VersionRequest, requested
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness import tables
 from tests.harness.plans import batch_rows
@@ -73,6 +77,102 @@ def test_every_version_of_a_delta_table(tmp_path: Path) -> None:
     history = {h["version"]: h["timestamp"] for h in deltalake.DeltaTable(folder).history()}
     moment = datetime.fromtimestamp(history[1] / 1000, timezone.utc)
     assert rows_of(folder, ["id"], as_of=moment) == delta_rows(folder, ["id"], 1)
+
+
+def test_as_of_goes_by_the_commits_and_not_by_the_times_of_files(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    for part in range(4):
+        deltalake.write_deltalake(folder, rows(part, 1), mode="append")
+        time.sleep(0.002)
+    times = [h["timestamp"] for h in reversed(deltalake.DeltaTable(folder).history())]
+    log = folder / "_delta_log"
+    for file in log.iterdir():  # as a copy of the table
+        os.utime(file)
+    for version, committed in enumerate(times):
+        moment = datetime.fromtimestamp(committed / 1000, timezone.utc)
+        dataset, _ = tables.dataset_of(folder, ["id"], as_of=moment)
+        assert dataset.table is not None
+        assert dataset.table.version.version == version
+        found = dataset.table.version.committed
+        assert datetime.fromisoformat(found).timestamp() * 1000 == pytest.approx(committed, abs=0.1)
+    commit = log / f"{1:020d}.json"
+    lines = [line for line in commit.read_text().splitlines() if "commitInfo" not in line]
+    commit.write_text("\n".join(lines))
+    moment = datetime.fromtimestamp(times[2] / 1000, timezone.utc)
+    assert len(rows_of(folder, ["id"], as_of=moment)) == 3
+    with pytest.raises(InvalidArgumentError, match=r"version 1 has no time.*Give version="):
+        rows_of(folder, ["id"], as_of=datetime.fromtimestamp(times[1] / 1000, timezone.utc))
+
+
+EVERY_TYPE = pa.schema(
+    [
+        ("i", pa.int32()),
+        ("l", pa.int64()),
+        ("f", pa.float32()),
+        ("g", pa.float64()),
+        ("d", pa.decimal128(10, 1)),
+        ("e", pa.decimal128(38, 10)),
+        ("z", pa.timestamp("us", "UTC")),
+    ]
+)
+# Filters, and of the rows 1, 2, 3 those that they select: values that the column's type lacks, and exact ones.
+EVERY_LITERAL = {
+    "i > 1.5": [2, 3],
+    "i != 2.5": [1, 2, 3],
+    "NOT i BETWEEN 1.2 AND 2.2": [1, 3],
+    "i < 99999999999999999999": [1, 2, 3],
+    "i IN (1.0, 2.5, 3)": [1, 3],
+    "l > 9007199254740994.0": [3],
+    "l = 9007199254740993.0": [],
+    "l >= 9007199254740993": [1, 2, 3],
+    "f > 0.1": [1, 2, 3],
+    "NOT f = 0.1": [1, 2, 3],
+    "f < 1e300": [1, 2, 3],
+    "f = 0.25": [],
+    "g = 0.1": [1],
+    "g > 9007199254740993": [],
+    "d > 0.15": [2, 3],
+    "d > 0.05": [1, 2, 3],
+    "d != 0.24": [1, 2, 3],
+    "d <= 0.25": [1, 2],
+    "d > 0": [1, 2, 3],
+    "d < 1e300": [1, 2, 3],
+    "d IN (0.1, 0.15)": [1],
+    "e > 0": [1, 2, 3],
+    "e = 0.2": [2],
+    "z >= '2020-01-02'": [2, 3],
+    "z > '2020-01-02T05:00:00'": [3],
+    "z <= '2020-01-02T10:00:00+05:00'": [1, 2],
+}
+
+
+def every_type(number: int) -> pa.Table:
+    moment = datetime(2020, 1, number, 5, tzinfo=timezone.utc)
+    tenth = Decimal(number) / 10
+    row = {"i": number, "l": number + 2**53, "f": number / 10, "g": number / 10}
+    return pa.Table.from_pylist([{**row, "d": tenth, "e": tenth, "z": moment}], EVERY_TYPE)
+
+
+def test_values_that_a_column_cannot_hold_leave_out_no_file_of_delta(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        deltalake.write_deltalake(tmp_path / "t", every_type(number), mode="append")
+    for where, kept in EVERY_LITERAL.items():
+        found = [row[0] for row in rows_of(tmp_path / "t", ["i"], where=where)]
+        assert found == kept, where
+    names = pa.table({"p": ["", None, "a"], "id": [0, 1, 2]})
+    deltalake.write_deltalake(tmp_path / "u", names, partition_by=["p"])
+    assert rows_of(tmp_path / "u", ["id"], where="p IS NULL") == [(0.0,), (1.0,)]
+    assert rows_of(tmp_path / "u", ["id"], where="p IS NOT NULL") == [(2.0,)]
+
+
+def test_rows_of_tables_tell_their_digests_apart(tmp_path: Path) -> None:
+    found = set()
+    for number in (1, 2, 3):
+        deltalake.write_deltalake(tmp_path / f"{number}", every_type(number))
+        found.add(read_manifest(*tables.dataset_of(tmp_path / f"{number}", ["i"])).digest)
+    assert len(found) == 3
+    again = read_manifest(*tables.dataset_of(tmp_path / "3", ["i"])).digest
+    assert again in found
 
 
 def mapped_table(folder: Path, mode: str, features: list[str] | None = None) -> None:
@@ -246,6 +346,44 @@ def test_every_snapshot_of_an_iceberg_table(catalog: Any, version: str) -> None:
     assert [row[0] for row in found] == [float(i) for i in range(10)]
 
 
+def test_values_that_a_column_cannot_hold_leave_out_no_file_of_iceberg(catalog: Any) -> None:
+    table = catalog.create_table("db.t", schema=EVERY_TYPE)
+    for number in (1, 2, 3):
+        table.append(every_type(number))
+    for where, kept in EVERY_LITERAL.items():
+        found = [row[0] for row in rows_of("db.t", ["i"], where=where, catalog=catalog)]
+        assert found == kept, where
+
+
+def test_the_newest_version_has_the_columns_of_the_table(catalog: Any) -> None:
+    from pyiceberg.types import DoubleType
+
+    table = catalog.create_table(
+        "db.t", schema=pa.schema([("x", pa.float64()), ("y", pa.float64())])
+    )
+    table.append(pa.table({"x": [1.0, 2.0], "y": [5.0, 6.0]}))
+    first = table.current_snapshot().snapshot_id
+    with table.update_schema() as change:
+        change.delete_column("x")
+    with table.update_schema() as change:
+        change.rename_column("y", "z")
+        change.add_column("x", DoubleType())  # the old name with a new meaning
+    columns = ["x", "z"]
+    assert rows_of("db.t", columns, catalog=catalog) == iceberg_rows(table, columns)
+    assert rows_of("db.t", columns, catalog=catalog, where="x IS NULL AND z > 5") == [
+        (tables.NULL, 6.0)
+    ]
+    assert rows_of("db.t", ["x", "y"], catalog=catalog, snapshot_id=first) == [(1, 5), (2, 6)]
+    dataset, _ = tables.dataset_of("db.t", columns, catalog=catalog)
+    assert dataset.table is not None
+    seen = dataset.table.version
+    with table.update_schema() as change:
+        change.delete_column("x")
+    request = VersionRequest(snapshot_id=seen.version, schema_id=seen.schema_id)
+    again = open_table(seen.source, request, None)  # type: ignore[arg-type]  # no session for a path
+    assert again.arrow_schema.names == dataset.arrow_schema.names
+
+
 @pytest.mark.parametrize("kind", ["parquet", "puffin"])
 def test_position_deletes_and_deletion_vectors_of_iceberg(catalog: Any, kind: str) -> None:
     table = catalog.create_table("db.t", schema=rows(0, 1).schema)
@@ -416,6 +554,52 @@ def test_files_with_nan_are_left_out_only_as_their_rows_are(tmp_path: Path) -> N
         "day BETWEEN DATE '2026-11-01' AND '2026-11-02'": [0.0, 1.0],
     }.items():
         assert [row[0] for row in rows_of(tmp_path / "u", ["id"], where=where)] == ids, where
+
+
+def test_large_filters() -> None:
+    table = pa.table({"x": pa.array([1, None, 9_999, 20_000])})
+
+    def kept(where: Any) -> list[Any]:
+        found = filters.row_filter(filters.parse(where), table.schema, "t")
+        return list(table.filter(found.expression).column("x").to_pylist())
+
+    assert kept([("x", "in", range(10_000))]) == [1, 9_999]
+    assert kept([("x", "not in", range(10_000))]) == [20_000]
+    assert kept(" OR ".join(f"x = {i}" for i in range(5_000))) == [1]
+    with pytest.raises(InvalidArgumentError, match="10,001 conditions.*One IN"):
+        filters.parse([[("x", "=", i)] for i in range(10_000)])
+    values = pa.table({"f": pa.array([0.0, -0.0, None, np.nan])})
+    found = filters.row_filter(filters.parse("f IN (0, 7)"), values.schema, "t")
+    assert values.filter(found.expression).num_rows == 2
+
+
+def test_a_filter_reads_back_from_its_text() -> None:
+    deep = "x = 1"
+    for _ in range(30):
+        deep = f"y = 2 AND (z = 3 OR NOT ({deep}))"
+    for where in (
+        [("x", ">", np.float64(0.5)), ("y", "in", [np.int64(5), np.float32(0.5)])],
+        [('a"b`c', "=", "it's")],
+        'NOT ("a""b" = 1 OR `c``d` IS NULL)',
+        deep,
+    ):
+        condition = filters.parse(where)
+        assert filters.parse(filters.text_of(condition)) == condition
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "x = 1e400",
+        [("x", "<", float("nan"))],
+        [("x", 5, 1)],
+        [("x", "in", "abc")],
+        "x = " + "9" * 5000,
+    ],
+)
+def test_values_that_have_no_text_are_refused(where: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="where="):
+        filters.parse(where)
 
 
 @pytest.mark.parametrize(
