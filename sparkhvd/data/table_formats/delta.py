@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -21,6 +21,7 @@ from sparkhvd.data.table_formats.version import (
     VersionRequest,
     has_id,
     missing_extra,
+    short,
     unsupported,
 )
 from sparkhvd.data.table_formats.where import (
@@ -102,7 +103,7 @@ def open_delta(
     facts = TableFiles(
         version,
         _locator(schema, table.metadata().configuration.get(_MAPPING_MODE, "none"), values),
-        _deleted(table, name),
+        _deleted(table, name, found, storage.secrets(url, options)),
         rows,
         schema.to_string(show_field_metadata=True, show_schema_metadata=False),
     )
@@ -120,14 +121,15 @@ def _load(
     except ImportError as e:
         raise missing_extra(name, "deltalake", "delta") from e
     given = storage.for_delta(url, options)
-    plain = url.partition("?")[0]
+    plain = url.partition("?")[0] if "://" in url else url
+    secrets = storage.secrets(url, options)
     try:
         table = DeltaTable(plain, storage_options=given or None)
     except (DeltaError, OSError, ValueError) as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): deltalake cannot open the table: {_short(e)}. Give the folder that holds '_delta_log', and "
+            f"fit_on_table({name!r}): deltalake cannot open the table: {short(e, secrets)}. Give the folder that holds '_delta_log', and "
             "storage_options to reach it; if the table needs a newer reader, update deltalake or call fit(spark.table(...))."
-        ) from e
+        ) from None
     newest, store = table.version(), store_of(url, options)
     version = request.version
     if request.as_of is not None:
@@ -138,8 +140,8 @@ def _load(
     except (DeltaError, OSError, ValueError) as e:
         raise InvalidArgumentError(
             f"fit_on_table({name!r}): {request.text} is not there; the newest version is {newest}. The log keeps old versions for "
-            f"delta.logRetentionDuration. Give a version that DESCRIBE HISTORY lists. ({_short(e)})"
-        ) from e
+            f"delta.logRetentionDuration. Give a version that DESCRIBE HISTORY lists. ({short(e, secrets)})"
+        ) from None
     return table, _committed_ms(store, table.version())
 
 
@@ -221,7 +223,12 @@ def _chosen(
     return kept if kept <= every else every
 
 
-def _deleted(table: DeltaTable, name: str) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
+def _deleted(
+    table: DeltaTable,
+    name: str,
+    actions: pa.Table,
+    secrets: Collection[str],
+) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
     """Return by path the rows that deletion vectors leave."""
     from deltalake.exceptions import DeltaError
 
@@ -234,17 +241,25 @@ def _deleted(table: DeltaTable, name: str) -> dict[str, Callable[[], npt.NDArray
             name, f"deletion vectors, which deltalake {deltalake.__version__} does not list"
         )
     root = _path_of(table.table_uri)
+    every = {unquote(path) for path in actions.column("path").to_pylist()}
     found: dict[str, Callable[[], npt.NDArray[np.bool_]]] = {}
     try:
         for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
             for uri, mask in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
                 kept = mask.values.to_numpy(zero_copy_only=False)
-                found[posixpath.relpath(_path_of(uri), root)] = partial(_same, kept)
+                path = posixpath.relpath(_path_of(uri), root)
+                if path not in every:
+                    raise unsupported(
+                        name, f"the deletion vector of {path!r}, which is no file of the version"
+                    )
+                found[path] = partial(_same, kept)
+    except InvalidArgumentError:
+        raise
     except (OSError, ValueError, DeltaError) as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): the deletion vectors of the version cannot be read: {_short(e)}. If one was vacuumed, give a "
+            f"fit_on_table({name!r}): the deletion vectors of the version cannot be read: {short(e, secrets)}. If one was vacuumed, give a "
             "newer version. Spark may read it: fit(spark.table(...))."
-        ) from e
+        ) from None
     return found
 
 
@@ -296,7 +311,3 @@ def _locator(
         return names, lacking
 
     return locate
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

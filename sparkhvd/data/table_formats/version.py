@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
 
 import pyarrow as pa
 
+from sparkhvd.data.store import addresses
 from sparkhvd.errors import InvalidArgumentError
 
 
@@ -134,6 +136,14 @@ def missing_extra(name: str, package: str, extra: str) -> InvalidArgumentError:
         f"fit_on_table({name!r}): this is {'a Delta' if extra == 'delta' else 'an Iceberg'} table, and the package {package} is not "
         f"installed here, on the driver. Install it: pip install 'sparkhvd[{extra}]'. Ranks do not need it."
     )
+
+
+def short(error: BaseException, secrets: Collection[str] = ()) -> str:
+    """Return the text of a library's error in one line of at most 300 characters, without secrets."""
+    text = " ".join(str(error).split())
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "<hidden>")
+    return addresses.without_passwords(text)[:300]
 
 
 def has_id(field: pa.Field) -> bool:
