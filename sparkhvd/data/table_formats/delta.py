@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
@@ -33,6 +32,7 @@ from sparkhvd.data.table_formats.where import (
     text_of,
 )
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -180,7 +180,8 @@ def _committed_ms(store: Store, version: int) -> int | None:
     except FileNotFoundError:
         return None
     for line in lines:
-        if b'"commitInfo"' in line and isinstance(info := json.loads(line).get("commitInfo"), dict):
+        action = read_json(line, most_bytes=None) if b'"commitInfo"' in line else None
+        if isinstance(action, dict) and isinstance(info := action.get("commitInfo"), dict):
             found = info.get("inCommitTimestamp", info.get("timestamp"))
             return found if isinstance(found, int) else None
     return None
