@@ -124,7 +124,7 @@ LAZY_PACKAGES = {
         8,
         "a rank or a task that needs no Arrow, or no functions over it, starts without it",
     ),
-    "pyiceberg": (9, "optional: fit_on_table of Iceberg tables"),
+    "pyiceberg": (10, "optional: fit_on_table of Iceberg tables"),
     "pyspark": (
         24,
         "ranks and workers start without it; some names are of one version, or of Connect",

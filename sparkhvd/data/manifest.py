@@ -113,6 +113,7 @@ class TableVersion:
         where: filter of the rows as SQL; "" without one.
         source: what `fit_on_table` takes to read this version again: the folder of a Delta table, the metadata file of an Iceberg
             table; "" for a table that Spark has read.
+        schema_id: id of the columns of an Iceberg table; None if unknown.
     """
 
     format: str
@@ -123,6 +124,7 @@ class TableVersion:
     committed: str = ""
     where: str = ""
     source: str = ""
+    schema_id: int | None = None
 
     @property
     def text(self) -> str:
@@ -190,7 +192,12 @@ class Manifest:
             (f.rows, f.size, f.modified_ns, f.partition, f.values_crc, *filter(None, [f.kept]))
             for f in self.files
         ]
-        return hashlib.sha256(json.dumps([columns, files]).encode()).hexdigest()[:16]
+        facts: list[Any] = [columns, files]
+        if self.tables and self.layout == PARQUET:
+            # Files of a table have no checksums; its versions and the files' names tell their rows.
+            facts.append([table.identity for table in self.tables])
+            facts.append([(f.path, f.names) for f in self.files])
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def row_bytes(self, names: Iterable[str]) -> int:
         """Return the bytes that a row of these columns uses in memory, on average if rows differ."""

@@ -201,8 +201,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         check_session(session)
 
         def fitted(estimator: Self) -> M:
-            sources = open_table_source(estimator._options(), choice, session)
-            return estimator._fit_sources(sources)
+            return estimator._fit_sources(estimator._open_table(choice, session))
 
         models: list[M] = self._fit_each(maps, fitted)
         return models if is_list else models[0]
@@ -214,6 +213,10 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
             for index, each in enumerate(maps):
                 models[index] = fit(self.copy(each))
         return [*models.values()]
+
+    def _open_table(self, choice: TableChoice, spark: SparkSession) -> FitSources:
+        """Return the source of `fit_on_table`."""
+        return open_table_source(self._options(), choice, spark)
 
     def _open_parquet(
         self, places: DataPaths, spark: SparkSession

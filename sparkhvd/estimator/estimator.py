@@ -155,15 +155,22 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             return
         if request.run.start_from or request.cluster.least is not None:
             return  # the start is another run's, or the ranks have changed
-        cluster = request.cluster
-        key = write_recipe(
-            request.store,
-            request.run.run_dir,
-            self,
-            model,
-            seed=request.seed,
-            num_proc=cluster.num_proc,
-        )
+        try:
+            key = write_recipe(
+                request.store,
+                request.run.run_dir,
+                self,
+                model,
+                seed=request.seed,
+                num_proc=request.cluster.num_proc,
+            )
+        except Exception as e:  # noqa: BLE001 - the training is done, and its model is complete
+            warnings.warn(
+                f"The recipe of run {request.run.run_dir!r} was not written: {type(e).__name__}: {e}. The model is complete, but "
+                "`sparkhvd reproduce` cannot do this run again.",
+                stacklevel=2,
+            )
+            return
         model._fitted = replace(fitted, run_key=key)
 
     def _fanout(self, request: FitRequest, recorder: Recorder) -> LoggerFanout:

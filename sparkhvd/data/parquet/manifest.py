@@ -331,8 +331,14 @@ def read_footers(
         and file.path not in deleted
         and (footer := known.get(file)) is not None
     }
-    new = [file for file in dataset.files if file.path not in found]
     with ThreadPoolExecutor(_THREADS, "sparkhvd-footers") as pool:
+        there = [file for file in dataset.files if file.path in found]
+        for file, size in zip(there, pool.map(lambda f: _size(dataset, f), there), strict=True):
+            if size is None:
+                raise _gone(dataset, file)
+            if size != file.size:
+                del found[file.path]
+        new = [file for file in dataset.files if file.path not in found]
         read = pool.map(lambda f: _read(dataset, f, columns), new)
         found |= {file.path: footer for file, footer in zip(new, read, strict=True)}
     footers = [found[file.path] for file in dataset.files]
@@ -387,16 +393,28 @@ def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) 
     return Footer(rows, nulls, sizes, ranges, live, constants, kept, renamed)
 
 
+def _size(dataset: ParquetDataset, file: StoredFile) -> int | None:
+    """Return the bytes of a file, or None if it is not there."""
+    try:
+        return dataset.store.num_bytes(file.path)
+    except FileNotFoundError:
+        return None
+
+
 def _footer_of(dataset: ParquetDataset, file: StoredFile) -> tuple[pq.FileMetaData, pa.Schema]:
     try:
         return read_footer(dataset.store, file)
     except InvalidArgumentError as e:
         if dataset.table is None or not isinstance(e.__cause__, FileNotFoundError):
             raise
-        raise InvalidArgumentError(
-            f"{dataset.table.version.text} has the file {dataset.store.full_url(file.path)!r}, which is not there: the version was "
-            "vacuumed or expired, or the table was moved without its files. Give a newer version, or restore the file."
-        ) from e
+        raise _gone(dataset, file) from e
+
+
+def _gone(dataset: ParquetDataset, file: StoredFile) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{dataset.name} has the file {dataset.store.full_url(file.path)!r}, which is not there: the version was "
+        "vacuumed or expired, or the table was moved without its files. Give a newer version, or restore the file."
+    )
 
 
 def _constant(value: object, name: str, table: TableFiles) -> PartitionValue:
@@ -422,7 +440,13 @@ def _kept_rows(
     """Return the rows of a file that deletes and filter leave, as text ("" for all) and as a number."""
     kept = np.ones(metadata.num_rows, np.bool_)
     if (deleted := table.deleted.get(file.path)) is not None:
-        mask = deleted()[: len(kept)]  # a shorter mask keeps the rest
+        mask = deleted()  # a shorter mask keeps the rest
+        if not mask[len(kept) :].all():
+            raise InvalidArgumentError(
+                f"{table.version.text}: rows beyond the {len(kept):,} of {file.path!r} are deleted, so the deletes are of another file. "
+                "Restore the table, or give fit() the DataFrame spark.table(...)."
+            )
+        mask = mask[: len(kept)]
         kept[: len(mask)] = mask
     if table.where is not None:
         kept &= _matching(dataset, table.where, file, metadata, names, constants)
@@ -456,7 +480,10 @@ def _matching(
         return np.repeat(selected(1, {}), metadata.num_rows)
     masks = [np.zeros(0, np.bool_)]
     with dataset.store.open_input(file.path) as source:
-        opened = pq.ParquetFile(source, metadata=metadata, **VERIFIED)
+        # A table's timestamps have this unit, and INT96 of years far away does not fit into nanoseconds.
+        opened = pq.ParquetFile(
+            source, metadata=metadata, coerce_int96_timestamp_unit="us", **VERIFIED
+        )
         for group in range(metadata.num_row_groups):
             read = opened.read_row_group(group, [names.get(n, n) for n in stored])
             values = {n: read.column(names.get(n, n)) for n in stored}
@@ -498,9 +525,14 @@ def _check_types(
             # A table's log may widen the type of a column.
             dataset.table is not None and pa.types.is_integer(theirs) and pa.types.is_floating(ours)
         ):
+            remedy = (
+                "Write the files with one type."
+                if dataset.table is None
+                else "The table's log changed the type, and ranks cannot read the file so. Write its rows again (OPTIMIZE, "
+                "rewrite_data_files, or an overwrite), or call fit(spark.table(...))."
+            )
             raise InvalidArgumentError(
-                f"{where}: column {column.name!r} is {theirs} in {file.path!r} and {ours} in {first!r}. Write the files with "
-                "one type."
+                f"{where}: column {column.name!r} is {theirs} in {file.path!r} and {ours} in {first!r}. {remedy}"
             )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -15,16 +14,25 @@ import pyarrow as pa
 
 from sparkhvd.data.manifest import TableVersion, committed_at
 from sparkhvd.data.parquet.dataset import ParquetDataset, TableFiles, store_of
-from sparkhvd.data.store.store import StoredFile
+from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.data.table_formats import storage
 from sparkhvd.data.table_formats.version import (
     VersionRequest,
     has_id,
     missing_extra,
+    short,
     unsupported,
 )
-from sparkhvd.data.table_formats.where import Condition, row_filter, text_of
+from sparkhvd.data.table_formats.where import (
+    Condition,
+    columns_of,
+    for_pruning,
+    null_columns_of,
+    row_filter,
+    text_of,
+)
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -70,8 +78,9 @@ def open_delta(
     _check_features(table, name)
     store = store_of(url, options)
     schema = pa.schema(table.schema().to_arrow())
+    rows = None if where is None else row_filter(where, schema, repr(name))
     found = pa.table(table.get_add_actions(flatten=True))
-    chosen = _chosen(table, found, where)
+    chosen = _chosen(table, found, schema, where)
     files, values = [], {}
     constants = {c: f"partition.{c}" for c in table.metadata().partition_columns}
     for row in found.select(["path", "size_bytes", *constants.values()]).to_pylist():
@@ -94,8 +103,8 @@ def open_delta(
     facts = TableFiles(
         version,
         _locator(schema, table.metadata().configuration.get(_MAPPING_MODE, "none"), values),
-        _deleted(table, name),
-        None if where is None else row_filter(where, schema, repr(name)),
+        _deleted(table, name, found, storage.secrets(url, options)),
+        rows,
         schema.to_string(show_field_metadata=True, show_schema_metadata=False),
     )
     schema = pa.schema([field.remove_metadata() for field in schema])
@@ -112,34 +121,70 @@ def _load(
     except ImportError as e:
         raise missing_extra(name, "deltalake", "delta") from e
     given = storage.for_delta(url, options)
-    plain = url.partition("?")[0]
+    plain = url.partition("?")[0] if "://" in url else url
+    secrets = storage.secrets(url, options)
     try:
         table = DeltaTable(plain, storage_options=given or None)
     except (DeltaError, OSError, ValueError) as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): deltalake cannot open the table: {_short(e)}. Give the folder that holds '_delta_log', and "
+            f"fit_on_table({name!r}): deltalake cannot open the table: {short(e, secrets)}. Give the folder that holds '_delta_log', and "
             "storage_options to reach it; if the table needs a newer reader, update deltalake or call fit(spark.table(...))."
-        ) from e
-    newest = table.version()
+        ) from None
+    newest, store = table.version(), store_of(url, options)
+    version = request.version
+    if request.as_of is not None:
+        version = _version_at(store, newest, request, name)
     try:
-        if request.version is not None:
-            table.load_as_version(request.version)
-        elif request.as_of is not None:
-            table.load_as_version(datetime.fromtimestamp(request.as_of, timezone.utc))
+        if version is not None:
+            table.load_as_version(version)
     except (DeltaError, OSError, ValueError) as e:
         raise InvalidArgumentError(
             f"fit_on_table({name!r}): {request.text} is not there; the newest version is {newest}. The log keeps old versions for "
-            f"delta.logRetentionDuration. Give a version that DESCRIBE HISTORY lists. ({_short(e)})"
-        ) from e
-    # The history begins with the newest version, also of a table at an older one, whose entries deltalake then numbers wrongly.
-    back = newest - table.version()
-    commit = dict(enumerate(table.history(limit=back + 1))).get(back, {})
-    if request.as_of is not None and commit.get("timestamp", 0) > request.as_of * 1000:
+            f"delta.logRetentionDuration. Give a version that DESCRIBE HISTORY lists. ({short(e, secrets)})"
+        ) from None
+    return table, _committed_ms(store, table.version())
+
+
+def _version_at(store: Store, newest: int, request: VersionRequest, name: str) -> int:
+    """Return the newest version that was committed by the time of the request.
+
+    The commits' own times count. The times of the log's files change when a table is copied, and deltalake's history leaves out commits
+    without a time, so that its numbers are wrong.
+    """
+    first = None
+    for version in range(newest, -1, -1):
+        committed = _committed_ms(store, version)
+        if committed is None:
+            break
+        if committed <= request.as_of_ms:
+            return version
+        first = f"{version} of {committed_at(committed)}"
+    if committed is None and store.exists(_commit(version)):
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): {request.text} is before the first version that the log has: {table.version()} of "
-            f"{committed_at(commit['timestamp'])}. Give a later time."
+            f"fit_on_table({name!r}): {request.text} cannot be found: version {version} has no time of its commit in the log. Give "
+            "version=<number>."
         )
-    return table, commit.get("timestamp")
+    raise InvalidArgumentError(
+        f"fit_on_table({name!r}): {request.text} is before the first version that the log has: {first or newest}. Give a later time."
+    )
+
+
+def _commit(version: int) -> str:
+    return f"_delta_log/{version:020d}.json"
+
+
+def _committed_ms(store: Store, version: int) -> int | None:
+    """Return the time of a commit in ms since 1970; None if the log no longer has it."""
+    try:
+        lines = store.read_bytes(_commit(version)).splitlines()
+    except FileNotFoundError:
+        return None
+    for line in lines:
+        action = read_json(line, most_bytes=None) if b'"commitInfo"' in line else None
+        if isinstance(action, dict) and isinstance(info := action.get("commitInfo"), dict):
+            found = info.get("inCommitTimestamp", info.get("timestamp"))
+            return found if isinstance(found, int) else None
+    return None
 
 
 def _check_features(table: DeltaTable, name: str) -> None:
@@ -155,13 +200,23 @@ def _check_features(table: DeltaTable, name: str) -> None:
         )
 
 
-def _chosen(table: DeltaTable, found: pa.Table, where: Condition | None) -> set[str]:
+def _chosen(
+    table: DeltaTable, found: pa.Table, schema: pa.Schema, where: Condition | None
+) -> set[str]:
     """Return the paths of files that may hold rows of the filter."""
     every = {unquote(path) for path in found.column("path").to_pylist()}
     if where is None:
         return every
+    types = {name: schema.field(name).type for name in columns_of(where)}
+    # The partition value "" of text is null, which the library does not compare as null.
+    text = {
+        c for c in table.metadata().partition_columns if pa.types.is_string(schema.field(c).type)
+    }
+    exact = for_pruning(where, types)
+    if exact is None or text & null_columns_of(where):
+        return every
     try:
-        uris = table.file_uris(file_pruning_predicate=text_of(where))
+        uris = table.file_uris(file_pruning_predicate=text_of(exact))
     except Exception:  # noqa: BLE001 - it only leaves out files: without it their rows are compared
         return every
     root = _path_of(table.table_uri)
@@ -169,7 +224,12 @@ def _chosen(table: DeltaTable, found: pa.Table, where: Condition | None) -> set[
     return kept if kept <= every else every
 
 
-def _deleted(table: DeltaTable, name: str) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
+def _deleted(
+    table: DeltaTable,
+    name: str,
+    actions: pa.Table,
+    secrets: Collection[str],
+) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
     """Return by path the rows that deletion vectors leave."""
     from deltalake.exceptions import DeltaError
 
@@ -182,17 +242,25 @@ def _deleted(table: DeltaTable, name: str) -> dict[str, Callable[[], npt.NDArray
             name, f"deletion vectors, which deltalake {deltalake.__version__} does not list"
         )
     root = _path_of(table.table_uri)
+    every = {unquote(path) for path in actions.column("path").to_pylist()}
     found: dict[str, Callable[[], npt.NDArray[np.bool_]]] = {}
     try:
         for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
             for uri, mask in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
                 kept = mask.values.to_numpy(zero_copy_only=False)
-                found[posixpath.relpath(_path_of(uri), root)] = partial(_same, kept)
+                path = posixpath.relpath(_path_of(uri), root)
+                if path not in every:
+                    raise unsupported(
+                        name, f"the deletion vector of {path!r}, which is no file of the version"
+                    )
+                found[path] = partial(_same, kept)
+    except InvalidArgumentError:
+        raise
     except (OSError, ValueError, DeltaError) as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): the deletion vectors of the version cannot be read: {_short(e)}. If one was vacuumed, give a "
+            f"fit_on_table({name!r}): the deletion vectors of the version cannot be read: {short(e, secrets)}. If one was vacuumed, give a "
             "newer version. Spark may read it: fit(spark.table(...))."
-        ) from e
+        ) from None
     return found
 
 
@@ -244,7 +312,3 @@ def _locator(
         return names, lacking
 
     return locate
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -6,6 +6,7 @@ as pyiceberg does.
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -25,6 +26,7 @@ from sparkhvd.data.table_formats.version import (
     VersionRequest,
     has_id,
     missing_extra,
+    short,
     unsupported,
 )
 from sparkhvd.data.table_formats.where import (
@@ -66,10 +68,10 @@ def open_iceberg(
 
     snapshot = _snapshot(table, name, request.of_format("Iceberg"))
     scan = table.scan(snapshot_id=snapshot.snapshot_id)
-    columns = scan.projection()
+    columns = _columns(table, scan, name, request)
     schema = schema_to_pyarrow(columns, include_field_ids=False)
     rows = None if where is None else row_filter(where, schema, repr(name))
-    tasks = _planned(_filtered(table, scan, columns, schema, where), name)
+    tasks = _tasks(table, scan, columns, schema, where, name)
     root, paths = _common_root([task.file.file_path for task in tasks] or [table.location()])
     given = options if options is not None else storage.of_iceberg(root, table.io.properties)
     store = Store(root, given)
@@ -82,6 +84,7 @@ def open_iceberg(
         committed_at(snapshot.timestamp_ms),
         "" if where is None else text_of(where),
         addresses.without_secrets(table.metadata_location),
+        columns.schema_id,
     )
     facts = TableFiles(
         version,
@@ -131,18 +134,18 @@ def load_table(
         else:
             opened = load_catalog(str(catalog))
         return opened.load_table(identifier)
-    except (NoSuchTableError, NoSuchNamespaceError) as e:
+    except (NoSuchTableError, NoSuchNamespaceError):
         raise InvalidArgumentError(
             f"fit_on_table({name!r}): the catalog has no table {identifier!r}. Give its name with the catalog and the "
             "namespace, as in 'catalog.db.table'."
-        ) from e
+        ) from None
     except InvalidArgumentError:
         raise
     except Exception as e:  # noqa: BLE001 - catalogs are of many libraries
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): the Iceberg catalog cannot be used: {type(e).__name__}: {_short(e)}. Give "
-            "catalog={'type': 'rest', 'uri': ...}, or an object of pyiceberg.catalog, or configure pyiceberg."
-        ) from e
+            f"fit_on_table({name!r}): the Iceberg catalog cannot be used: {type(e).__name__}: {short(e, _secrets(catalog, options))}. "
+            "Give catalog={'type': 'rest', 'uri': ...}, or an object of pyiceberg.catalog, or configure pyiceberg."
+        ) from None
 
 
 def load_files(metadata: str, name: str, options: Mapping[str, Any] | None) -> Table:
@@ -163,15 +166,30 @@ def load_files(metadata: str, name: str, options: Mapping[str, Any] | None) -> T
     try:
         # A location of Iceberg is not quoted, and a URL of a store is.
         address = addresses.parse(metadata)
-        location = address.root if address.scheme == "file" else unquote(metadata.partition("?")[0])
+        location = address.root
+        if address.scheme in ("s3", "gs"):  # without a user, who is in the options
+            location = f"{address.scheme}://{location}"
+        elif address.scheme != "file":
+            location = unquote(address.url.partition("?")[0])
         return StaticTable.from_metadata(str(location), storage.for_iceberg(metadata, options))
     except InvalidArgumentError:
         raise
     except Exception as e:  # noqa: BLE001 - file systems are of many libraries
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): pyiceberg cannot open {addresses.without_secrets(metadata)!r}: {type(e).__name__}: {_short(e)}. "
-            "Give the table's name and catalog=, or the path of its newest metadata file."
-        ) from e
+            f"fit_on_table({name!r}): pyiceberg cannot open {addresses.without_secrets(metadata)!r}: {type(e).__name__}: "
+            f"{short(e, storage.secrets(metadata, options))}. Give the table's name and catalog=, or the path of its newest metadata file."
+        ) from None
+
+
+def _secrets(catalog: object, options: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the secrets of a catalog and of the options of a store."""
+    properties = getattr(catalog, "properties", catalog)
+    if isinstance(properties, str):
+        from pyiceberg.utils.config import Config
+
+        properties = Config().get_catalog_config(properties)
+    known = properties if isinstance(properties, Mapping) else {}
+    return storage.secrets("", known) | storage.secrets("", options)
 
 
 # -- the snapshot ------------------------------------------------------------------------------------
@@ -184,7 +202,7 @@ def _snapshot(table: Table, name: str, request: VersionRequest) -> Snapshot:
     elif request.ref is not None:
         found = table.snapshot_by_name(request.ref)
     elif request.as_of is not None:
-        found = table.snapshot_as_of_timestamp(int(request.as_of * 1000))
+        found = table.snapshot_as_of_timestamp(request.as_of_ms)
     else:
         found = table.current_snapshot()
     if found is not None:
@@ -206,30 +224,49 @@ def _snapshot(table: Table, name: str, request: VersionRequest) -> Snapshot:
     )
 
 
-def _filtered(
-    table: Table, scan: DataScan, columns: Schema, schema: pa.Schema, where: Condition | None
-) -> DataScan:
-    """Return the scan without files that hold no row of the filter."""
-    if where is None:
-        return scan
+def _columns(table: Table, scan: DataScan, name: str, request: VersionRequest) -> Schema:
+    """Return the columns to read: of the newest version the table's, which may have changed since its snapshot was written."""
+    if request.schema_id is not None:
+        found = table.schemas().get(request.schema_id)
+        if found is None:
+            raise InvalidArgumentError(
+                f"fit_on_table({name!r}): the columns that were read, schema {request.schema_id} of the table, are not there. "
+                "Give the metadata file of that time, or a copy of the table."
+            )
+        return found
+    is_newest = request.snapshot_id is None and request.ref is None and request.as_of is None
+    return table.schema() if is_newest else scan.projection()
+
+
+def _tasks(
+    table: Table,
+    scan: DataScan,
+    columns: Schema,
+    schema: pa.Schema,
+    where: Condition | None,
+    name: str,
+) -> list[FileScanTask]:
+    """Return the files of a scan, without those that hold no row of the filter as far as pyiceberg tells."""
     # pyiceberg looks for the columns of a filter in the newest schema, where a name may mean another column.
     newest = {field.name: field.field_id for field in table.schema().fields}
     ours = {field.name: field.field_id for field in columns.fields}
-    names = columns_of(where)
-    if any(newest.get(name) != ours.get(name) for name in names):
-        return scan
-    try:
-        return scan.filter(of_iceberg(where, {name: schema.field(name).type for name in names}))
-    except InvalidArgumentError:
-        raise
-    except Exception:  # noqa: BLE001 - it only leaves out files: without it their rows are compared
-        return scan
+    names = set() if where is None else columns_of(where)
+    if where is not None and all(newest.get(column) == ours.get(column) for column in names):
+        types = {column: schema.field(column).type for column in names}
+        try:
+            return _planned(table, scan.filter(of_iceberg(where, types)), name)
+        except InvalidArgumentError:
+            raise
+        except Exception:  # noqa: BLE001 - it only leaves out files: without it their rows are compared
+            pass
+    return _planned(table, scan, name)
 
 
-def _planned(scan: DataScan, name: str) -> list[FileScanTask]:
+def _planned(table: Table, scan: DataScan, name: str) -> list[FileScanTask]:
     """Return the files of a scan, each with its delete files; equality deletes are refused."""
     import pyiceberg
 
+    secrets = storage.secrets("", table.io.properties)
     try:
         tasks = sorted(scan.plan_files(), key=lambda task: task.file.file_path)
     except (ValueError, NotImplementedError) as e:
@@ -239,12 +276,12 @@ def _planned(scan: DataScan, name: str) -> list[FileScanTask]:
             name,
             f"equality deletes, which pyiceberg {pyiceberg.__version__} does not read",
             "Compact the table (rewrite_data_files), which applies them.",
-        ) from e
+        ) from None
     except OSError as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): a manifest of the snapshot is not there: {_short(e)}. The snapshot was expired, or the table "
+            f"fit_on_table({name!r}): a manifest of the snapshot is not there: {short(e, secrets)}. The snapshot was expired, or the table "
             "was moved: Iceberg's metadata hold absolute paths. Give a newer snapshot, or the table at its place."
-        ) from e
+        ) from None
     for task in tasks:
         kind = str(getattr(task.file.file_format, "value", task.file.file_format)).upper()
         if kind != "PARQUET":
@@ -261,20 +298,35 @@ def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
             "one. Call fit(spark.table(...))."
         )
     host = parts[0][0]
-    folders = [posixpath.dirname(path) for _, path in parts]
-    root = posixpath.commonpath(folders) if folders else "/"
+    paths = [path.split("/") for _, path in parts]
+    common = len(os.path.commonprefix([path[:-1] for path in paths]))
+    while common > 1 and not paths[0][common - 1]:  # the URL of a store ends with no "/"
+        common -= 1
+    root = "/".join(paths[0][:common])
+    if not host and not root:
+        raise InvalidArgumentError(
+            f"The table's files have no common folder, as {urls[0]!r} and {urls[-1]!r}. Ranks read below one. Call "
+            "fit(spark.table(...))."
+        )
+    if any("" in path[common:] for path in paths):
+        raise InvalidArgumentError(
+            f"The table's files have '//' in their keys below {host}{root}, as {urls[0]!r}, and ranks cannot read such files of "
+            "several folders. Call fit(spark.table(...))."
+        )
     # Locations of Iceberg are not quoted, URLs of a store are.
-    url = f"{host}{quote(root)}" if host else root
-    return url, [posixpath.relpath(path, root) for _, path in parts]
+    url = f"{host}{quote(root) or '/'}" if host else root
+    return url, ["/".join(path[common:]) for path in paths]
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Split a location into scheme and host, and a path."""
+    """Split a location into scheme and host, and a path; s3, s3a and s3n name one file system."""
     scheme, mark, rest = url.partition("://")
     if not mark:
-        return "", url.removeprefix("file:")
+        return "", posixpath.normpath(url.removeprefix("file:"))
     host, slash, path = rest.partition("/")
-    return ("" if scheme == "file" else f"{scheme}://{host}"), slash + path
+    if scheme == "file":
+        return "", posixpath.normpath(slash + path)
+    return f"{'s3' if scheme in ('s3a', 's3n') else scheme}://{host}", slash + path
 
 
 # -- deletes and columns of a file -------------------------------------------------------------------
@@ -296,6 +348,7 @@ def _deleted(
         raise unsupported(
             name, f"a reader of delete files, which pyiceberg {pyiceberg.__version__} has elsewhere"
         ) from e
+    secrets = storage.secrets("", table.io.properties)
     try:
         read = {
             delete.file_path: _read_deletes(table.io, delete)
@@ -304,13 +357,14 @@ def _deleted(
         }
     except OSError as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): a delete file of the snapshot is not there: {_short(e)}. The snapshot was expired, or the "
+            f"fit_on_table({name!r}): a delete file of the snapshot is not there: {short(e, secrets)}. The snapshot was expired, or the "
             "table was moved. Give a newer snapshot."
-        ) from e
+        ) from None
     except (ValueError, NotImplementedError) as e:
         raise unsupported(
-            name, f"delete files that pyiceberg {pyiceberg.__version__} does not read ({_short(e)})"
-        ) from e
+            name,
+            f"delete files that pyiceberg {pyiceberg.__version__} does not read ({short(e, secrets)})",
+        ) from None
 
     def mask(task: FileScanTask) -> npt.NDArray[np.bool_]:
         kept = np.ones(task.file.record_count, np.bool_)
@@ -368,7 +422,3 @@ def _locator(
         return names, lacking
 
     return locate
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

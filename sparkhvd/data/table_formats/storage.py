@@ -74,6 +74,19 @@ def _translated(
     }
 
 
+def secrets(url: str, options: Mapping[str, Any] | None = None) -> frozenset[str]:
+    """Return what no message may hold: passwords and keys of a URL, of storage options, or of a catalog's properties."""
+    found = set(addresses.secrets_of(url, options or {}))
+    for value in map(str, (options or {}).values()):
+        if "://" in value:
+            found |= addresses.secrets_of(value, {})
+    # "user:password" of a REST catalog.
+    found |= {str((options or {}).get("credential", "")).partition(":")[2]} - {""}
+    # Without "://" a catalog's address is not understood, so it may be anything.
+    place = str((options or {}).get("uri", ""))
+    return frozenset(found | ({place} if place and "://" not in place else set()))
+
+
 def of_iceberg(url: str, properties: Mapping[str, Any]) -> dict[str, Any]:
     """Return the file options that a catalog gave, as options of a store."""
     scheme = addresses.parse(url).scheme if "://" in url else "file"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
 
 import pyarrow as pa
 
+from sparkhvd.data.store import addresses
 from sparkhvd.errors import InvalidArgumentError
 
 
@@ -19,12 +22,20 @@ class VersionRequest:
         snapshot_id: of an Iceberg table.
         ref: branch or tag of an Iceberg table.
         as_of: the version that was current at this time, in s since 1970.
+        schema_id: of an Iceberg table, beside its snapshot: the columns to read it with, if not its own.
     """
 
     version: int | None = None
     snapshot_id: int | None = None
     ref: str | None = None
     as_of: float | None = None
+    schema_id: int | None = None
+
+    @property
+    def as_of_ms(self) -> int:
+        """Time in whole ms since 1970; the fraction may be below a whole number by rounding."""
+        assert self.as_of is not None
+        return math.floor(self.as_of * 1000 + 0.001)
 
     def of_format(self, kind: str) -> VersionRequest:
         """Reject an attribute of the other format; `kind` is "Delta" or "Iceberg"."""
@@ -46,7 +57,7 @@ class VersionRequest:
         """Text of the request, for messages."""
         if self.as_of is not None:
             return f"as_of={_utc(self.as_of)}"
-        given = {n: v for n, v in vars(self).items() if v is not None}
+        given = {n: v for n, v in vars(self).items() if v is not None and n != "schema_id"}
         return (
             ", ".join(f"{name}={value!r}" for name, value in given.items()) or "the newest version"
         )
@@ -125,6 +136,14 @@ def missing_extra(name: str, package: str, extra: str) -> InvalidArgumentError:
         f"fit_on_table({name!r}): this is {'a Delta' if extra == 'delta' else 'an Iceberg'} table, and the package {package} is not "
         f"installed here, on the driver. Install it: pip install 'sparkhvd[{extra}]'. Ranks do not need it."
     )
+
+
+def short(error: BaseException, secrets: Collection[str] = ()) -> str:
+    """Return the text of a library's error in one line of at most 300 characters, without secrets."""
+    text = " ".join(str(error).split())
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "<hidden>")
+    return addresses.without_passwords(text)[:300]
 
 
 def has_id(field: pa.Field) -> bool:

@@ -6,9 +6,11 @@ pyarrow; the libraries of the formats only leave out files by it.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import ROUND_FLOOR, Context, Decimal
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -21,7 +23,7 @@ from sparkhvd.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from pyiceberg.expressions import BooleanExpression
 
-Value: TypeAlias = "int | float | str | bool"
+Value: TypeAlias = "int | float | str | bool | Decimal"
 Where: TypeAlias = "str | Sequence[tuple[str, str, Any]] | Sequence[Sequence[tuple[str, str, Any]]]"
 
 
@@ -52,11 +54,13 @@ Condition: TypeAlias = "Test | Joined"
 
 _NEGATED = {"=": "!=", "!=": "=", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 _ALIASES = {"==": "=", "<>": "!="}
-# Conditions inside each other: more is no filter that a person writes, and recursion has a limit.
-_MOST_DEPTH = 50
+# Conditions inside each other, and in all: more is no filter that a person writes, and recursion has a limit.
+_MOST_DEPTH, _MOST_CONDITIONS = 100, 10_000
+# Comparisons with values by which a library leaves out files: with more it is slow, or recurses too deeply.
+_MOST_PRUNED = 200
 _TOKEN = re.compile(
     r"""\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)
-    |(?P<text>'(?:[^']|'')*')|(?P<quoted>`[^`]+`|"[^"]+")|(?P<name>[^\W\d]\w*(?:\.\w+)*)|(?P<op><=|>=|<>|!=|==|[=<>(),]))""",
+    |(?P<text>'(?:[^']|'')*')|(?P<quoted>`(?:[^`]|``)+`|"(?:[^"]|"")+")|(?P<name>[^\W\d]\w*(?:\.\w+)*)|(?P<op><=|>=|<>|!=|==|[=<>(),]))""",
     re.VERBOSE,
 )
 
@@ -68,12 +72,13 @@ def parse(where: Where) -> Condition:
         InvalidArgumentError: it is neither such SQL nor such tuples.
     """
     if isinstance(where, str):
-        return _Parser(where).parse()
+        return _checked(_Parser(where).parse(), where)
     try:
         parts: list[Any] = list(where)
         if parts and all(isinstance(part, tuple) for part in parts):
             parts = [parts]  # one conjunction
-        return _joined("or", [_joined("and", [_of_tuple(each) for each in part]) for part in parts])
+        made = _joined("or", [_joined("and", [_of_tuple(each) for each in part]) for part in parts])
+        return _checked(made, where)
     except (TypeError, ValueError) as e:
         raise _refused(where, str(e)) from None
 
@@ -105,7 +110,7 @@ def text_of(condition: Condition) -> str:
         if condition.op == "not":
             return f"NOT ({text_of(condition.parts[0])})"
         return f" {condition.op.upper()} ".join(f"({text_of(part)})" for part in condition.parts)
-    column = '"' + condition.column + '"'
+    column = '"' + condition.column.replace('"', '""') + '"'
     if condition.op == "null":
         return f"{column} IS NULL"
     values = ", ".join(map(_literal, condition.values))
@@ -117,6 +122,39 @@ def text_of(condition: Condition) -> str:
 def columns_of(condition: Condition) -> set[str]:
     """Return the names of the columns that a condition reads."""
     return {test.column for test in _tests(condition)}
+
+
+def null_columns_of(condition: Condition) -> set[str]:
+    """Return the names of the columns that a condition compares with null."""
+    return {test.column for test in _tests(condition) if test.op == "null"}
+
+
+def for_pruning(condition: Condition, types: Mapping[str, pa.DataType]) -> Condition | None:
+    """Return the condition with each value in the type of its column, or None if a library could not compare them exactly.
+
+    A library rounds a value that the type lacks, and would leave out files that hold rows of the condition.
+    """
+    if sum(max(1, len(test.values)) for test in _tests(condition)) > _MOST_PRUNED:
+        return None
+
+    def made(each: Condition) -> Condition:
+        if isinstance(each, Joined):
+            return replace(each, parts=tuple(made(part) for part in each.parts))
+        kind = types[each.column]
+        values = tuple(_exact(value, kind, each.column) for value in each.values)
+        # Libraries compare a decimal as a float, which holds 15 digits.
+        if None in values or (pa.types.is_decimal(kind) and kind.precision > 15):
+            raise _InexactError
+        return replace(each, values=values)
+
+    try:
+        return made(condition)
+    except _InexactError:
+        return None
+
+
+class _InexactError(Exception):
+    """A value is not in the type of its column."""
 
 
 def of_iceberg(condition: Condition, types: Mapping[str, pa.DataType]) -> BooleanExpression:
@@ -132,10 +170,9 @@ def of_iceberg(condition: Condition, types: Mapping[str, pa.DataType]) -> Boolea
             return join(*(made(part, is_negated) for part in each.parts))
         if each.op == "null":
             return ice.NotNull(each.column) if is_negated else ice.IsNull(each.column)
-        kind = types[each.column]
-        values = [_typed(value, kind, each.column) for value in each.values]
-        if pa.types.is_float32(kind) and any(float(np.float32(v)) != v for v in values):
-            return ice.AlwaysTrue()  # pyiceberg would round the value
+        values = [_exact(value, types[each.column], each.column) for value in each.values]
+        if None in values:
+            return ice.AlwaysTrue()  # pyiceberg would round the value, or fail
         if each.op == "in":
             return ice.NotIn(each.column, values) if is_negated else ice.In(each.column, values)
         op = _NEGATED[each.op] if is_negated else each.op
@@ -144,6 +181,8 @@ def of_iceberg(condition: Condition, types: Mapping[str, pa.DataType]) -> Boolea
         expression: BooleanExpression = getattr(ice, names[op])(each.column, values[0])
         return expression
 
+    if sum(max(1, len(test.values)) for test in _tests(condition)) > _MOST_PRUNED:
+        return ice.AlwaysTrue()
     return made(condition, False)
 
 
@@ -155,30 +194,82 @@ def _expression(condition: Condition, types: Mapping[str, pa.DataType]) -> pc.Ex
         parts = [_expression(part, types) for part in condition.parts]
         if condition.op == "not":
             return ~parts[0]
-        made = parts[0]
-        for part in parts[1:]:
-            made = (made & part) if condition.op == "and" else (made | part)  # Kleene's, as SQL's
-        return made
+        while (
+            len(parts) > 1
+        ):  # a balanced tree: pyarrow recurses. Its operators are Kleene's, as SQL's
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            joined = [a & b if condition.op == "and" else a | b for a, b in pairs]
+            parts = joined + parts[len(parts) - len(parts) % 2 :]
+        return parts[0]
     field, kind = pc.field(condition.column), types[condition.column]
     if condition.op == "null":
         return field.is_null()
     if pa.types.is_floating(kind):
         # Statistics of files leave NaN out, so a filter that selected it could not leave out files.
         field = pc.if_else(pc.is_nan(field), pc.scalar(pa.scalar(None, kind)), field)
-    scalars = [_scalar(value, kind, condition.column) for value in condition.values]
-    if condition.op == "in":  # not isin(), for which null is false: NOT IN would select it
-        made = field == scalars[0]
-        for scalar in scalars[1:]:
-            made = made | (field == scalar)
-        return made
-    compare = {"=": "__eq__", "!=": "__ne__", "<": "__lt__", "<=": "__le__", ">": "__gt__"}
-    compare[">="] = "__ge__"
-    expression: pc.Expression = getattr(field, compare[condition.op])(scalars[0])
-    return expression
+    if condition.op == "in":
+        found = [_value_in(value, kind, condition.column) for value in condition.values]
+        exact = [value for value in found if value is not None]
+        if 0.0 in exact and pa.types.is_floating(kind):
+            exact.append(-0.0)  # another value for isin()
+        return _unless_null(field, field.isin(pa.array(exact, kind)))
+    return _compared(field, condition, kind)
 
 
-def _scalar(value: Value, kind: pa.DataType, column: str) -> pa.Scalar:
-    """Return a value in the type of its column; numbers compare as they are."""
+def _compared(field: pc.Expression, test: Test, kind: pa.DataType) -> pc.Expression:
+    """Return a comparison; a number that the column's type lacks lies between two that it has."""
+    value = test.values[0]
+    exact = _value_in(value, kind, test.column)
+    if exact is not None:
+        scalar = pa.scalar(exact, kind)
+        compare = {"=": "__eq__", "!=": "__ne__", "<": "__lt__", "<=": "__le__", ">": "__gt__"}
+        compare[">="] = "__ge__"
+        expression: pc.Expression = getattr(field, compare[test.op])(scalar)
+        return expression
+    if test.op in ("=", "!="):
+        return _unless_null(field, pc.scalar(test.op == "!="))
+    below = _floor(value, kind)
+    if below is None:
+        return _unless_null(field, pc.scalar(test.op[0] == ">"))
+    scalar = pa.scalar(below, kind)
+    return field > scalar if test.op[0] == ">" else field <= scalar
+
+
+def _unless_null(field: pc.Expression, otherwise: pc.Expression) -> pc.Expression:
+    return pc.if_else(field.is_null(), pc.scalar(pa.scalar(None, pa.bool_())), otherwise)
+
+
+def _floor(value: Any, kind: pa.DataType) -> int | float | Decimal | None:
+    """Return the greatest number of a type that is not more than a number; None if all are more.
+
+    A number compares as it is: 0.1 is less than the nearest float32. With decimals its text counts.
+    """
+    if pa.types.is_integer(kind):
+        bits = kind.bit_width - pa.types.is_signed_integer(kind)
+        least = -(2**bits) if pa.types.is_signed_integer(kind) else 0
+        whole = math.floor(value)
+        return None if whole < least else min(whole, 2**bits - 1)
+    if pa.types.is_decimal(kind):
+        number = _decimal(value)
+        most = Decimal(10**kind.precision - 1).scaleb(-kind.scale, Context(prec=100))
+        if not -most <= number <= most:
+            return most if number > most else None
+        return number.quantize(Decimal(1).scaleb(-kind.scale), ROUND_FLOOR, Context(prec=100))
+    make: Callable[[Any], Any] = np.float32 if pa.types.is_float32(kind) else np.float64
+    try:
+        with np.errstate(over="ignore"):
+            found = make(value)
+    except OverflowError:  # of an int
+        found = make(math.copysign(math.inf, value))
+    return float(np.nextafter(found, make(-math.inf)) if float(found) > value else found)
+
+
+def _decimal(value: Any) -> Decimal:
+    return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+
+
+def _value_in(value: Value, kind: pa.DataType, column: str) -> Any:
+    """Return a value as its column's type has it; None for a number that the type lacks."""
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if is_number != (isinstance(value, (int, float)) and not isinstance(value, bool)) or (
         pa.types.is_boolean(kind) != isinstance(value, bool)
@@ -187,20 +278,37 @@ def _scalar(value: Value, kind: pa.DataType, column: str) -> pa.Scalar:
             f"where: column {column!r} is {kind}, and is compared with {value!r}. Give a value of its type: text in single "
             "quotes, which are also the form of dates and timestamps, '2026-11-01'."
         )
-    if is_number:  # not in the type of a float column: as in Spark, 0.1 there is more than 0.1
-        return pa.scalar(value)
+    if is_number:
+        below = _floor(value, kind)
+        return below if below == (_decimal(value) if pa.types.is_decimal(kind) else value) else None
     try:
-        scalar: pa.Scalar = pa.scalar(value).cast(kind)
+        return _scalar(value, kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as e:
         raise InvalidArgumentError(
-            f"where: {value!r} is no value of column {column!r} ({kind}): {e}."
+            f"where: {value!r} is no value of column {column!r} ({kind}): {e}. Give a value of its type; of dates and times in "
+            "ISO 8601, '2026-11-01T12:00:00'."
         ) from None
-    return scalar
 
 
-def _typed(value: Value, kind: pa.DataType, column: str) -> Any:
-    scalar = _scalar(value, kind, column)
-    return value if isinstance(value, str) and pa.types.is_temporal(kind) else scalar.as_py()
+def _scalar(value: Value, kind: pa.DataType) -> pa.Scalar:
+    scalar = pa.scalar(value)
+    if not pa.types.is_timestamp(kind) or kind.tz is None:
+        return scalar.cast(kind)
+    try:
+        return scalar.cast(kind)
+    except pa.ArrowInvalid:  # without an offset it is UTC
+        return scalar.cast(pa.timestamp(kind.unit)).cast(pa.timestamp(kind.unit, "UTC")).cast(kind)
+
+
+def _exact(value: Value, kind: pa.DataType, column: str) -> Any:
+    """Return a value as both libraries take it, dates and times as text; None if the type lacks it."""
+    found = _value_in(value, kind, column)
+    if not isinstance(found, pa.Scalar):
+        return found
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        found = found.cast(pa.timestamp(kind.unit, "UTC"))
+    plain = found.as_py()
+    return plain.isoformat() if pa.types.is_temporal(kind) else plain
 
 
 # -- text --------------------------------------------------------------------------------------------
@@ -209,6 +317,8 @@ def _typed(value: Value, kind: pa.DataType, column: str) -> Any:
 def _literal(value: Value) -> str:
     if isinstance(value, str):
         return "'" + value.replace("'", "''") + "'"
+    if isinstance(value, Decimal):
+        return format(value, "f")
     return str(value).upper() if isinstance(value, bool) else repr(value)
 
 
@@ -220,6 +330,22 @@ def _tests(condition: Condition) -> Iterator[Test]:
             yield from _tests(part)
 
 
+def _checked(condition: Condition, where: object) -> Condition:
+    """Reject a condition that is too large or too deep to be evaluated."""
+    level, count, depth = [condition], 0, 0
+    while level:
+        count, depth = count + len(level), depth + 1
+        level = [part for each in level if isinstance(each, Joined) for part in each.parts]
+    if count > _MOST_CONDITIONS:
+        raise _refused(
+            where,
+            f"it has {count:,} conditions, and {_MOST_CONDITIONS:,} are the most. One IN takes any number of values",
+        )
+    if depth > _MOST_DEPTH:
+        raise _refused(where, f"more than {_MOST_DEPTH} conditions inside each other")
+    return condition
+
+
 def _joined(op: str, parts: Sequence[Condition]) -> Condition:
     if not parts:
         raise ValueError("it is empty")
@@ -228,12 +354,16 @@ def _joined(op: str, parts: Sequence[Condition]) -> Condition:
 
 def _of_tuple(given: tuple[str, str, Any]) -> Condition:
     column, op, value = given
+    if not isinstance(column, str) or not column or not isinstance(op, str):
+        raise ValueError(f"{given!r} is no column, comparison and value")
     op = " ".join(_ALIASES.get(op, op).lower().split())
-    values = tuple(value) if op in ("in", "not in") else (value,)
+    if op in ("in", "not in") and isinstance(value, str):
+        raise ValueError(f"{given!r} has text where a list of values is needed")
+    values = tuple(map(_plain, value if op in ("in", "not in") else (value,)))
     if value is None and op in ("=", "!=", "is", "is not"):
         test = Test(column, "null")
         return test if op in ("=", "is") else Joined("not", (test,))
-    if not isinstance(column, str) or not all(isinstance(v, (int, float, str)) for v in values):
+    if not all(isinstance(v, (int, float, str)) for v in values):
         raise ValueError(f"{given!r} is no column, comparison and value")
     if op in ("in", "not in"):
         if not values:
@@ -243,6 +373,14 @@ def _of_tuple(given: tuple[str, str, Any]) -> Condition:
     if op not in _NEGATED:
         raise ValueError(f"{op!r} is no comparison")
     return Test(column, op, values)
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's value of a number of NumPy; NaN and infinity have no text in SQL."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain, float) and not math.isfinite(plain):
+        raise ValueError(f"{plain!r} is compared, and only finite numbers can be")
+    return str(plain) if isinstance(plain, str) else plain
 
 
 def _refused(where: object, problem: str) -> InvalidArgumentError:
@@ -304,7 +442,7 @@ class _Parser:
         kind, text = self._next("a column")
         if kind not in ("name", "quoted"):
             raise self._error("a column", back=1)
-        column = text[1:-1] if kind == "quoted" else text
+        column = text[1:-1].replace(text[0] * 2, text[0]) if kind == "quoted" else text
         if self._takes("is"):
             is_negated = self._takes("not")
             self._expect("null")
@@ -332,7 +470,13 @@ class _Parser:
         if kind == "name" and text.lower() in ("date", "timestamp"):
             kind, text = self._next("a value")
         if kind == "number":
-            return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+            try:
+                number: Value = _plain(
+                    int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+                )
+            except ValueError as e:
+                raise _refused(self._text, str(e)) from None
+            return number
         if kind == "text":
             return text[1:-1].replace("''", "'")
         if kind == "name" and text.lower() in ("true", "false"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableChoice:
-    """Arguments of `fit_on_table` that choose rows; see there."""
+    """Arguments of `fit_on_table` that choose rows; see there.
+
+    Attributes:
+        schema_id: of an Iceberg table, to read a snapshot again with the columns of an earlier fit.
+        uuid: that the table must have; "" accepts any.
+    """
 
     table: str | os.PathLike[str]
     version: int | None = None
@@ -36,6 +41,8 @@ class TableChoice:
     catalog: object = None
     storage_options: Mapping[str, Any] | None = None
     incremental: bool = False
+    schema_id: int | None = None
+    uuid: str = ""
 
 
 def open_table_source(options: FitOptions, choice: TableChoice, spark: SparkSession) -> FitSources:
@@ -57,12 +64,18 @@ def open_table_source(options: FitOptions, choice: TableChoice, spark: SparkSess
     request = requested(choice.version, choice.snapshot_id, choice.ref, choice.as_of)
     dataset = open_table(
         choice.table,
-        request,
+        replace(request, schema_id=choice.schema_id),
         spark,
         where=choice.where,
         catalog=choice.catalog,
         storage_options=choice.storage_options,
     )
+    assert dataset.table is not None
+    found = dataset.table.version
+    if choice.uuid not in ("", found.uuid):
+        raise InvalidArgumentError(
+            f"{found.name!r} now holds another table: its id is {found.uuid}, and {choice.uuid} was trained on. Restore the table."
+        )
     split = options.validation
     assert not is_dataframe(split)  # refused above
     return FitSources(ParquetFiles(dataset, spark, choice.incremental), None, split)

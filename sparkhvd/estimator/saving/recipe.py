@@ -12,10 +12,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import platform
+import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
@@ -27,6 +29,7 @@ from sparkhvd.data.manifest import TableVersion
 from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
+from sparkhvd.estimator.fitting.on_table import TableChoice
 from sparkhvd.wire import read_json, rebuild
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 
 RECIPE_NAME, PARAMS_NAME = "recipe.json", "recipe.pkl"
 _FORMAT = 1
+_KEY_BYTES = 32
+_KEY = re.compile(f"[0-9a-fA-F]{{{2 * _KEY_BYTES}}}")
 # Params about where a fit writes and what it shows, which another fit has of its own.
 _OTHERS = frozenset(
     {"store", "run_id", "loggers", "verbose", "progress", "num_proc", "random_seed"}
@@ -159,7 +164,7 @@ def write_recipe(
         _losses(model.history),
         _digests(module.state_dict()),
     )
-    key = secrets.token_bytes(32)
+    key = secrets.token_bytes(_KEY_BYTES)
     facts = {"format": _FORMAT, **asdict(recipe)}
     store.write_bytes(f"{run_dir}/{PARAMS_NAME}", data)
     store.write_bytes(f"{run_dir}/{RECIPE_NAME}", dump_sealed({**facts, "hmac": _mac(facts, key)}))
@@ -173,6 +178,7 @@ def reproduce(
     key: str | None = None,
     trusted: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    catalog: object = None,
 ) -> Reproduction:
     """Fit again what a run has fitted, and compare the weights bit by bit.
 
@@ -182,6 +188,7 @@ def reproduce(
         key: the run's, from `TorchModel.run_key`.
         trusted: the caller trusts the run, which holds a program.
         storage_options: of the table, as for `fit_on_table`.
+        catalog: of an Iceberg table whose metadata file of the fit is gone, as for `fit_on_table`.
 
     Raises:
         InvalidArgumentError: the run has no recipe, it is damaged, or its version of the table cannot be read.
@@ -189,19 +196,29 @@ def reproduce(
     """
     recipe, estimator = load_recipe(run, key=key, trusted=trusted)
     table = recipe.table
-    version = {"version" if table.format == "delta" else "snapshot_id": table.version}
-    model = estimator.fit_on_table(
+    choice = TableChoice(
         table.source,
         where=table.where or None,
         storage_options=storage_options,
-        spark=spark,
-        **version,
+        schema_id=table.schema_id,
+        uuid=table.uuid,
+        version=table.version if table.format == "delta" else None,
+        snapshot_id=table.version if table.format == "iceberg" else None,
     )
-    uuid = model.training_data["tables"][0]["uuid"]
-    if table.uuid != uuid:
-        raise InvalidArgumentError(
-            f"{table.source!r} now holds another table: its id is {uuid}, and {table.uuid} was trained on. Restore the table."
-        )
+    try:
+        sources = estimator._open_table(choice, spark)
+    except InvalidArgumentError as e:
+        # A catalog may delete earlier metadata files of a table, and keep the snapshot.
+        if table.format != "iceberg" or "/" in table.name:
+            raise
+        try:
+            by_name = replace(choice, table=table.name, catalog=catalog)
+            sources = estimator._open_table(by_name, spark)
+        except InvalidArgumentError as second:
+            raise InvalidArgumentError(
+                f"{e} By its name the table cannot be read either: {second} A catalog is given by reproduce(..., catalog=)."
+            ) from None
+    model = estimator._fit_sources(sources)
     text = _first_difference(recipe, model)
     return Reproduction(model, not text, text or "equal bits", differences(recipe))
 
@@ -215,7 +232,7 @@ def load_recipe(run: Store, *, key: str | None = None, trusted: bool = False) ->
     except (FileNotFoundError, NotADirectoryError):
         raise InvalidArgumentError(
             f"{url} is not there. A finished fit_on_table with run_id or keep_checkpoints writes it; give the folder of such a run, "
-            "<store>/runs/<run_id>."
+            "<store>/runs/<run_id>. Elastic runs and runs with warm_start have none."
         ) from None
     facts = dict(values or {})
     seal = facts.pop("hmac", None)
@@ -251,11 +268,18 @@ def _check_trust(
             f"{url} names a program of the run, and reproducing runs it. Give the run's key, which TorchModel.run_key of its model is, "
             "or trust the run: --trust."
         )
-    try:
-        expected = _mac(facts, bytes.fromhex(key.strip()))
-    except ValueError:
-        expected = ""
-    if not (isinstance(seal, str) and expected and hmac.compare_digest(seal, expected)):
+    if not key.strip():
+        raise UntrustedError(
+            f"The key of {url} is empty. TorchModel.run_key is empty for a fit without a recipe: elastic, with warm_start, or with Params "
+            "that cannot be pickled. Give the key of the run's own model."
+        )
+    if not _KEY.fullmatch(key.strip()):
+        raise UntrustedError(
+            f"The key of {url} is no key: it is {len(key.strip())} characters, and one is {2 * _KEY_BYTES} hexadecimal digits. Give "
+            "TorchModel.run_key of the run's model."
+        )
+    expected = _mac(facts, bytes.fromhex(key.strip()))
+    if not (isinstance(seal, str) and hmac.compare_digest(seal, expected)):
         raise UntrustedError(
             f"{url} was not written by the fit of this key: the seal differs. Look whether run and key belong together; if the file was "
             "changed, do not use it."
@@ -274,19 +298,34 @@ def _losses(history: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
 
 def _digests(state: Mapping[str, Any]) -> dict[str, str]:
     return {
-        name: hashlib.sha256(
-            value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
+        name: hashlib.sha256(b"".join(map(_bits, _parts(value.detach().cpu())))).hexdigest()
         for name, value in state.items()
         if isinstance(value, Tensor)
     }
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the dense tensors that a tensor consists of."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def _bits(tensor: Tensor) -> bytes:
+    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(plain.view(torch.uint8).numpy().tobytes())
 
 
 def _first_difference(recipe: Recipe, model: Model) -> str:
     """Return the first difference of two trainings in words; "" without one."""
     rows = zip(recipe.losses, _losses(model.history), strict=False)
     for epoch, (then, now) in enumerate(rows, 1):
-        if then != now:
+        if then != now and not (math.isnan(then) and math.isnan(now)):
             return f"the loss of epoch {epoch} is {now!r} instead of {then!r}"
     if len(recipe.losses) != len(model.history):
         return f"{len(model.history)} epochs instead of {len(recipe.losses)}"

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from sparkhvd.data.manifest import packed_rows, unpacked_rows
+from sparkhvd import TorchEstimator
+from sparkhvd.data.manifest import TableVersion, packed_rows, unpacked_rows
 from sparkhvd.data.parquet.manifest import KnownFooters, read_manifest
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.locks import dump_sealed
 from sparkhvd.data.store.store import Store
+from sparkhvd.data.table_formats import delta, iceberg
 from sparkhvd.data.table_formats import where as filters
-from sparkhvd.data.table_formats.version import requested
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.data.table_formats.table import open_table
+from sparkhvd.data.table_formats.version import VersionRequest, requested
+from sparkhvd.errors import InvalidArgumentError, UntrustedError
+from sparkhvd.estimator.fitting.on_table import TableChoice, open_table_source
+from sparkhvd.estimator.saving import recipe as recipes
 from tests.harness import tables
 from tests.harness.plans import batch_rows
 from tests.harness.soak import amount
@@ -73,6 +86,102 @@ def test_every_version_of_a_delta_table(tmp_path: Path) -> None:
     history = {h["version"]: h["timestamp"] for h in deltalake.DeltaTable(folder).history()}
     moment = datetime.fromtimestamp(history[1] / 1000, timezone.utc)
     assert rows_of(folder, ["id"], as_of=moment) == delta_rows(folder, ["id"], 1)
+
+
+def test_as_of_goes_by_the_commits_and_not_by_the_times_of_files(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    for part in range(4):
+        deltalake.write_deltalake(folder, rows(part, 1), mode="append")
+        time.sleep(0.002)
+    times = [h["timestamp"] for h in reversed(deltalake.DeltaTable(folder).history())]
+    log = folder / "_delta_log"
+    for file in log.iterdir():  # as a copy of the table
+        os.utime(file)
+    for version, committed in enumerate(times):
+        moment = datetime.fromtimestamp(committed / 1000, timezone.utc)
+        dataset, _ = tables.dataset_of(folder, ["id"], as_of=moment)
+        assert dataset.table is not None
+        assert dataset.table.version.version == version
+        found = dataset.table.version.committed
+        assert datetime.fromisoformat(found).timestamp() * 1000 == pytest.approx(committed, abs=0.1)
+    commit = log / f"{1:020d}.json"
+    lines = [line for line in commit.read_text().splitlines() if "commitInfo" not in line]
+    commit.write_text("\n".join(lines))
+    moment = datetime.fromtimestamp(times[2] / 1000, timezone.utc)
+    assert len(rows_of(folder, ["id"], as_of=moment)) == 3
+    with pytest.raises(InvalidArgumentError, match=r"version 1 has no time.*Give version="):
+        rows_of(folder, ["id"], as_of=datetime.fromtimestamp(times[1] / 1000, timezone.utc))
+
+
+EVERY_TYPE = pa.schema(
+    [
+        ("i", pa.int32()),
+        ("l", pa.int64()),
+        ("f", pa.float32()),
+        ("g", pa.float64()),
+        ("d", pa.decimal128(10, 1)),
+        ("e", pa.decimal128(38, 10)),
+        ("z", pa.timestamp("us", "UTC")),
+    ]
+)
+# Filters, and of the rows 1, 2, 3 those that they select: values that the column's type lacks, and exact ones.
+EVERY_LITERAL = {
+    "i > 1.5": [2, 3],
+    "i != 2.5": [1, 2, 3],
+    "NOT i BETWEEN 1.2 AND 2.2": [1, 3],
+    "i < 99999999999999999999": [1, 2, 3],
+    "i IN (1.0, 2.5, 3)": [1, 3],
+    "l > 9007199254740994.0": [3],
+    "l = 9007199254740993.0": [],
+    "l >= 9007199254740993": [1, 2, 3],
+    "f > 0.1": [1, 2, 3],
+    "NOT f = 0.1": [1, 2, 3],
+    "f < 1e300": [1, 2, 3],
+    "f = 0.25": [],
+    "g = 0.1": [1],
+    "g > 9007199254740993": [],
+    "d > 0.15": [2, 3],
+    "d > 0.05": [1, 2, 3],
+    "d != 0.24": [1, 2, 3],
+    "d <= 0.25": [1, 2],
+    "d > 0": [1, 2, 3],
+    "d < 1e300": [1, 2, 3],
+    "d IN (0.1, 0.15)": [1],
+    "e > 0": [1, 2, 3],
+    "e = 0.2": [2],
+    "z >= '2020-01-02'": [2, 3],
+    "z > '2020-01-02T05:00:00'": [3],
+    "z <= '2020-01-02T10:00:00+05:00'": [1, 2],
+}
+
+
+def every_type(number: int) -> pa.Table:
+    moment = datetime(2020, 1, number, 5, tzinfo=timezone.utc)
+    tenth = Decimal(number) / 10
+    row = {"i": number, "l": number + 2**53, "f": number / 10, "g": number / 10}
+    return pa.Table.from_pylist([{**row, "d": tenth, "e": tenth, "z": moment}], EVERY_TYPE)
+
+
+def test_values_that_a_column_cannot_hold_leave_out_no_file_of_delta(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        deltalake.write_deltalake(tmp_path / "t", every_type(number), mode="append")
+    for where, kept in EVERY_LITERAL.items():
+        found = [row[0] for row in rows_of(tmp_path / "t", ["i"], where=where)]
+        assert found == kept, where
+    names = pa.table({"p": ["", None, "a"], "id": [0, 1, 2]})
+    deltalake.write_deltalake(tmp_path / "u", names, partition_by=["p"])
+    assert rows_of(tmp_path / "u", ["id"], where="p IS NULL") == [(0.0,), (1.0,)]
+    assert rows_of(tmp_path / "u", ["id"], where="p IS NOT NULL") == [(2.0,)]
+
+
+def test_rows_of_tables_tell_their_digests_apart(tmp_path: Path) -> None:
+    found = set()
+    for number in (1, 2, 3):
+        deltalake.write_deltalake(tmp_path / f"{number}", every_type(number))
+        found.add(read_manifest(*tables.dataset_of(tmp_path / f"{number}", ["i"])).digest)
+    assert len(found) == 3
+    again = read_manifest(*tables.dataset_of(tmp_path / "3", ["i"])).digest
+    assert again in found
 
 
 def mapped_table(folder: Path, mode: str, features: list[str] | None = None) -> None:
@@ -246,6 +355,44 @@ def test_every_snapshot_of_an_iceberg_table(catalog: Any, version: str) -> None:
     assert [row[0] for row in found] == [float(i) for i in range(10)]
 
 
+def test_values_that_a_column_cannot_hold_leave_out_no_file_of_iceberg(catalog: Any) -> None:
+    table = catalog.create_table("db.t", schema=EVERY_TYPE)
+    for number in (1, 2, 3):
+        table.append(every_type(number))
+    for where, kept in EVERY_LITERAL.items():
+        found = [row[0] for row in rows_of("db.t", ["i"], where=where, catalog=catalog)]
+        assert found == kept, where
+
+
+def test_the_newest_version_has_the_columns_of_the_table(catalog: Any) -> None:
+    from pyiceberg.types import DoubleType
+
+    table = catalog.create_table(
+        "db.t", schema=pa.schema([("x", pa.float64()), ("y", pa.float64())])
+    )
+    table.append(pa.table({"x": [1.0, 2.0], "y": [5.0, 6.0]}))
+    first = table.current_snapshot().snapshot_id
+    with table.update_schema() as change:
+        change.delete_column("x")
+    with table.update_schema() as change:
+        change.rename_column("y", "z")
+        change.add_column("x", DoubleType())  # the old name with a new meaning
+    columns = ["x", "z"]
+    assert rows_of("db.t", columns, catalog=catalog) == iceberg_rows(table, columns)
+    assert rows_of("db.t", columns, catalog=catalog, where="x IS NULL AND z > 5") == [
+        (tables.NULL, 6.0)
+    ]
+    assert rows_of("db.t", ["x", "y"], catalog=catalog, snapshot_id=first) == [(1, 5), (2, 6)]
+    dataset, _ = tables.dataset_of("db.t", columns, catalog=catalog)
+    assert dataset.table is not None
+    seen = dataset.table.version
+    with table.update_schema() as change:
+        change.delete_column("x")
+    request = VersionRequest(snapshot_id=seen.version, schema_id=seen.schema_id)
+    again = open_table(seen.source, request, None)  # type: ignore[arg-type]  # no session for a path
+    assert again.arrow_schema.names == dataset.arrow_schema.names
+
+
 @pytest.mark.parametrize("kind", ["parquet", "puffin"])
 def test_position_deletes_and_deletion_vectors_of_iceberg(catalog: Any, kind: str) -> None:
     table = catalog.create_table("db.t", schema=rows(0, 1).schema)
@@ -363,6 +510,259 @@ def test_every_live_row_comes_once_over_the_ranks(tmp_path: Path, ranks: int) ->
     assert sorted(seen) == sorted(row[0] for row in delta_rows(tmp_path / "t", ["x"]))
 
 
+def test_known_files_that_are_gone_are_an_error(tmp_path: Path) -> None:
+    folder, store = tmp_path / "t", Store.create(tmp_path / "store")
+    deltalake.write_deltalake(folder, rows(0, 10))
+    deltalake.write_deltalake(folder, rows(10, 10), mode="append")
+
+    def known(dataset: Any, schema: Any) -> KnownFooters:
+        return KnownFooters(store, dataset, schema)
+
+    assert len(rows_of(folder, ["id"], known=known)) == 20
+    deltalake.DeltaTable(folder).delete("id < 10")
+    deltalake.DeltaTable(folder).vacuum(0, enforce_retention_duration=False, dry_run=False)
+    with pytest.raises(InvalidArgumentError, match="version 1 of .*vacuumed.*newer version"):
+        rows_of(folder, ["id"], version=1, known=known)
+
+
+# -- recipes and secrets ------------------------------------------------------------------------------
+
+
+def recipe_of(table: TableVersion, losses: tuple[float, ...] = ()) -> recipes.Recipe:
+    return recipes.Recipe(table, 1, 1, recipes.this_environment(), "", losses, {})
+
+
+@pytest.mark.parametrize("key", ["", "\n", "00" * 31, "00" * 33, "zz" * 32])
+def test_a_key_that_is_none_opens_no_recipe(tmp_path: Path, key: str) -> None:
+    run = Store.create(tmp_path / "run")
+    facts = {"format": 1, **asdict(recipe_of(TableVersion("delta", "t", "t", "u", 1)))}
+    run.write_bytes(recipes.PARAMS_NAME, b"")
+    seal = recipes._mac(facts, b"")
+    run.write_bytes(recipes.RECIPE_NAME, dump_sealed({**facts, "hmac": seal}))
+    with pytest.raises(UntrustedError, match="elastic.*own model" if not key.strip() else "no key"):
+        recipes.load_recipe(run, key=key)
+
+
+class Trained:
+    """Stands for a model."""
+
+    def __init__(self, module: torch.nn.Module, *losses: float) -> None:
+        self.history: list[dict[str, Any]] = [{"loss": loss} for loss in losses]
+        self.training_data: dict[str, Any] = {}
+        self._module = module
+
+    def getModel(self) -> torch.nn.Module:  # noqa: N802 - Spark's form
+        return self._module
+
+
+def test_digests_of_tensors_of_any_layout() -> None:
+    one, two = torch.eye(2), torch.eye(2) * 2
+    dense = torch.ones(2, dtype=torch.complex64)
+    for make in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc):
+        found = recipes._digests({"a": make(one), "b": make(two), "c": make(one.clone())})
+        assert found["a"] == found["c"] != found["b"]
+    found = recipes._digests({"a": dense.conj(), "b": dense.conj().resolve_conj()})
+    assert found["a"] == found["b"]
+    assert recipes._digests(
+        {"a": torch.ones(2, dtype=torch.complex64).imag, "b": torch._neg_view(one)}
+    )
+    nan = recipe_of(TableVersion("delta", "t", "t", "u", 1), (float("nan"), 1.0))
+    assert recipes._first_difference(nan, Trained(torch.nn.Identity(), float("nan"), 1.0)) == ""
+    assert "epoch 2" in recipes._first_difference(
+        nan, Trained(torch.nn.Identity(), float("nan"), 2)
+    )
+
+
+def test_a_finished_fit_survives_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **options: Any) -> str:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("sparkhvd.estimator.estimator.write_recipe", fails)
+    fitted = SimpleNamespace(data={"tables": [{"source": "t"}]})
+    request: Any = SimpleNamespace(
+        num_checkpoints=1,
+        run=SimpleNamespace(start_from=None, run_dir="runs/a"),
+        cluster=SimpleNamespace(least=None, num_proc=1),
+        store=None,
+        seed=1,
+    )
+    model: Any = SimpleNamespace(_require_fitted=lambda: fitted)
+    with pytest.warns(UserWarning, match="'runs/a' was not written: OSError: the disk is full"):
+        TorchEstimator(model=torch.nn.Identity())._write_recipe(request, model)
+
+
+class Fitter:
+    """Stands for an estimator: opens tables, and trains on nothing."""
+
+    num_fits = 0
+
+    def _open_table(self, choice: TableChoice, spark: Any) -> Any:
+        options: Any = TorchEstimator(model=torch.nn.Identity(), loss="mse", feature_cols=["x"])
+        return open_table_source(options._options(), choice, spark)
+
+    def _fit_sources(self, sources: Any) -> Trained:
+        self.num_fits += 1
+        return Trained(torch.nn.Identity())
+
+
+def test_reproduce_looks_for_the_same_table_before_the_fit(
+    tmp_path: Path, catalog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reproduced(table: TableVersion, **options: Any) -> int:
+        fitter = Fitter()
+        monkeypatch.setattr(recipes, "load_recipe", lambda *a, **k: (recipe_of(table), fitter))
+        session: Any = None
+        recipes.reproduce(Store(str(tmp_path)), session, **options)
+        return fitter.num_fits
+
+    deltalake.write_deltalake(tmp_path / "t", rows(0, 3))
+    dataset, _ = tables.dataset_of(tmp_path / "t", ["x"])
+    assert dataset.table is not None
+    assert reproduced(dataset.table.version) == 1
+    with pytest.raises(InvalidArgumentError, match="now holds another table: its id is"):
+        reproduced(replace(dataset.table.version, uuid="another"))
+    # The catalog deletes metadata files of earlier states, and keeps their snapshots.
+    kept = {"write.metadata.delete-after-commit.enabled": "true"}
+    kept["write.metadata.previous-versions-max"] = "1"
+    table = catalog.create_table("db.t", schema=rows(0, 1).schema, properties=kept)
+    table.append(rows(0, 3))
+    dataset, _ = tables.dataset_of("db.t", ["x"], catalog=catalog)
+    assert dataset.table is not None
+    for first in (3, 6, 9):
+        table.append(rows(first, 3))
+    assert reproduced(dataset.table.version, catalog=catalog) == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "catalog"),
+    [
+        ("db.t", {"type": "rest", "uri": "http://u:SECRET@localhost:1/?token=SECRET"}),
+        ("db.t", {"type": "rest", "uri": "http://localhost:1/", "credential": "a:SECRET"}),
+        ("db.t", {"uri": "SECRET"}),
+        ("db.t", {"type": "sql", "uri": "postgresql+x://u:SECRET@h/db", "name": "c"}),
+    ],
+)
+def test_no_message_holds_a_secret(table: str, catalog: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as found:
+        rows_of(table, ["id"], catalog=catalog)
+    assert found.value.__suppress_context__
+    assert "SECRET" not in "".join(traceback.format_exception(found.value))
+
+
+def test_the_location_of_a_metadata_file_has_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyiceberg.table import StaticTable
+
+    def fails(location: str, properties: dict[str, str]) -> None:
+        assert location == "s3://b/a b/v1.metadata.json"
+        assert properties["s3.access-key-id"] == "AKIA"
+        raise ValueError(f"{properties}")
+
+    monkeypatch.setattr(StaticTable, "from_metadata", fails)
+    with pytest.raises(InvalidArgumentError) as found:
+        iceberg.load_files("s3://AKIA:SECRET@b/a%20b/v1.metadata.json?region=x", "t", None)
+    assert "SECRET" not in str(found.value)
+    assert found.value.__suppress_context__
+
+
+def test_places_of_files() -> None:
+    root = iceberg._common_root
+    assert root(["s3://b/t/a.parquet", "s3a://b/t/p/b.parquet"]) == (
+        "s3://b/t",
+        ["a.parquet", "p/b.parquet"],
+    )
+    assert root(["s3://b/w//t/a.parquet", "s3://b/w//t/b.parquet"])[0] == "s3://b/w//t"
+    assert root(["s3://b/a b.parquet"]) == ("s3://b/", ["a b.parquet"])
+    assert root(["file:///t//a", "/t/u/../b"]) == ("/t", ["a", "b"])
+    for other in ("s3://b/t/b.parquet", "s3://b/t//u/b.parquet"):
+        with pytest.raises(InvalidArgumentError, match="'//' in their keys"):
+            root(["s3://b/t//v/a.parquet", other])
+    with pytest.raises(InvalidArgumentError, match="no common folder"):
+        root(["file:///x/a.parquet", "file:///y/a.parquet"])
+    with pytest.raises(InvalidArgumentError, match="several file systems"):
+        root(["s3://b/a.parquet", "s3://c/a.parquet"])
+
+
+def test_odd_folders_and_deletion_vectors_of_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("qu?ery", "a+b", "sp ace"):
+        deltalake.write_deltalake(tmp_path / folder / "t", rows(0, 6), partition_by=["p"])
+        dataset, _ = tables.dataset_of(tmp_path / folder / "t", ["id"])
+        assert len(rows_of(tmp_path / folder / "t", ["id"], where="p = 'p 1/é'")) == 2
+        assert dataset.table is not None
+        assert len(rows_of(dataset.table.version.source, ["id"])) == 6
+    mapped_table(tmp_path / "t", "name")
+    table = deltalake.DeltaTable(tmp_path / "t")
+    with pytest.raises(InvalidArgumentError, match=r"'xx yy/1.parquet', which is no file"):
+        delta._deleted(table, "t", pa.table({"path": ["2.parquet"]}), ())
+    for name, mask in (("deleted", [True] * 50 + [False]), ("kept", [True] * 51)):
+        both = {"xx yy/1.parquet": lambda mask=mask: np.array(mask)}
+        monkeypatch.setattr(delta, "_deleted", lambda *a, both=both: both)
+        if name == "kept":
+            assert len(rows_of(tmp_path / "t", ["x"])) == 55
+            continue
+        with pytest.raises(InvalidArgumentError, match="rows beyond the 50 of"):
+            rows_of(tmp_path / "t", ["x"])
+
+
+def typed_table(folder: Path, kind: str, *parts: pa.Table) -> None:
+    """Write a Delta table of a column c, and of x, from files as Spark or a widening of types leaves them."""
+    folder.mkdir()
+    features = {"readerFeatures": ["typeWidening"], "writerFeatures": ["typeWidening"]}
+    columns = [("x", "double"), ("c", kind)]
+    fields = [{"name": n, "type": t, "nullable": True, "metadata": {}} for n, t in columns]
+    adds = []
+    for number, part in enumerate(parts):
+        path = folder / f"{number}.parquet"
+        pq.write_table(part, path, use_deprecated_int96_timestamps=True)
+        facts = {"path": path.name, "partitionValues": {}, "size": path.stat().st_size}
+        adds.append({"add": {**facts, "modificationTime": 0, "dataChange": True}})
+    metadata = {
+        "id": str(uuid.uuid4()),
+        "format": {"provider": "parquet", "options": {}},
+        "schemaString": json.dumps({"type": "struct", "fields": fields}),
+        "partitionColumns": [],
+        "configuration": {},
+        "createdTime": 0,
+    }
+    protocol = {"minReaderVersion": 3, "minWriterVersion": 7, **features}
+    tables.write_delta_log(folder, 0, {"protocol": protocol}, {"metaData": metadata}, *adds)
+
+
+def test_timestamps_of_int96_and_widened_columns(tmp_path: Path) -> None:
+    moments = [datetime(year, 1, 1) for year in (1, 2020, 9999)]  # noqa: DTZ001 - UTC in the table
+    part = pa.table({"x": [1.0, 2.0, 3.0], "c": pa.array(moments, pa.timestamp("us"))})
+    typed_table(tmp_path / "t", "timestamp", part)
+    for where, kept in {"c >= '9999-01-01'": [3], "c < '2000-01-01T00:00:00Z'": [1]}.items():
+        assert [row[0] for row in rows_of(tmp_path / "t", ["x"], where=where)] == kept
+    parts = [
+        pa.table({"x": [1.0], "c": pa.array([5], pa.int32())}),
+        pa.table({"x": [2.0], "c": pa.array([Decimal("1.5")], pa.decimal128(12, 1))}),
+    ]
+    typed_table(tmp_path / "u", "decimal(12,1)", *parts)
+    assert [row[0] for row in rows_of(tmp_path / "u", ["x"], where="c > 1.5")] == [1]
+    with pytest.raises(InvalidArgumentError, match=r"log changed the type.*fit\(spark\.table"):
+        rows_of(tmp_path / "u", ["x", "c"])
+
+
+def test_an_unplanned_filter_reads_every_file(
+    catalog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyiceberg.table import DataScan
+
+    table = catalog.create_table("db.t", schema=rows(0, 1).schema)
+    table.append(rows(0, 10))
+    plan = DataScan.plan_files
+
+    def fails(scan: Any) -> Any:
+        if "GreaterThan" in repr(scan.row_filter):
+            raise TypeError("no such literal")
+        return plan(scan)
+
+    monkeypatch.setattr(DataScan, "plan_files", fails)
+    assert rows_of("db.t", ["id"], catalog=catalog, where="id > 7") == [(8.0,), (9.0,)]
+
+
 # -- filters and masks -------------------------------------------------------------------------------
 
 
@@ -416,6 +816,52 @@ def test_files_with_nan_are_left_out_only_as_their_rows_are(tmp_path: Path) -> N
         "day BETWEEN DATE '2026-11-01' AND '2026-11-02'": [0.0, 1.0],
     }.items():
         assert [row[0] for row in rows_of(tmp_path / "u", ["id"], where=where)] == ids, where
+
+
+def test_large_filters() -> None:
+    table = pa.table({"x": pa.array([1, None, 9_999, 20_000])})
+
+    def kept(where: Any) -> list[Any]:
+        found = filters.row_filter(filters.parse(where), table.schema, "t")
+        return list(table.filter(found.expression).column("x").to_pylist())
+
+    assert kept([("x", "in", range(10_000))]) == [1, 9_999]
+    assert kept([("x", "not in", range(10_000))]) == [20_000]
+    assert kept(" OR ".join(f"x = {i}" for i in range(5_000))) == [1]
+    with pytest.raises(InvalidArgumentError, match="10,001 conditions.*One IN"):
+        filters.parse([[("x", "=", i)] for i in range(10_000)])
+    values = pa.table({"f": pa.array([0.0, -0.0, None, np.nan])})
+    found = filters.row_filter(filters.parse("f IN (0, 7)"), values.schema, "t")
+    assert values.filter(found.expression).num_rows == 2
+
+
+def test_a_filter_reads_back_from_its_text() -> None:
+    deep = "x = 1"
+    for _ in range(30):
+        deep = f"y = 2 AND (z = 3 OR NOT ({deep}))"
+    for where in (
+        [("x", ">", np.float64(0.5)), ("y", "in", [np.int64(5), np.float32(0.5)])],
+        [('a"b`c', "=", "it's")],
+        'NOT ("a""b" = 1 OR `c``d` IS NULL)',
+        deep,
+    ):
+        condition = filters.parse(where)
+        assert filters.parse(filters.text_of(condition)) == condition
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "x = 1e400",
+        [("x", "<", float("nan"))],
+        [("x", 5, 1)],
+        [("x", "in", "abc")],
+        "x = " + "9" * 5000,
+    ],
+)
+def test_values_that_have_no_text_are_refused(where: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="where="):
+        filters.parse(where)
 
 
 @pytest.mark.parametrize(
