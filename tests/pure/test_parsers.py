@@ -8,12 +8,15 @@ import struct
 import time
 import tracemalloc
 import zlib
+from fractions import Fraction
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.training.checkpoints.checkpoint import DamagedError, read_checkpoint
 from sparkhvd.wire import rebuild
@@ -118,6 +121,14 @@ def test_a_checkpoint_with_the_hash_of_other_bytes_is_damaged(content: bytes) ->
     seal = f"\nsparkhvd-sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
     with pytest.raises(DamagedError, match="here is no checkpoint"):
         read_checkpoint(io.BytesIO(content + seal), "here")
+
+
+def test_a_checkpoint_of_a_class_that_torch_does_not_load_is_named() -> None:
+    sink = io.BytesIO()
+    torch.save({"epoch": Fraction(1, 2)}, sink)
+    seal = f"\nsparkhvd-sha256 {hashlib.sha256(sink.getvalue()).hexdigest()}\n".encode()
+    with pytest.raises(InvalidArgumentError, match=r"Unsupported global.*fractions\.Fraction"):
+        read_checkpoint(io.BytesIO(sink.getvalue() + seal), "here")
 
 
 def test_a_port_of_hundreds_of_digits_is_no_endpoint() -> None:

@@ -125,6 +125,12 @@ def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Ch
         values = _mapped(file) if is_mapped else torch.load(file, weights_only=True)
         version = values.pop("format_version")
     except Exception as e:  # torch's reader raises any class for other bytes
+        if "Unsupported global" in str(e):
+            named = str(e).partition("Unsupported global")[2][:200]
+            raise InvalidArgumentError(
+                f"{url} holds what torch {torch.__version__} does not load: Unsupported global{named}. Resume with the torch that has written it, "
+                "or give another run_id."
+            ) from e
         if is_of_machine(e):
             raise
         raise DamagedError(f"{url} is no checkpoint ({type(e).__name__}: {e}).") from e
