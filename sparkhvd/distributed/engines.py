@@ -139,6 +139,8 @@ def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> En
     deadline = time.monotonic() + timeout.total_seconds()
     try:
         rendezvous = meet(store, name, rank, size, timeout)
+        longest = min(rendezvous.settings.connect_timeout_s, _left(deadline))
+        rendezvous.settings = replace(rendezvous.settings, connect_timeout_s=longest)
         try:
             engine = Engine(rendezvous.connect(), rendezvous.settings)
         finally:
@@ -309,7 +311,6 @@ def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> S
             left = timedelta(seconds=_left(deadline))
             key = _key_between_hosts(store, name, rank, endpoints, settings, left)
         stack.pop_all()
-    settings = replace(settings, connect_timeout_s=min(settings.connect_timeout_s, _left(deadline)))
     return StoreRendezvous(Job(key, f"torch.{name}", 0, rank, size, endpoints), listener, settings)
 
 

@@ -96,7 +96,8 @@ class Reconfiguration:
             timeout: until all of them are connected.
 
         Raises:
-            InvalidArgumentError: the handles are wrong, or the number has been used.
+            InvalidArgumentError: the handles are wrong.
+            CollectiveError: the number has been used.
             CollectiveTimeoutError: some ranks were too late; the message names them.
             PeerLostError: a rank ended meanwhile.
         """
@@ -132,7 +133,8 @@ class Reconfiguration:
         is_used = number in self._used or found != digest
         self._used.add(number)
         if is_used or store.check(["failed"]):
-            failed = "" if is_used else f" It failed on rank {store.get('failed').decode()}."
+            said = "" if is_used else store.get("failed").decode(errors="replace")[:1000]
+            failed = f" It failed on rank {said}." if said else ""
             raise CollectiveError(
                 f"{what}: the uuid was already used.{failed} Give all ranks a new uuid, the same on each, with the handles of "
                 "the ranks that are left."

@@ -412,15 +412,13 @@ def _load(path: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_CONFIG_CHARACTERS + 1)
-        if len(text) > _CONFIG_CHARACTERS:
-            raise InvalidArgumentError(
-                f"--config-file {path!r} has more than {_CONFIG_CHARACTERS:,} characters, and flags need a few hundred. Is it another file?"
-            )
-        return yaml.safe_load(text)
+        if len(text) <= _CONFIG_CHARACTERS:
+            return yaml.safe_load(text)
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
-        if isinstance(error, InvalidArgumentError):
-            raise
         raise InvalidArgumentError(f"--config-file {path!r} cannot be read: {error}.") from error
+    raise InvalidArgumentError(
+        f"--config-file {path!r} has more than {_CONFIG_CHARACTERS:,} characters, and flags need a few hundred. Give the file with the flags."
+    )
 
 
 def _entries(path: str, content: Any) -> Iterator[tuple[str, str, Any]]:
