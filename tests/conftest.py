@@ -38,6 +38,7 @@ SETTLE_S = 10.0
 LONG_S = 10.0
 LONG_TIERS = ("tests/spark", "tests/soak")
 MANY_MODULES = 100
+SLOW_COLLECTION_S = 0.05
 # Variables that pytest, the JVM gateway, MLflow or BLAS set by themselves.
 FOREIGN_VARIABLES = (
     "PYTEST_",
@@ -110,18 +111,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Lasting:
     """Objects that stay for good, kept out of every later collection of garbage: the leak check has many.
 
-    Those of the test collection, and of what tests import: torch's compiler alone makes a collection take half a second.
+    Those of the test collection, of what tests import (torch's compiler alone makes a collection take half a second), and of
+    what tests keep, such as the syntax trees of all sources.
     """
 
     def __init__(self) -> None:
         self._num_modules = 0
+        self._are_many = False
+
+    def collect(self) -> None:
+        """Collect garbage, and note whether the objects that stay make it slow."""
+        begin = time.thread_time()
+        gc.collect()
+        self._are_many = time.thread_time() - begin > SLOW_COLLECTION_S
 
     def freeze(self) -> None:
-        """Freeze what is there, if many modules have come since the last time. Nothing may be about to go."""
-        if len(sys.modules) > self._num_modules + MANY_MODULES:
+        """Freeze what is there, if collections are slow or many modules came. Nothing may be about to go."""
+        if self._are_many or len(sys.modules) > self._num_modules + MANY_MODULES:
             gc.collect()
             gc.freeze()
             self._num_modules = len(sys.modules)
+            self._are_many = False
 
 
 LASTING = Lasting()
@@ -232,7 +242,7 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     while leaks := resources().beyond(before, sockets=not uses_spark):
         if time.monotonic() > deadline:
             pytest.fail("The test left behind: " + "; ".join(leaks))
-        gc.collect()  # may itself take seconds on a busy machine: what is there is looked at once more behind it
+        LASTING.collect()  # may itself take seconds on a busy machine: what is there is looked at once more behind it
         time.sleep(pause_s)
         pause_s = 0.02
     LASTING.freeze()
