@@ -1,8 +1,9 @@
-"""A Delta table of a million rows as the training set: `fit_on_table` beside data that `fit` has written, and MDS files.
+"""A table of a million rows as the training set: `fit_on_table` beside data that `fit` has written, MDS, and datasets' reader.
 
     PYTHONPATH=. PYTHON benchmarks/tables.py [--rows 1000000] [--rounds 3] [--json FILE] [--write]
 
-PYTHON has `deltalake` and, for the comparison, `mosaicml-streaming`; without it that part is left out. Rows are 32 columns of float32 and a label in
+PYTHON has `deltalake` and, for the comparisons, `mosaicml-streaming`, and `pyiceberg` with `datasets` 5 or newer; without
+them these parts are left out. Rows are 32 columns of float32 and a label in
 ten files. A first batch is the time from the call of the fit to the end of the first step of rank 0, by the report of the fit, with two ranks on
 `local[2]` whose trainers are warm. The epochs are those of one process that reads shuffled batches of 1,024; that of the table begins with opening it. MDS is written first, of a tenth of the rows, and
 its times are shown for all rows.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import statistics
 import tempfile
 import time
@@ -163,6 +165,52 @@ def mds_epoch(spark: Any, table: Path, folder: Path, rows: int) -> tuple[float, 
     return wrote - began, time.perf_counter() - wrote
 
 
+def iceberg_epochs(table: Path, folder: Path, rows: int, found: dict[str, list[float]]) -> None:
+    """Read an epoch of the rows as an Iceberg table, here and with Hugging Face's datasets."""
+    import datasets
+    import pyarrow.parquet as pq
+    from pyiceberg.catalog.sql import SqlCatalog
+
+    os.environ["HF_DATASETS_OFFLINE"] = "1"
+    datasets.disable_progress_bars()
+    folder.mkdir()
+    os.chdir(folder)  # load_dataset looks through the current folder for files
+    properties = {"uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
+    catalog = SqlCatalog("bench", **properties)
+    catalog.create_namespace("db")
+    parts = [pq.read_table(file) for file in sorted(table.glob("*.parquet"))]
+    iceberg = catalog.create_table("db.t", parts[0].schema)
+    for part in parts:
+        iceberg.append(part)
+    # The first epoch of each is thrown away: it imports.
+    for number in range(3):
+        cache = folder / f"cache{number}"
+        began = time.perf_counter()
+        data = datasets.load_dataset(
+            "iceberg", catalog=catalog, table="db.t", split="train", cache_dir=str(cache)
+        )
+        seen = sum(
+            len(batch["label"])
+            for batch in data.shuffle(seed=number).with_format("torch").iter(BATCH)
+        )
+        mapped = time.perf_counter() - began
+        assert seen == rows, f"{seen} of {rows} rows"
+        began = time.perf_counter()
+        data = datasets.load_dataset(
+            "iceberg", catalog=catalog, table="db.t", split="train", streaming=True
+        )
+        stream = data.shuffle(seed=number, buffer_size=10_000).with_format("torch")
+        seen = sum(len(batch["label"]) for batch in stream.iter(BATCH))
+        streamed = time.perf_counter() - began
+        assert seen == rows, f"{seen} of {rows} rows"
+        ours = table_epoch(Path(iceberg.metadata_location.removeprefix("file://")), rows)
+        if number:
+            found.setdefault("datasets", []).append(mapped)
+            found.setdefault("datasets, streaming", []).append(streamed)
+            found.setdefault("epoch of the Iceberg table", []).append(ours)
+            found["bytes written by datasets"] = [size_of(cache)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -171,7 +219,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     report = Report(
-        f"A Delta table as the training set: {given.rows:,} rows of {WIDTH} columns of float32 and a label"
+        f"A table as the training set: {given.rows:,} rows of {WIDTH} columns of float32 and a label"
     )
     found: dict[str, list[float]] = {}
     with (
@@ -187,6 +235,9 @@ def main() -> None:
             found["MDS, write"], found["MDS, first epoch"] = [
                 [10 * v] for v in mds_epoch(spark, table, Path(scratch) / "mds", given.rows // 10)
             ]
+        has_datasets = all(importlib.util.find_spec(name) for name in ("datasets", "pyiceberg"))
+        if has_datasets:
+            iceberg_epochs(table, Path(scratch) / "iceberg", given.rows, found)
         incremental(table, Path(scratch) / "footers", given.rows, found)
     median = {name: statistics.median(values) for name, values in found.items()}
     later = median["fit_on_table"] - median["fit, data there"]
@@ -230,6 +281,26 @@ def main() -> None:
                 [Target("table", faster, EPOCH_FASTER, at_least=True)],
             ]
         )
+    written = ""
+    if has_datasets:
+        ours = median["epoch of the Iceberg table"]
+        lines.append(
+            [
+                "open the same rows as an Iceberg table and read an epoch",
+                median_and_quartiles(found["epoch of the Iceberg table"]),
+                [],
+            ]
+        )
+        for name in ("datasets", "datasets, streaming"):
+            faster = Target("table", median[name] / ours, EPOCH_FASTER, at_least=True)
+            lines.append(
+                [
+                    f"Hugging Face {name}: load the Iceberg table and read an epoch",
+                    median_and_quartiles(found[name]),
+                    [faster],
+                ]
+            )
+        written = f", datasets {found['bytes written by datasets'][0] / 2**20:.0f} MiB, its streaming none"
     share = found["footers read, 1 % appended"][0] / found["footers read, all files"][0]
     lines += [
         ["footers of all files", median_and_quartiles(found["footers, all files"]), []],
@@ -241,7 +312,7 @@ def main() -> None:
     ]
     report.table(["", "seconds", "targets"], lines)
     report.note(
-        f"{given.rounds} rounds. Bytes written: fit {found['bytes written by fit'][0] / 2**20:.0f} MiB, fit_on_table none but the run. "
+        f"{given.rounds} rounds. Bytes written: fit {found['bytes written by fit'][0] / 2**20:.0f} MiB, fit_on_table none but the run{written}. "
         f"Footers read after an append of one file: {found['footers read, 1 % appended'][0]:.0f} of "
         f"{found['footers read, all files'][0] + 1:.0f} files ({share:.0%} of those before)."
     )

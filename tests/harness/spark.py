@@ -24,9 +24,12 @@ import pytest
 from tests.harness import jvm, warm_daemon
 from tests.harness.paths import ROOT
 from tests.harness.processes import TAG, TAG_VARIABLE, free_port, wait_for_port
+from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from tests.harness.netns import Host
 
 # Set when the plugin loads, before any JVM starts: the JVM, its Python workers and the trainers inherit it.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -199,16 +202,20 @@ def run_on(
     return result.output
 
 
-def _start_daemon(directory: Path, name: str, *command: str) -> subprocess.Popen[bytes]:
+def _start_daemon(
+    directory: Path, name: str, *command: str, on: Host | None = None
+) -> subprocess.Popen[bytes]:
     """Start a server of Spark's in a process group of its own; its log is `name`.log."""
     import pyspark
 
     home = Path(pyspark.__file__).parent
+    words = [str(home / "bin" / "spark-class"), *command]
+    place = {} if on is None else {"SPARK_LOCAL_IP": on.address}
     with (directory / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
-            [str(home / "bin" / "spark-class"), *command],
+            words if on is None else on.command(*words),
             cwd=directory,
-            env={**os.environ, "SPARK_HOME": str(home), "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "SPARK_HOME": str(home), "PYTHONPATH": str(ROOT), **place},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -216,7 +223,13 @@ def _start_daemon(directory: Path, name: str, *command: str) -> subprocess.Popen
 
 
 def start_worker(
-    directory: Path, name: str, master: str, *, cores: int = 1, host: str = "127.0.0.1"
+    directory: Path,
+    name: str,
+    master: str,
+    *,
+    cores: int = 1,
+    host: str = "127.0.0.1",
+    on: Host | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a worker of a standalone cluster; its executors are in its process group."""
     work = directory / name
@@ -228,6 +241,7 @@ def start_worker(
         *("--cores", str(cores), "--memory", "1g"),
         *("--work-dir", str(work), "--webui-port", "0"),
         master,
+        on=on,
     )
 
 
@@ -257,15 +271,42 @@ def standalone_cluster(
             started.append(start_worker(directory, name, address, cores=cores, host=host))
         yield address
     finally:
-        for process in reversed(started):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        for process in started:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        _end_daemons(started)
+
+
+def _end_daemons(started: list[subprocess.Popen[bytes]]) -> None:
+    for process in reversed(started):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    for process in started:
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def cluster_of_hosts(directory: Path, hosts: Sequence[Host]) -> Iterator[str]:
+    """Start a standalone master on the first host and a worker on each; yields the master's `spark://` address."""
+    port = 7077  # no other process has it: the hosts are new
+    started: list[subprocess.Popen[bytes]] = []
+    first = hosts[0]
+    try:
+        words = ["org.apache.spark.deploy.master.Master", "--host", first.address]
+        words += ["--port", str(port), "--webui-port", "0"]
+        started.append(_start_daemon(directory, "master", *words, on=first))
+        log = directory / "master.log"
+        wait_until(
+            lambda: "I have been elected leader" in log.read_text(), "a master", within_s=150
+        )
+        address = f"spark://{first.address}:{port}"
+        for index, host in enumerate(hosts):
+            name = f"worker-{index}"
+            started.append(start_worker(directory, name, address, host=host.address, on=host))
+        yield address
+    finally:
+        _end_daemons(started)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Fits whose processes are killed or stopped at random moments: the same weights bit by bit, or a named error in time.
 
-After each life the store is used by a next fit of the run, and no process is left. A seed gives the same lives; the network
-between hosts is cut in tests/processes/test_network, because Spark's own processes are on one host here.
+After each life the store is used by a next fit of the run, and no process is left. A seed gives the same lives.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.cluster import shared_cluster
+from tests.harness.netns import Host, two_hosts, why_not
 from tests.harness.paths import ROOT
 from tests.harness.processes import (
     PYTHON_WORKER,
@@ -35,7 +35,7 @@ from tests.harness.processes import (
     wait_until_gone,
 )
 from tests.harness.soak import amount
-from tests.harness.spark import CONF, standalone_cluster, write_script
+from tests.harness.spark import CONF, cluster_of_hosts, standalone_cluster, write_script
 
 pytestmark = pytest.mark.timeout(7200)
 SEED = int(os.environ.get("SPARKHVD_LIVES_SEED", secrets.randbelow(2**32)))
@@ -96,11 +96,13 @@ for line in sys.stdin:
 class Driver:
     """Process of a user: fits one run after the other, by names from its standard input."""
 
-    def __init__(self, script: Path) -> None:
+    def __init__(self, script: Path, on: Host | None = None) -> None:
+        words = [sys.executable, str(script)]
+        place = {} if on is None else {"SPARK_LOCAL_IP": on.address}
         self.process = subprocess.Popen(
-            [sys.executable, str(script)],
+            words if on is None else on.command(*words),
             cwd=script.parent,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **place},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -174,12 +176,14 @@ class Lives:
         start: makes a driver.
         victims: by name, the processes that a fault may choose.
         idle_s: time for which zygotes stay behind the last driver, because their application goes on.
+        cable: of a host, whose pulled cable is a fault, too.
         found: outcomes, counted.
     """
 
     start: Callable[[], Driver]
     victims: dict[str, Callable[[Driver], set[int]]]
     idle_s: float = 0.0
+    cable: Host | None = None
     found: collections.Counter[tuple[str, str, str]] = field(default_factory=collections.Counter)
 
     def run(self, mode: str) -> None:
@@ -191,6 +195,8 @@ class Lives:
             for number in range(LIVES):
                 fault = dice.choice(["kill", "kill", "stop"])
                 victim = dice.choice(sorted(self.victims))
+                if self.cable and dice.random() < 0.7:
+                    fault, victim = "pull", "cable"
                 wait_s, stop_s = dice.uniform(0, 9), dice.choice([5, 5, 5, 20, 60])
                 name, began = f"{mode}-{SEED}-{number}", time.monotonic()
                 driver.send(name)
@@ -222,7 +228,13 @@ class Lives:
     def strike(
         self, driver: Driver, victim: str, fault: str, stop_s: float, dice: random.Random
     ) -> bool:
-        """Kill or stop one of the processes, if there is one."""
+        """Kill or stop one of the processes, if there is one, or pull the cable for a while."""
+        if fault == "pull":
+            assert self.cable is not None
+            self.cable.set_cable("down")
+            time.sleep(stop_s)
+            self.cable.set_cable("up")
+            return True
         there = sorted(pid for pid in self.victims[victim](driver) if is_alive(pid))
         if not there:
             return False
@@ -280,10 +292,10 @@ CLUSTER_CONF = {"spark.executor.memory": "512m", "spark.task.maxFailures": "8"}
 
 @contextlib.contextmanager
 def scripts(folder: Path) -> Iterator[Callable[..., Callable[[], Driver]]]:
-    def starts(master: str, **options: object) -> Callable[[], Driver]:
+    def starts(master: str, on: Host | None = None, **options: object) -> Callable[[], Driver]:
         body = f"STORE = {str(folder / 'store')!r}\n{PROGRAM}"
         script = write_script(folder / "driver.py", body, master=master, **options)  # type: ignore[arg-type]
-        return lambda: Driver(script)
+        return lambda: Driver(script, on)
 
     (folder / "store").mkdir()
     yield starts
@@ -299,6 +311,23 @@ def test_standalone(tmp_path: Path) -> None:
     with standalone_cluster(tmp_path) as master, scripts(tmp_path) as starts:
         start = starts(master, conf=CLUSTER_CONF)
         Lives(start, {**VICTIMS, "jvm": Driver.jvm}).run("standalone")
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")
+def test_standalone_cluster_of_two_hosts(tmp_path: Path) -> None:
+    """The driver, the master and one executor are on one host, the other executor behind a cable that is pulled."""
+    with (
+        two_hosts() as (here, there),
+        cluster_of_hosts(tmp_path, (here, there)) as master,
+        scripts(tmp_path) as starts,
+    ):
+        names = ("spark.driver.host", "spark.driver.bindAddress")
+        conf = {**CLUSTER_CONF, **dict.fromkeys(names, here.address)}
+        # Spark waits two minutes for an executor that is silent.
+        conf |= {"spark.network.timeout": "20s", "spark.network.timeoutInterval": "5s"}
+        conf["spark.executor.heartbeatInterval"] = "2s"
+        start = starts(master, on=here, conf=conf)
+        Lives(start, VICTIMS, cable=there).run("two hosts")
 
 
 def test_connect(tmp_path: Path) -> None:
