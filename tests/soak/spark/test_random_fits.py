@@ -327,7 +327,7 @@ def test_standalone_cluster_of_two_hosts(tmp_path: Path) -> None:
         conf |= {"spark.network.timeout": "20s", "spark.network.timeoutInterval": "5s"}
         conf["spark.executor.heartbeatInterval"] = "2s"
         start = starts(master, on=here, conf=conf)
-        Lives(start, VICTIMS, cable=there).run("two hosts")
+        Lives(start, VICTIMS, cable=there).run("two-hosts")
 
 
 def test_connect(tmp_path: Path) -> None:
