@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import resources
 
+pytestmark = pytest.mark.pure
+
 
 def test_leak_check_finds_sockets_memory_files_threads_and_environment(
     monkeypatch: pytest.MonkeyPatch,

@@ -10,6 +10,8 @@ import pytest
 from sparkhvd import cpus
 from sparkhvd.cpus import cgroup_quota
 
+pytestmark = pytest.mark.pure
+
 
 def test_quota_of_cgroup_version_2_counts_the_groups_above(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"

@@ -25,6 +25,8 @@ from sparkhvd.errors import (
     listed,
 )
 
+pytestmark = pytest.mark.pure
+
 CLASSES = [getattr(errors, name) for name in errors.__all__]
 
 

@@ -10,6 +10,8 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.interfaces import address_on, address_towards, interfaces, own_address
 
+pytestmark = pytest.mark.pure
+
 
 def test_interfaces_are_those_of_the_system() -> None:
     families = (socket.AF_INET, socket.AF_INET6)

@@ -10,6 +10,8 @@ from pyspark.sql import SparkSession
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.spark import check_session
 
+pytestmark = pytest.mark.pure
+
 
 def test_a_session_that_has_been_stopped_is_refused() -> None:
     session = object.__new__(SparkSession)

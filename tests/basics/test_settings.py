@@ -11,6 +11,8 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.settings import JobSettings, RankSettings, Settings, conf_keys, markdown_table
 
+pytestmark = pytest.mark.pure
+
 
 def test_defaults_hold_when_nothing_is_given() -> None:
     assert Settings.resolve({}) == Settings()

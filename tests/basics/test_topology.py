@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.topology import Topology, topology
 
+pytestmark = pytest.mark.pure
+
 
 def test_topology_of_one_rank() -> None:
     assert topology(0, ["a"]) == Topology(0, 1, 0, 1, 0, 1, (0,))

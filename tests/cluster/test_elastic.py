@@ -13,7 +13,7 @@ from tests.harness.soak import soak
 from tests.harness.spark import with_folder
 
 # Executors are killed and come again; on a machine that does other things too this may take long.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 LOSS = """
 from sparkhvd.runner import run_elastic
@@ -28,7 +28,7 @@ print("ALL WELL")
 """
 
 
-@soak("spark/runner/test_elastic; spark/cluster/test_losses loses executors")
+@soak("runner/test_elastic_spark; cluster/test_losses loses executors")
 def test_a_lost_executor_leaves_and_its_successor_joins(cluster: Cluster, tmp_path: Path) -> None:
     output = cluster.run(with_folder(LOSS, tmp_path))
     assert "ALL WELL" in output
@@ -86,7 +86,7 @@ print("ALL WELL")
 """
 
 
-@soak("processes/elastic/test_coordinator, pure/elastic: the store; a lost executor: here")
+@soak("elastic/test_coordinator, elastic: the store; a lost executor: here")
 def test_a_coordinator_in_a_task_is_found_through_the_store_and_its_loss_survived(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -115,7 +115,7 @@ print("ALL WELL")
 """
 
 
-@soak("the coordinator in a task: here; the same port: runner/test_elastic")
+@soak("the coordinator in a task: here; the same port: runner/test_elastic_spark")
 def test_a_client_of_spark_connect_with_a_store_and_without(
     cluster: Cluster, tmp_path: Path
 ) -> None:

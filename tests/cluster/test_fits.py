@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 # Several JVMs start; on a machine that does other things too this may take long.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 PRELUDE = """
 import hashlib, os, time
@@ -230,7 +230,7 @@ finally:
 """
 
 
-@soak("spark/data/test_reuse")
+@soak("data/test_reuse")
 def test_kept_data_of_files_are_used_by_another_application(
     spark: SparkSession, cluster: Cluster, tmp_path: Path
 ) -> None:

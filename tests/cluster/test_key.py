@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.harness.cluster import Cluster
 from tests.harness.soak import soak
 from tests.harness.spark import run_on
-from tests.processes.key_search import check, forms_of
+from tests.rendezvous.key_search import check, forms_of
+
+pytestmark = pytest.mark.spark
 
 SCRIPT = """
 from sparkhvd.runner import run
-from tests.processes.key_search import hunt
+from tests.rendezvous.key_search import hunt
 print("REPORTS", json.dumps(run(hunt, num_proc=2, spark=spark, verbose=2)))
 """
 

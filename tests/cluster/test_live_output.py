@@ -10,7 +10,7 @@ from tests.harness.cluster import Cluster, Unseen, run_client
 from tests.harness.soak import soak
 from tests.harness.spark import run_on, with_folder
 
-pytestmark = pytest.mark.timeout(450)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(450)]
 
 # The rank waits until the client has shown its line, and says so through the store.
 PROGRAM = """
@@ -156,14 +156,14 @@ print("ALL WELL")
 """
 
 
-@soak("processes/runner/test_live")
+@soak("runner/test_live")
 def test_a_flood_of_a_rank_is_counted(tmp_path: Path) -> None:
     output = run_on("local-cluster[1,1,1024]", FLOOD, tmp_path)
     print(*(line for line in output.splitlines() if "FLOOD" in line))
     assert "ALL WELL" in output, output
 
 
-@soak("processes/runner/test_live")
+@soak("runner/test_live")
 def test_a_client_that_has_started_its_own_server_shows_a_line_once(tmp_path: Path) -> None:
     body = """
 from sparkhvd import run
@@ -178,7 +178,7 @@ run(print, ("a quiet line",), num_proc=2, spark=spark, verbose=0)
     ], output
 
 
-@soak("pure/runner/test_launching")
+@soak("runner/test_launching")
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.invalid"])
 def test_ranks_of_a_local_master_meet_whatever_name_others_have_for_the_driver(
     tmp_path: Path, host: str
@@ -201,14 +201,14 @@ assert run(sums, num_proc=2, spark=spark) == [2.0, 2.0]
     assert "No live output" not in output
 
 
-@soak("processes/runner/test_live; lines of a fit over Connect: test_fits")
+@soak("runner/test_live; lines of a fit over Connect: test_fits")
 def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Path) -> None:
     body = with_folder(PROGRAM, tmp_path)
     output = run_client(cluster.remote, body, tmp_path)
     assert "ALL WELL" in output, output
 
 
-@soak("pure/runner/test_reach")
+@soak("runner/test_reach")
 def test_a_client_of_connect_without_a_store_listens_and_says_so_where_nobody_comes(
     cluster: Cluster, tmp_path: Path
 ) -> None:

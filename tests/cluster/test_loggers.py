@@ -10,7 +10,7 @@ from tests.harness.cluster import Cluster, Unseen, run_client
 from tests.harness.soak import soak
 from tests.harness.spark import with_folder
 
-pytestmark = pytest.mark.timeout(450)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(450)]
 
 PROGRAM = """
 import io, torch
@@ -84,13 +84,13 @@ print("ALL WELL")
 """
 
 
-@soak("a classic session: processes/runner/test_local, soak/users/test_mlflow")
+@soak("a classic session: runner/test_local, soak/users/test_mlflow")
 def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Path) -> None:
     output = run_client(cluster.remote, with_folder(PROGRAM, tmp_path), tmp_path)
     assert "ALL WELL" in output, output
 
 
-@soak("a classic session: processes/runner/test_local, soak/users/test_mlflow")
+@soak("a classic session: runner/test_local, soak/users/test_mlflow")
 def test_a_client_of_connect_that_does_not_see_the_store(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from tests.harness.soak import soak
 from tests.harness.spark import run_on, standalone_cluster, with_folder
 
 # Executors are killed and come again; on a machine that does other things too this may take long.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 # `fault` runs once per partition and fault, when a writer has written everything but has not closed its file.
 PROGRAM = """

@@ -12,6 +12,8 @@ from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.spark import run_on
 
+pytestmark = pytest.mark.spark
+
 # Several JVMs start; on a machine that does other things too this may take long.
 SLOW = pytest.mark.timeout(450)
 
@@ -173,7 +175,7 @@ def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
     assert lines.count("[1] rank 1 is here") == 1, output
 
 
-@soak("pure/runner/test_preflight")
+@soak("runner/test_preflight")
 @SLOW
 def test_too_little_memory_for_python_is_refused_with_the_conf_to_set(tmp_path: Path) -> None:
     """Refuse a limit that passes from Spark's Python worker to the trainer, in which torch could not be imported."""

@@ -11,7 +11,7 @@ from tests.harness.cluster import Unseen, hiding
 from tests.harness.servers import S3, SECRET
 from tests.harness.soak import soak
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 STORE = """
 import os, pickle, warnings
@@ -178,7 +178,7 @@ def test_a_client_trains_on_files_that_only_executors_see(printed: dict[str, str
     assert "names column 'z'" in second
 
 
-@soak("pure/data/test_store_places; a client that saves and loads: test_fits")
+@soak("data/test_store_places; a client that saves and loads: test_fits")
 def test_a_client_reaches_all_of_a_store_that_it_does_not_see(printed: dict[str, str]) -> None:
     output = printed["store"]
     said = refused(output)
@@ -188,9 +188,7 @@ def test_a_client_reaches_all_of_a_store_that_it_does_not_see(printed: dict[str,
     assert "Store.create was called before the Spark Connect session" in output
 
 
-@soak(
-    "credentials in no file and no message: spark/estimator/test_stores, processes/data/test_store_servers"
-)
+@soak("credentials in no file and no message: estimator/test_stores, data/test_store_servers")
 def test_credentials_are_not_in_the_log_of_the_server(
     unseen_store: Unseen, printed: dict[str, str]
 ) -> None:
@@ -201,7 +199,7 @@ def test_credentials_are_not_in_the_log_of_the_server(
     assert SECRET not in log
 
 
-@soak("test_a_client_trains_on_files_that_only_executors_see, here; pure/estimator/test_runs")
+@soak("test_a_client_trains_on_files_that_only_executors_see, here; estimator/test_runs")
 def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
@@ -308,7 +306,7 @@ first.join(200), second.join(200)
 """
 
 
-@soak("pure/runner/test_admission")
+@soak("runner/test_admission")
 def test_a_fit_waits_for_an_earlier_one_of_the_same_client(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:

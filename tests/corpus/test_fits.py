@@ -15,6 +15,8 @@ from tests.corpus.run import Checks
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 NAMES = [
     "torch_layers.LSTM packed",
     "torch_optimizers.LBFGS",

@@ -17,6 +17,8 @@ from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.transform.worker import feature
 
+pytestmark = pytest.mark.pure
+
 VECTOR = pa.struct(
     [
         ("type", pa.int8()),

@@ -11,6 +11,8 @@ import pytest
 from sparkhvd.arrow_buffers import binary_array, int32_array
 from tests.harness.paths import ROOT
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("values", [(), (0,), (-1, 2**31 - 1, -(2**31))])
 def test_numbers(values: tuple[int, ...]) -> None:

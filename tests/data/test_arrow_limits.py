@@ -21,6 +21,8 @@ from sparkhvd.data.arrow_limits import (
 )
 from tests.harness.ranks import run_threads
 
+pytestmark = pytest.mark.spark
+
 KEYS = (BYTES_KEY, RECORDS_KEY)
 
 

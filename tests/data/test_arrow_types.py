@@ -8,6 +8,8 @@ import pytest
 from sparkhvd.data.arrow_types import join_vectors, spark_type
 from sparkhvd.data.columns.schema import Field, Schema
 
+pytestmark = pytest.mark.pure
+
 STRUCT = pa.struct(
     [
         ("type", pa.int8()),

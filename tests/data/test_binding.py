@@ -16,6 +16,8 @@ from sparkhvd.data.columns.labels import bind_labels, outputs_of
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
 
+pytestmark = pytest.mark.pure
+
 ROWS = 4
 
 

@@ -20,6 +20,8 @@ from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import StoreError
 
+pytestmark = pytest.mark.pure
+
 X = Column("x", "vector", "float32", (32,), "vector", "float32")
 Y = Column("y", "scalar", "int64", (), "bigint", "int64")
 ROWS = 40_000

@@ -33,7 +33,7 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.wire import rebuild
 from tests.harness.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.pure, pytest.mark.timeout(60)]
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import run
 from tests.harness.paths import ROOT
 
+pytestmark = pytest.mark.spark
+
 ROWS = 103
 
 READ = """

@@ -19,6 +19,8 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.pages import named
 
+pytestmark = pytest.mark.pure
+
 ROWS = 50
 WIDTH = 10_000_000
 ID = Column("id", "scalar", "int64", (), "bigint", "int64")

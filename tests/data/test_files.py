@@ -4,6 +4,8 @@ import pytest
 
 from sparkhvd.data.files import LIMIT, OpenFiles
 
+pytestmark = pytest.mark.pure
+
 
 class File:
     def __init__(self, number: int) -> None:

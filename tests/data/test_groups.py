@@ -21,6 +21,8 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.plans import batch_rows
 
+pytestmark = pytest.mark.pure
+
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 

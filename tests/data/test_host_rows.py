@@ -29,6 +29,8 @@ from sparkhvd.errors import RankError
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 
+pytestmark = pytest.mark.processes
+
 # What is read, and whether its rows are shared.
 Key = tuple[str, bool]
 DATA_DIR = "data/k/app"

@@ -25,6 +25,8 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.saving.encoding import Archive, Decoder
 from tests.harness.plans import rank_rows
 
+pytestmark = pytest.mark.pure
+
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 
 

@@ -7,12 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.store.store import Store
+from tests.data.test_reader import DATA_DIR, ID, X, make
 from tests.harness.paths import ROOT
 from tests.harness.soak import amount
-from tests.pure.data.test_reader import DATA_DIR, ID, X, make
+
+pytestmark = pytest.mark.processes
 
 ROWS = 2000
 

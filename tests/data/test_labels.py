@@ -11,6 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 from sparkhvd.data.columns import labels
 from sparkhvd.estimator.params.converters import LOSSES
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("loss", "link"),

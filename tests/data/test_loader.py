@@ -23,7 +23,9 @@ from sparkhvd.data.dataset import Dataset, Loader, load
 from sparkhvd.data.manifest import MANIFEST_NAME, Manifest
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from tests.pure.data.test_reader import DATA_DIR, HELD_OUT, ID, X, make
+from tests.data.test_reader import DATA_DIR, HELD_OUT, ID, X, make
+
+pytestmark = pytest.mark.pure
 
 ROWS = 1003
 

@@ -19,9 +19,11 @@ from sparkhvd.data.dataset import load
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.store.store import Store
 from sparkhvd.runner import run_local
+from tests.data.test_reader import DATA_DIR, ID, X, make
 from tests.harness.paths import ROOT
 from tests.harness.soak import soak
-from tests.pure.data.test_reader import DATA_DIR, ID, X, make
+
+pytestmark = pytest.mark.processes
 
 ROWS = 2003
 # Rows of a step over all ranks.
@@ -30,7 +32,7 @@ STEP = 24
 # Writes what `read` returns for its rank.
 SCRIPT = """
 import json, os, sys
-from tests.processes.data.test_loaders_of_launchers import read
+from tests.data.test_loaders_of_launchers import read
 
 found = read(*sys.argv[1:4])
 rank = os.environ.get("RANK", "0")
@@ -93,7 +95,7 @@ def _by_command(
     return [json.loads((results / str(rank)).read_text()) for rank in range(size)]
 
 
-@soak("pure/data/test_loader; one process and ranks of Spark: spark/data/test_dataset")
+@soak("data/test_loader; one process and ranks of Spark: data/test_dataset")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("launch", "size"),

@@ -24,6 +24,8 @@ from sparkhvd.errors import InvalidArgumentError, PreflightError
 from tests.harness.processes import peak_bytes
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.spark
+
 DATA_DIR = "data/k/app"
 
 

@@ -17,6 +17,8 @@ from sparkhvd.data.packed.rows import together
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 
+pytestmark = pytest.mark.pure
+
 X = Column("a.x", "array", "float32", (3,), "array<float>", "float32")
 Y = Column("y", "scalar", "int64", (), "bigint", "int64")
 ROW_BYTES = 3 * 4 + 8

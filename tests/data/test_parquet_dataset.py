@@ -20,6 +20,8 @@ from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
+pytestmark = pytest.mark.pure
+
 
 def write(path: Path, **columns: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,8 @@ from sparkhvd.data.reading.reader import Reader
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.pure
+
 ROW_BYTES = 8 + 3 * 4
 # pyarrow 14 reads half-precision numbers and null lists of a fixed length, and cannot write them.
 WRITES_ALL = int(pa.__version__.split(".")[0]) >= 15

@@ -22,8 +22,10 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import RowSource, read_packed, write_packed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from tests.data.test_arrow import VECTOR, dense, sparse
 from tests.harness.soak import amount
-from tests.pure.data.test_arrow import VECTOR, dense, sparse
+
+pytestmark = pytest.mark.pure
 
 WIDTH = 10_000_000
 DTYPES = ("uint8", "float16", "float32", "int64", "float64")

@@ -19,6 +19,8 @@ from sparkhvd.data.packed import write_packed
 from sparkhvd.data.store import addresses
 from tests.harness.servers import S3
 
+pytestmark = pytest.mark.pure
+
 X = Column("x", "array", "float32", (2,), "array<float>", "float32")
 TEXT = Column("text", "string", "uint8", (-1,), "string", "float32", has_decoder=True)
 WORDS = ["a", "", "ö c", "d"]

@@ -28,6 +28,8 @@ from tests.harness.plans import batch_rows
 from tests.harness.ranks import run_threads
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.pure
+
 X = Column("x", "vector", "float32", (3,), "vector", "float32")
 ID = Column("id", "scalar", "int64", (), "bigint", "int64")
 HELD_OUT = Column("held_out", "scalar", "uint8", (), "boolean", "bool")

@@ -19,6 +19,8 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.ranks import run_threads
 
+pytestmark = pytest.mark.pure
+
 WIDTH = 50
 COLUMNS = (
     Column("id", "scalar", "int64", (), "bigint", "int64"),

@@ -19,6 +19,8 @@ from sparkhvd.data.store.store import Store
 from tests.harness.paths import ROOT
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.processes
+
 X = Column("x", "vector", "float32", (64,), "vector", "float32")
 TOKENS = Column("tokens", "ragged", "int32", (-1,), "array<int>", "int32")
 MEBIBYTE = 1 << 20

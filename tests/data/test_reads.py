@@ -7,13 +7,16 @@ import os
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 from torch import nn
 
 from sparkhvd.data.store.store import Store
+from tests.estimator.fits import estimator
 from tests.harness.soak import soak
-from tests.spark.estimator.fits import estimator
+
+pytestmark = pytest.mark.spark
 
 ROWS = 200_000
 
@@ -46,7 +49,7 @@ class Counted(io.FileIO):
         return data
 
 
-@soak("processes/test_host_rows: rows that a validation column divides are read once")
+@soak("data/test_host_rows: rows that a validation column divides are read once")
 def test_the_ranks_of_a_host_read_data_with_a_validation_column_once(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -26,6 +26,8 @@ from sparkhvd.data.tables import plan_facts
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.ranks import run_threads
 
+pytestmark = pytest.mark.spark
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:

@@ -10,6 +10,8 @@ from sparkhvd.errors import InvalidArgumentError
 from tests.harness.plans import batch_rows, rank_rows
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.pure
+
 
 @given(
     num_rows=st.integers(0, 2000),

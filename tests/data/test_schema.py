@@ -17,6 +17,8 @@ from sparkhvd.data.columns.schema import DataSchema, dtype_name
 from sparkhvd.data.dataset import prepare
 from sparkhvd.errors import InvalidArgumentError
 
+pytestmark = pytest.mark.pure
+
 FIELDS = {
     "flag": T.BooleanType(),
     "byte": T.ByteType(),

@@ -19,6 +19,8 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitSources, check_split
 
+pytestmark = pytest.mark.pure
+
 
 def parquet(folder: Path, session: Any = None) -> ParquetFiles:
     folder.mkdir()

@@ -8,6 +8,8 @@ import pytest
 
 from sparkhvd.data.store import spark_files
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("data", "separator"),

@@ -23,6 +23,8 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:

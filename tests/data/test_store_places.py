@@ -27,6 +27,8 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.mounts import tmpfs, unmount
 from tests.harness.sequential_mount import sequential_mount
 
+pytestmark = pytest.mark.pure
+
 SECRET = "sw0rdfish/+="
 QUOTED = "sw0rdfish%2F%2B%3D"
 

@@ -27,7 +27,7 @@ from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.servers import S3, SECRET, cable
 
-pytestmark = pytest.mark.leaks("file systems keep their connections open")
+pytestmark = [pytest.mark.processes, pytest.mark.leaks("file systems keep their connections open")]
 
 
 @pytest.fixture(params=["s3", "ftp", "fsspec"])

@@ -41,6 +41,8 @@ from tests.harness.plans import batch_rows
 from tests.harness.soak import amount
 from tests.harness.tables import catalog_of, plain_rows, rows_of
 
+pytestmark = pytest.mark.pure
+
 deltalake = pytest.importorskip("deltalake")
 pyiceberg = pytest.importorskip("pyiceberg")
 

@@ -17,6 +17,8 @@ from sparkhvd.data.store.store import Store
 from tests.harness import tables
 from tests.harness.soak import amount, soak
 
+pytestmark = pytest.mark.processes
+
 deltalake = pytest.importorskip("deltalake")
 
 READ = """
@@ -81,7 +83,7 @@ def test_a_killed_fit_leaves_footers_that_the_next_one_can_use(tmp_path: Path) -
         assert reads[1].num_read == 0
 
 
-@soak("pure/data/test_table_formats")
+@soak("data/test_table_formats")
 @pytest.mark.parametrize("seed", range(10_000, 10_200))
 def test_a_random_history_in_a_process_of_its_own(tmp_path: Path, seed: int) -> None:
     command = [sys.executable, "-c", HISTORY, str(seed), str(tmp_path)]

@@ -24,7 +24,7 @@ from tests.harness.tables import catalog_of, plain_rows, rows_of
 deltalake = pytest.importorskip("deltalake")
 pytest.importorskip("pyiceberg")
 
-pytestmark = pytest.mark.leaks("file systems keep their connections open")
+pytestmark = [pytest.mark.processes, pytest.mark.leaks("file systems keep their connections open")]
 
 
 def rows(first: int, count: int) -> pa.Table:

@@ -13,7 +13,7 @@ import pytest
 
 from sparkhvd.data.store.temporary import TemporaryFolders
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 CODE = """
 import os, sys
 from sparkhvd.data.store.temporary import TemporaryFolders

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 import sparkhvd
 import sparkhvd.distributed
 import sparkhvd.torch as hvd
-from tests.processes.distributed import collectives
+from tests.distributed import collectives
 
 
 def findings() -> dict[str, list[str]]:

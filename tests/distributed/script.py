@@ -1,7 +1,7 @@
 """Scripts that start themselves, as users do.
 
-python -m tests.processes.distributed.script RANK INIT_METHOD     two ranks
-torchrun ... -m tests.processes.distributed.script
+python -m tests.distributed.script RANK INIT_METHOD     two ranks
+torchrun ... -m tests.distributed.script
 """
 
 from __future__ import annotations

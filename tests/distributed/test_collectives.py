@@ -10,6 +10,8 @@ import pytest
 from sparkhvd.runner import run_local
 from tests.harness.soak import SOAK, left_to_soak
 
+pytestmark = pytest.mark.processes
+
 
 def everything(with_users: bool, is_soak: bool) -> dict[str, Any]:
     """Return by subject what is wrong on this rank."""
@@ -18,7 +20,7 @@ def everything(with_users: bool, is_soak: bool) -> dict[str, Any]:
 
     import sparkhvd.distributed  # noqa: F401 - registers the backend
     import sparkhvd.torch as hvd
-    from tests.processes.distributed import collectives, groups, programs, users
+    from tests.distributed import collectives, groups, programs, users
 
     warnings.simplefilter("ignore", FutureWarning)  # names of before torch 2.13
     dist.init_process_group("sparkhvd")

@@ -12,6 +12,8 @@ from torch._C import _distributed_c10d as c10d
 from sparkhvd.distributed import Group
 from sparkhvd.distributed.process_group import FORMS
 
+pytestmark = pytest.mark.pure
+
 # Of torch's object itself, which every group of ours is; they ask nothing of a backend.
 OF_THE_OBJECT = {
     *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"),

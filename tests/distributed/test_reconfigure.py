@@ -19,12 +19,15 @@ from tests.harness.page_ranks import run_program
 from tests.harness.rank_process import RankProcess, rank_processes
 from tests.harness.soak import amount, left_to_soak, soak
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(dist.distributed_c10d, "_reconfigure"),
-    reason=f"torch {torch.__version__} has no reconfigure; make test-torch runs these tests with 2.14",
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        not hasattr(dist.distributed_c10d, "_reconfigure"),
+        reason=f"torch {torch.__version__} has no reconfigure; make test-torch runs these tests with 2.14",
+    ),
+]
 
-_TARGET = "tests.processes.distributed.members:member"
+_TARGET = "tests.distributed.members:member"
 _names = itertools.count()
 
 
@@ -387,7 +390,7 @@ def _split(job: Job, parts: list[list[int]]) -> None:
         job.check(part)
 
 
-@soak("DDP, the store and losses: tests above; the loader's places: pure/data/test_loader")
+@soak("DDP, the store and losses: tests above; the loader's places: data/test_loader")
 def test_the_program_of_the_page_uses_each_row_once_without_a_killed_rank(tmp_path: Path) -> None:
     printed = run_program("reconfigure", tmp_path, 6001)
     assert sorted(line.split(":")[0] for line in printed) == ["rank 0 of 2", "rank 1 of 2"]

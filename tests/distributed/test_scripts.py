@@ -7,14 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness.paths import ROOT
 from tests.harness.soak import soak
+
+pytestmark = pytest.mark.processes
 
 
 def test_ranks_meet_through_a_file_share_hvds_engine_and_learn_of_a_death_in_backward(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-m", "tests.processes.distributed.script"]
+    command = [sys.executable, "-m", "tests.distributed.script"]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), f"file://{tmp_path}/store"],
@@ -31,11 +35,11 @@ def test_ranks_meet_through_a_file_share_hvds_engine_and_learn_of_a_death_in_bac
     assert [rank.returncode for rank in ranks] == [0, -9]
 
 
-@soak("a death in backward, here; a stopped rank: processes/engine/test_faults")
+@soak("a death in backward, here; a stopped rank: engine/test_faults")
 def test_ctrl_c_and_a_stopped_rank_end_backward_under_torchrun(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "tests.processes.distributed.script"),
+        *("-m", "tests.distributed.script"),
     ]
     variables = {**os.environ, "TMPDIR": str(tmp_path)}
     ended = subprocess.run(

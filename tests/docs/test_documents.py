@@ -13,6 +13,8 @@ from sparkhvd import __version__
 from tests.harness.paths import ROOT
 from tools.docs_site import FENCED, LINK, PAGES, linked, moved, origin, place, target
 
+pytestmark = pytest.mark.pure
+
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [path.relative_to(ROOT).as_posix() for path in DOCS] + list(PAGES)
 # Files, and names that are no attributes.

@@ -1,6 +1,6 @@
 """Code blocks of the pages: each compiles and names what exists, and whatever does not run here says why.
 
-`tests/spark/examples/test_page_blocks.py` runs the others.
+`tests/docs/test_page_runs.py` runs the others.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from collections.abc import Iterator
 import pytest
 
 from sparkhvd.estimator.params.table import rows_of
+from tests.docs.test_documents import exists
 from tests.harness.pages import LANGUAGES, PAGES, Block, blocks, programs, python_blocks
 from tests.harness.paths import ROOT
-from tests.pure.test_documents import exists
+
+pytestmark = pytest.mark.pure
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page)]
 WITH_PYTHON = [page for page in PAGES if python_blocks(page)]

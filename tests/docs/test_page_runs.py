@@ -29,6 +29,8 @@ from tests.harness.spark import run_here, run_script
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 # Not in the extra `test`: skipped without them.
 LIBRARIES = {"fastapi", "mlflow", "onnxruntime", "peft", "tensorboard", "transformers", "uvicorn"}
 # Programs that take long enough to be left to `make soak`, but for these.
@@ -195,14 +197,14 @@ def run_alone(program: Program, folder: Path, timeout_s: float) -> None:
     check(program, result.output)
 
 
-@soak("in a session, or in one job: here; the same calls in spark/estimator and ranks/training")
+@soak("in a session, or in one job: here; the same calls in estimator and training")
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("program", [*WITH_SPARK, *WITHOUT_SPARK], ids=title)
 def test_program_runs_in_a_process_of_its_own(program: Program, tmp_path: Path) -> None:
     run_alone(program, tmp_path, 300)
 
 
-@soak("tests/soak/users has the same libraries; spark/estimator the same Params")
+@soak("tests/soak/users has the same libraries; tests/estimator the same Params")
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("program", OF_LIBRARIES, ids=title)
 def test_program_with_a_library_runs(program: Program, tmp_path: Path) -> None:

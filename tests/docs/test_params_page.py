@@ -10,6 +10,8 @@ from sparkhvd import TorchEstimator, TorchModel
 from sparkhvd.estimator.params.table import rows_of
 from tests.harness.paths import ROOT
 
+pytestmark = pytest.mark.pure
+
 PAGE = ROOT / "docs" / "params.md"
 ROWS = rows_of(TorchEstimator)
 ALIASES = {alias: name for name, row in ROWS.items() for alias in row.aliases}

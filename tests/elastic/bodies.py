@@ -10,8 +10,8 @@ import numpy as np
 from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError
+from tests.engine.arrays import allreduce
 from tests.harness.rank_process import Talk
-from tests.ranks.engine.arrays import allreduce
 
 
 def go_on(rendezvous: ElasticRendezvous, talk: Talk) -> None:

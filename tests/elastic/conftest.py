@@ -3,6 +3,8 @@
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
-def members_are_forks(fork_server: object) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def members_are_forks(request: pytest.FixtureRequest) -> None:
     """Start the server before the first test's leak check."""
+    if request.node.get_closest_marker("processes") is not None:
+        request.getfixturevalue("fork_server")

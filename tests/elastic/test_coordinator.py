@@ -25,6 +25,8 @@ from sparkhvd.settings import Settings
 from sparkhvd.wire import rebuild
 from tests.harness.parsers import mutated
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def join_token() -> Iterator[JoinToken]:

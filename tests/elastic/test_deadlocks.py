@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.harness.elastic import ElasticJob, elastic_job
-from tests.harness.soak import left_to_soak
-from tests.processes.elastic.test_training import (
+from tests.elastic.test_training import (
     BODIES,
     assert_exact,
     limits,
     result_of,
     tell,
 )
+from tests.harness.elastic import ElasticJob, elastic_job
+from tests.harness.soak import left_to_soak
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 TARGET = f"{BODIES}:count_rows"
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.elastic.test_training import BODIES, limits, result_of, tell
 from tests.harness.elastic import ElasticJob, elastic_job
 from tests.harness.rank_process import RankProcess
 from tests.harness.soak import soak
-from tests.processes.elastic.test_training import BODIES, limits, result_of, tell
+
+pytestmark = pytest.mark.processes
 
 SEED = secrets.randbelow(2**32)
 SECONDS = float(os.environ.get("SPARKHVD_TEST_LIFE_S", "1800"))

@@ -13,7 +13,9 @@ from sparkhvd.elastic import Limits
 from tests.harness.elastic import ElasticJob, elastic_job
 from tests.harness.rank_process import RankProcess
 
-BODIES = "tests.processes.elastic.bodies"
+pytestmark = pytest.mark.processes
+
+BODIES = "tests.elastic.bodies"
 # For a machine that is busy with other tests; a quiet one needs a tenth of it.
 WITHIN_S = 3.0
 

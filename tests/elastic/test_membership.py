@@ -21,6 +21,8 @@ from sparkhvd.elastic.membership import (
 from sparkhvd.rendezvous import Endpoint
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.pure
+
 
 def endpoint(number: int) -> Endpoint:
     return Endpoint("127.0.0.1", 1000 + number, "host", f"{number}")

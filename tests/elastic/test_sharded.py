@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.elastic.test_training import BODIES, result_of, tell
 from tests.harness.elastic import ElasticJob, elastic_job
-from tests.processes.elastic.test_training import BODIES, result_of, tell
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
 TARGET = f"{BODIES}:count_rows"
 
 

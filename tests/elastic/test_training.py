@@ -16,7 +16,9 @@ from tests.harness.fork_server import ForkServer
 from tests.harness.rank_process import RankProcess, rank_processes
 from tests.harness.soak import SOAK, amount
 
-BODIES = "tests.processes.elastic.training_bodies"
+pytestmark = pytest.mark.processes
+
+BODIES = "tests.elastic.training_bodies"
 SEED = secrets.randbelow(2**32) if SOAK else 11
 
 

@@ -16,9 +16,9 @@ from sparkhvd.engine.calls import Reduction
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.errors import CollectiveError
+from tests.engine.arrays import allreduce, start_allreduce, view
 from tests.harness.rank_process import Talk
 from tests.harness.waiting import wait_until
-from tests.ranks.engine.arrays import allreduce, start_allreduce, view
 
 
 def add(engine: Engine, talk: Talk) -> Any:

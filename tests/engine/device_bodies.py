@@ -19,9 +19,9 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.engine.work import Work
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError
+from tests.engine.arrays import allreduce
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
-from tests.ranks.engine.arrays import allreduce
 
 LIBRARIES = ROOT / "build" / "native"
 CUDA = LIBRARIES / "libfake_cuda.so"

@@ -26,10 +26,7 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, ReduceOp
 from sparkhvd.errors import CollectiveError, PeerLostError, ResultMemoryError
 from sparkhvd.rendezvous import rendezvous as sockets
-from tests.harness import faults
-from tests.harness.meeting import meet
-from tests.harness.rank_process import RankProcess, Talk
-from tests.ranks.engine.arrays import (
+from tests.engine.arrays import (
     allgather,
     allreduce,
     broadcast,
@@ -38,6 +35,9 @@ from tests.ranks.engine.arrays import (
     start_send,
     view,
 )
+from tests.harness import faults
+from tests.harness.meeting import meet
+from tests.harness.rank_process import RankProcess, Talk
 
 
 def one_round(engine: Engine, number: int) -> None:

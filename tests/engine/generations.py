@@ -21,9 +21,9 @@ from sparkhvd.errors import CollectiveError
 from sparkhvd.rendezvous import in_process
 from sparkhvd.rendezvous import rendezvous as sockets
 from sparkhvd.settings import Settings
+from tests.engine.arrays import allreduce, start_allreduce
 from tests.harness.rank_process import Talk
 from tests.harness.ranks import run_threads
-from tests.ranks.engine.arrays import allreduce, start_allreduce
 
 OPERATIONS = 5
 WARM_UP = 50
@@ -166,7 +166,7 @@ def end(engine: Engine, how: str) -> None:
 
 
 def main() -> None:
-    """`python -m tests.processes.generations <how> <count>`: ranks as threads, which end `how`."""
+    """`python -m tests.engine.generations <how> <count>`: ranks as threads, which end `how`."""
     how, count = sys.argv[1], int(sys.argv[2])
     settings = Settings(connect_timeout_s=20, slot_bytes=4096)
     meetings = in_process(3, [0, 0, 1], settings)

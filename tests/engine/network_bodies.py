@@ -12,8 +12,7 @@ import numpy as np
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.errors import PeerLostError
-from tests.harness.rank_process import Talk
-from tests.ranks.engine.arrays import (
+from tests.engine.arrays import (
     allgather,
     allreduce,
     broadcast,
@@ -24,6 +23,7 @@ from tests.ranks.engine.arrays import (
     start_send,
     view,
 )
+from tests.harness.rank_process import Talk
 
 # One element, less and more than a part of the exchange (256 KiB), and several parts with a rest.
 SIZES = (1, 1_000, 400_007)

@@ -13,8 +13,8 @@ import numpy as np
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import PeerLostError
 from sparkhvd.observe import timeline
+from tests.engine.arrays import allreduce
 from tests.harness.rank_process import Talk
-from tests.ranks.engine.arrays import allreduce
 
 LATE_S = 1.2
 

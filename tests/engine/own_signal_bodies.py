@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from tests.ranks.engine.observe_bodies import one_rank_is_late
+from tests.engine.observe_bodies import one_rank_is_late
 
 __all__ = ["one_rank_is_late"]
 

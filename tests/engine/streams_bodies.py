@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from sparkhvd.engine.engine import Engine
+from tests.engine.arrays import allreduce
 from tests.harness.rank_process import Talk
-from tests.ranks.engine.arrays import allreduce
 
 # Blocks of 128 KiB go to one stream after the other: less than one, the edges of the first and second
 # round over three streams, and many of them with a rest.

@@ -20,8 +20,7 @@ from sparkhvd.engine.calls import Reduction
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.engine.work import Work
-from tests.harness.rank_process import Talk
-from tests.ranks.engine.arrays import (
+from tests.engine.arrays import (
     NUMPY_TYPES,
     REDUCTIONS,
     Array,
@@ -31,6 +30,7 @@ from tests.ranks.engine.arrays import (
     start_allreduce,
     view,
 )
+from tests.harness.rank_process import Talk
 
 OPERATIONS = 14
 SIZES = (0, 1, 2, 3, 4, 5, 7, 63, 1000, 4097, 70_001)

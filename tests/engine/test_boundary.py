@@ -17,6 +17,8 @@ from sparkhvd.rendezvous import handshake
 from sparkhvd.settings import ISAS
 from tests.harness.paths import ROOT
 
+pytestmark = pytest.mark.ranks
+
 HEADER = ROOT / "native" / "include" / "sparkhvd.h"
 TEXT = re.sub(r"/\*.*?\*/|//[^\n]*", "", HEADER.read_text(), flags=re.DOTALL)
 

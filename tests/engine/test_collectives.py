@@ -11,9 +11,7 @@ from sparkhvd.engine.calls import Reduction
 from sparkhvd.engine.engine import Engine, isa_available
 from sparkhvd.engine.library import DType, ReduceOp
 from sparkhvd.settings import Settings
-from tests.harness.ranks import run_ranks
-from tests.harness.soak import SOAK
-from tests.ranks.engine.arrays import (
+from tests.engine.arrays import (
     NUMPY_TYPES,
     REDUCTIONS,
     allgather,
@@ -24,6 +22,10 @@ from tests.ranks.engine.arrays import (
     start_allreduce,
     view,
 )
+from tests.harness.ranks import run_ranks
+from tests.harness.soak import SOAK
+
+pytestmark = pytest.mark.ranks
 
 # Small slots: a few thousand elements already need several segments.
 SMALL = Settings(slot_bytes=4096, slots=2)

@@ -23,6 +23,8 @@ from sparkhvd.settings import Settings
 from tests.harness.communicators import NullComm, ThreadComm, world
 from tests.harness.ranks import run_threads
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(autouse=True)
 def _unchanged() -> Iterator[None]:

@@ -17,9 +17,11 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.work import Work
 from sparkhvd.errors import CollectiveError, MismatchError, PeerLostError
 from sparkhvd.settings import Settings
+from tests.engine.arrays import allreduce, start_allreduce, start_broadcast
 from tests.harness.ranks import rank_outcomes, run_threads
 from tests.harness.waiting import wait_until
-from tests.ranks.engine.arrays import allreduce, start_allreduce, start_broadcast
+
+pytestmark = pytest.mark.ranks
 
 BIG = 2_000_000  # 8 MB of float32: far more than sockets buffer
 SMALL = 12_500  # 50 KB: the root sends the whole tensor to either rank, and sockets buffer it

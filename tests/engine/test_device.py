@@ -14,16 +14,19 @@ import pytest
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.settings import Settings
+from tests.engine import device_bodies
 from tests.harness.rank_process import DEADLINE_S, rank_processes
 from tests.harness.ranks import run_ranks
-from tests.ranks.engine import device_bodies
 
-BODIES = "tests.ranks.engine.device_bodies"
+BODIES = "tests.engine.device_bodies"
 
-pytestmark = pytest.mark.skipif(
-    not device_bodies.NCCL.exists(),
-    reason="the stand-in is not built: cmake --build build/native --target fake_cuda",
-)
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        not device_bodies.NCCL.exists(),
+        reason="the stand-in is not built: cmake --build build/native --target fake_cuda",
+    ),
+]
 
 
 def test_ranks_reduce_on_their_devices() -> None:

@@ -16,8 +16,7 @@ from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.engine.work import Buffer, Work
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
-from tests.harness.ranks import run_ranks
-from tests.ranks.engine.arrays import (
+from tests.engine.arrays import (
     NUMPY_TYPES,
     REDUCTIONS,
     allreduce,
@@ -26,7 +25,10 @@ from tests.ranks.engine.arrays import (
     start_allreduce,
     view,
 )
-from tests.ranks.engine.test_collectives import LAYOUTS, SMALL, assert_reduced
+from tests.engine.test_collectives import LAYOUTS, SMALL, assert_reduced
+from tests.harness.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
 
 Array = Any
 

@@ -9,9 +9,10 @@ import pytest
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="its ranks use torch"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="its ranks use torch"),
+]
 
 
 def results(limit: str) -> list[float]:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from sparkhvd.settings import Settings
+from tests.engine.fault_bodies import time_until_known
 from tests.harness.processes import is_alive
 from tests.harness.rank_process import RankProcess, rank_processes
 from tests.harness.soak import SOAK, amount, left_to_soak
-from tests.processes.engine.fault_bodies import time_until_known
 
-BODIES = "tests.processes.engine.fault_bodies"
+pytestmark = pytest.mark.processes
+
+BODIES = "tests.engine.fault_bodies"
 SEED = secrets.randbelow(2**32) if SOAK else 7
 WITHIN_S = 2.0
 

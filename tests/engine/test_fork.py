@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from sparkhvd.engine.engine import Engine
+from tests.engine.arrays import allreduce
 from tests.harness.rank_process import Talk, rank_processes
-from tests.ranks.engine.arrays import allreduce
+
+pytestmark = pytest.mark.processes
 
 
 def mappings() -> list[int]:

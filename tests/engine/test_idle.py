@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from sparkhvd.engine.engine import Engine
+from tests.engine.arrays import allreduce
 from tests.harness.rank_process import Talk, rank_processes
 from tests.harness.soak import amount, left_to_soak
-from tests.ranks.engine.arrays import allreduce
+
+pytestmark = pytest.mark.processes
 
 SECONDS = amount(2, 60)
 # The least of windows is judged, each longer than the pause between two wakes: what an engine does at rest, it does in each

@@ -15,6 +15,8 @@ from tests.harness.paths import ROOT
 from tests.harness.rank_process import rank_processes
 from tests.harness.soak import SOAK, amount
 
+pytestmark = pytest.mark.processes
+
 MIB = 1 << 20
 LIMIT_S = 120 if not SOAK else 1800
 
@@ -32,7 +34,7 @@ def test_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
     """Meet with a real rendezvous each time, by hvd.init(), and over TCP as engines; a leak of 4 KiB per generation shows."""
     settings = Settings(connect_timeout_s=60, stall_shutdown_s=60)
     body = "meet_and_leave" if tcp_only else "initialize_and_shut_down"
-    body = f"tests.processes.generations:{body}"
+    body = f"tests.engine.generations:{body}"
     count = amount(100, 10_000)
     with rank_processes(body, 2, tcp_only=tcp_only, settings=settings) as ranks:
         for rank in ranks:
@@ -49,7 +51,7 @@ def test_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
 def test_engines_that_end_in_any_way_leave_nothing(how: str, count: int) -> None:
     """End ranks, threads of one process, with an operation in flight; an abort costs six times as much as the others."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.processes.generations", how, str(amount(count, 10_000))],
+        [sys.executable, "-m", "tests.engine.generations", how, str(amount(count, 10_000))],
         cwd=ROOT,
         env={**os.environ, "MALLOC_ARENA_MAX": "2"},
         capture_output=True,

@@ -29,17 +29,19 @@ from sparkhvd.errors import (
 )
 from sparkhvd.rendezvous import SingleRendezvous, in_process
 from sparkhvd.settings import Settings
-from tests.harness.descriptors import descriptors
-from tests.harness.ranks import rank_outcomes, run_ranks
-from tests.harness.soak import amount
-from tests.harness.waiting import wait_until
-from tests.ranks.engine.arrays import (
+from tests.engine.arrays import (
     allgather,
     allreduce,
     broadcast,
     start_allreduce,
     view,
 )
+from tests.harness.descriptors import descriptors
+from tests.harness.ranks import rank_outcomes, run_ranks
+from tests.harness.soak import amount
+from tests.harness.waiting import wait_until
+
+pytestmark = pytest.mark.ranks
 
 ADVICE = "Make the same call on every rank, or use different names."
 MISMATCHES: dict[str, tuple[Callable[[Engine], Any], str]] = {

@@ -8,6 +8,8 @@ import pytest
 
 from sparkhvd.engine.library import is_sealed_against_shrinking, new_memfd, seal_against_shrinking
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("python_knows_them", [True, False])
 def test_memfd_is_sealed_and_close_on_exec(

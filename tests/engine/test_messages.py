@@ -12,15 +12,17 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import DType
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
-from tests.harness.ranks import run_ranks
-from tests.harness.soak import amount
-from tests.ranks.engine.arrays import (
+from tests.engine.arrays import (
     random_array,
     start_allreduce,
     start_receive,
     start_send,
 )
-from tests.ranks.engine.test_collectives import LAYOUTS
+from tests.engine.test_collectives import LAYOUTS
+from tests.harness.ranks import run_ranks
+from tests.harness.soak import amount
+
+pytestmark = pytest.mark.ranks
 
 ANY = -1
 TAGS = 3

@@ -12,17 +12,20 @@ from collections.abc import Iterator
 import pytest
 
 from sparkhvd.settings import Settings
+from tests.engine.fault_bodies import time_until_known
 from tests.harness.netns import Host, two_hosts, why_not
 from tests.harness.rank_process import RankProcess
 from tests.harness.ranks_on_hosts import ranks_on
 from tests.harness.soak import amount, left_to_soak, soak
 from tests.harness.waiting import wait_until
-from tests.processes.engine.fault_bodies import time_until_known
 
-BODIES = "tests.processes.network_bodies"
+BODIES = "tests.engine.network_bodies"
 HOST_LOSS_S = 3.0
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}"),
+]
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
@@ -77,7 +80,7 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
 def test_killed_rank_is_told_to_other_hosts_before_its_memory_is_freed(resident_mib: int) -> None:
     """Within 50 ms at best, by the rank beside it; as `test_faults` inside a host."""
     took = []
-    body = "tests.processes.engine.fault_bodies:wait_for_a_rank_with_memory"
+    body = "tests.engine.fault_bodies:wait_for_a_rank_with_memory"
     with two_hosts() as (a, b):
         for _ in range(amount(3, 10)):
             with ranks_on([a, a, b], body) as ranks:
@@ -154,7 +157,7 @@ def unsent_bytes(host: Host) -> list[int]:
     return [num_bytes for num_bytes in queued if num_bytes > 0]
 
 
-@soak("a process that does not read for longer than host_loss_s: processes/engine/test_faults")
+@soak("a process that does not read for longer than host_loss_s: engine/test_faults")
 def test_slow_path_is_no_loss() -> None:
     """29 s of an alltoall over 10 MB/s, and an operation that waits behind it, at the default of host_loss_s."""
     with two_hosts() as (a, b):

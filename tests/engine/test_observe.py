@@ -19,12 +19,14 @@ from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError, MismatchError, NotInitializedError
 from sparkhvd.observe import timeline
 from sparkhvd.settings import Settings
+from tests.engine.arrays import allreduce
 from tests.harness.rank_process import rank_processes
 from tests.harness.ranks import rank_outcomes, run_ranks
 from tests.harness.waiting import wait_until
-from tests.ranks.engine.arrays import allreduce
 
-BODIES = "tests.ranks.engine.observe_bodies"
+pytestmark = pytest.mark.ranks
+
+BODIES = "tests.engine.observe_bodies"
 
 
 def entry_of(counters: dict[str, Any], collective: str) -> dict[str, Any]:

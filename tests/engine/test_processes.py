@@ -9,7 +9,9 @@ import pytest
 
 from tests.harness.rank_process import rank_processes
 
-BODIES = "tests.ranks.engine.bodies"
+pytestmark = pytest.mark.processes
+
+BODIES = "tests.engine.bodies"
 
 
 @pytest.mark.parametrize("tcp_only", [False, True])

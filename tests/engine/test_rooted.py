@@ -12,10 +12,12 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, DType
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
+from tests.engine.arrays import REDUCTIONS, expected, random_array, view
+from tests.engine.test_collectives import LAYOUTS, assert_reduced
+from tests.engine.test_exchanges import output_of
 from tests.harness.ranks import run_ranks
-from tests.ranks.engine.arrays import REDUCTIONS, expected, random_array, view
-from tests.ranks.engine.test_collectives import LAYOUTS, assert_reduced
-from tests.ranks.engine.test_exchanges import output_of
+
+pytestmark = pytest.mark.ranks
 
 Array = Any
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 
 def run(program: str) -> str:
     done = subprocess.run(

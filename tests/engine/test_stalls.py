@@ -8,11 +8,13 @@ import time
 import pytest
 
 from sparkhvd.settings import Settings
+from tests.engine.observe_bodies import LATE_S
 from tests.harness.rank_process import DEADLINE_S, RankProcess, rank_processes
 from tests.harness.soak import left_to_soak, soak
-from tests.ranks.engine.observe_bodies import LATE_S
 
-BODIES = "tests.ranks.engine.observe_bodies"
+pytestmark = pytest.mark.ranks
+
+BODIES = "tests.engine.observe_bodies"
 REASONS = ("sleeping_here", "holding_the_gil_here", "computing_here")
 SETTINGS = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4)
 
@@ -58,7 +60,7 @@ def test_late_coordinator_shows_its_own_stack(capfd: pytest.CaptureFixture[str])
 
 
 def test_signal_that_the_program_uses_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    target = "tests.ranks.engine.own_signal_bodies:one_rank_is_late"
+    target = "tests.engine.own_signal_bodies:one_rank_is_late"
     with rank_processes(target, 2, settings=SETTINGS) as ranks:
         run_late(ranks, "sleeping_here")
     printed = capfd.readouterr()

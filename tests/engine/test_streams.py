@@ -7,17 +7,19 @@ import pytest
 
 from sparkhvd.engine.engine import Engine
 from sparkhvd.settings import Settings
+from tests.engine.arrays import allreduce
+from tests.engine.streams_bodies import SIZES, inputs_of
 from tests.harness.rank_process import rank_processes
 from tests.harness.ranks import run_ranks
-from tests.processes.streams_bodies import SIZES, inputs_of
-from tests.ranks.engine.arrays import allreduce
+
+pytestmark = pytest.mark.processes
 
 THREE = Settings(connect_timeout_s=30, streams=3)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_allreduce_over_three_streams_matches_numpy_and_uses_all(size: int) -> None:
-    body = "tests.processes.streams_bodies:sums"
+    body = "tests.engine.streams_bodies:sums"
     with rank_processes(body, size, tcp_only=True, settings=THREE) as ranks:
         for rank in ranks:
             said = rank.expect()
@@ -36,7 +38,7 @@ def test_allreduce_over_three_streams_matches_numpy_and_uses_all(size: int) -> N
 
 
 def test_forked_child_has_none_of_the_connections() -> None:
-    body = "tests.processes.streams_bodies:fork"
+    body = "tests.engine.streams_bodies:fork"
     with rank_processes(body, 2, tcp_only=True, settings=THREE) as ranks:
         assert [rank.expect() for rank in ranks] == [[4, 0]] * 2
 

@@ -1,6 +1,6 @@
 """Random operations in real processes, each rank in an order and at a pace of its own.
 
-The engine with everything it can, against NumPy. (`test_stress_torch.py` has the torch API above it.)
+The engine with everything it can, against NumPy. (`tests/torch/test_stress.py` has the torch API above it.)
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import pytest
 from sparkhvd.settings import Settings
 from tests.harness.rank_process import rank_processes
 from tests.harness.soak import SOAK, amount
+
+pytestmark = pytest.mark.processes
 
 # Over all layouts.
 ENGINE_SECONDS = amount(4, 180)
@@ -36,7 +38,7 @@ def test_engine_agrees_with_numpy_whatever_four_ranks_do(layout: str) -> None:
     share = {"one host": 0.4}.get(layout, 0.2)
     first = secrets.randbelow(10**6) if SOAK else 0
     settings = Settings(slot_bytes=65536, stall_shutdown_s=60, connect_timeout_s=60)
-    body = "tests.processes.stress:work"
+    body = "tests.engine.stress:work"
     with rank_processes(body, 4, settings=settings, **LAYOUTS[layout]) as ranks:
         for rank in ranks:
             rank.tell([first, ENGINE_SECONDS * share, layout in ("one host", "four hosts")])

@@ -23,16 +23,19 @@ from sparkhvd.data.store.temporary import TemporaryFolders
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.estimator import Callback
 from sparkhvd.observe.loggers.base import Fit, Logger, Sink
+from tests.estimator.fits import estimator
 from tests.harness.by_value import by_value
-from tests.spark.estimator.fits import estimator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 travels_by_value = by_value(__name__)
-pytestmark = pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on"
-)
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.skipif(
+        sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from sparkhvd import InvalidArgumentError
 from sparkhvd.errors import RankError
 from sparkhvd.estimator import image
+from tests.estimator.fits import estimator
 from tests.harness.by_value import by_value
-from tests.spark.estimator.fits import estimator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 travels_by_value = by_value(__name__)

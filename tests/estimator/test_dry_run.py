@@ -17,6 +17,8 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.request import PairingCheck, try_model
 from sparkhvd.training.metrics import resolve_metrics
 
+pytestmark = pytest.mark.pure
+
 X = Column("x", "vector", "float32", (4,), "vector", "float32")
 NUMBER = Column("y", "scalar", "float32", (), "double", "float32")
 CLASS = Column("y", "scalar", "int64", (), "bigint", "int64")

@@ -16,17 +16,17 @@ import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError, Store, TorchModel
 from sparkhvd.errors import PreflightError
 from sparkhvd.estimator import Callback
+from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process
 from tests.harness import faults
 from tests.harness.by_value import by_value
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
-from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 travels_by_value = by_value(__name__)
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(autouse=True)

@@ -22,12 +22,14 @@ from sparkhvd import (
     Store,
     TorchEstimator,
 )
+from tests.estimator.fits import estimator, fitted, mlp
 from tests.harness import faults
 from tests.harness.by_value import by_value
-from tests.spark.estimator.fits import estimator, fitted, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
 
 
 travels_by_value = by_value(__name__)

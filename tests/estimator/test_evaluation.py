@@ -12,6 +12,8 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import TorchModel
 from sparkhvd.estimator.evaluation import TrainingSummary, horovod_history
 
+pytestmark = pytest.mark.pure
+
 TIMINGS = {"materialize": 1.0, "launch": 0.5, "train": 2.25}
 
 

@@ -19,15 +19,17 @@ from sparkhvd import RankError, Store, TorchModel
 from sparkhvd.estimator import Callback
 from sparkhvd.runner import context
 from sparkhvd.training.checkpoints.files import Checkpoints
+from tests.estimator.fits import estimator
 from tests.harness import faults
 from tests.harness.by_value import by_value
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.waiting import wait_until
-from tests.spark.estimator.fits import estimator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
 
 travels_by_value = by_value(__name__)
 

@@ -26,12 +26,12 @@ from sparkhvd.estimator import Callback
 from sparkhvd.estimator.fitting import progress
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.precision import autocast
+from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process, only_data
 from tests.harness.by_value import by_value
 from tests.harness.later import Later
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.waiting import wait_until
-from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process, only_data
 
 torchmetrics = Later("torchmetrics")
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from sparkhvd.training.user_code.callbacks import CallbackContext
+
+pytestmark = pytest.mark.spark
 
 
 travels_by_value = by_value(__name__)
@@ -61,7 +63,7 @@ def numbers(spark: SparkSession, rows: int, width: int, partitions: int) -> Data
 
 
 # (rows, width, kind of the columns, partitions, ranks, batch size, dtype), drawn once at random.
-_COVERED = soak("120 rows mixed and 5 rows vector, here; ranks/training/test_train")
+_COVERED = soak("120 rows mixed and 5 rows vector, here; training/test_train")
 EXAMPLES = [
     (120, 5, "mixed", 3, 2, 16, torch.float64),
     (5, 2, "vector", 4, 2, 4, torch.float32),
@@ -292,7 +294,7 @@ def test_settings_of_torch_hold_in_ranks_and_in_transform(
     assert not torch.equal(found, found.float().double())
 
 
-@soak("pure/data/test_reader")
+@soak("data/test_reader")
 def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: Store) -> None:
     """Change the order of rows beyond `shuffle_bytes`, unless all of them are to be in memory."""
     df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
@@ -309,7 +311,7 @@ def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: 
     assert {run.state for run in store.runs()} == {"report"}  # of fits without a run_id
 
 
-@soak("pure/data/test_reader_kinds")
+@soak("data/test_reader_kinds")
 def test_validation_rows_have_decoder_threads_of_their_own(
     spark: SparkSession, store: Store, tmp_path: Path
 ) -> None:

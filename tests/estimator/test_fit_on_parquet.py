@@ -21,12 +21,14 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.estimator import Callback, pad
 from sparkhvd.training.checkpoints.files import Checkpoints
+from tests.estimator.fits import assert_same_weights, estimator, mlp
 from tests.harness.by_value import by_value
 from tests.harness.plans import batch_rows
-from tests.spark.estimator.fits import assert_same_weights, estimator, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
 
 travels_by_value = by_value(__name__)
 

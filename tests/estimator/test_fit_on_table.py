@@ -14,12 +14,14 @@ import pytest
 from sparkhvd import InvalidArgumentError, Store, TorchModel, UntrustedError
 from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.estimator.saving.recipe import PARAMS_NAME, RECIPE_NAME, load_recipe, reproduce
+from tests.estimator.fits import assert_same_weights, estimator, mlp
 from tests.harness import tables
 from tests.harness.soak import soak
-from tests.spark.estimator.fits import assert_same_weights, estimator, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
 
 deltalake = pytest.importorskip("deltalake")
 
@@ -92,9 +94,7 @@ def test_two_fits_on_two_versions_at_once(spark: SparkSession, tmp_path: Path) -
         load_recipe(run, trusted=True)
 
 
-@soak(
-    "rows of versions: pure/data/test_table_formats; training on files: here, test_fit_on_parquet"
-)
+@soak("rows of versions: data/test_table_formats; training on files: here, test_fit_on_parquet")
 def test_a_table_of_one_file_trains_as_the_file(spark: SparkSession, tmp_path: Path) -> None:
     store, model = Store.create(tmp_path / "store"), mlp(2)
     options: dict[str, Any] = {"feature_cols": ["a", "b"], "num_proc": 1}

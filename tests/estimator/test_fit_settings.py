@@ -19,6 +19,8 @@ from tests.harness.fake_driver import fake_driver
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 CONF = {
     "spark.sparkhvd.num_proc": "1",
     "spark.sparkhvd.max_retries": "5",

@@ -12,10 +12,12 @@ from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
 from sparkhvd import InvalidArgumentError
-from tests.spark.estimator.fits import fitted
+from tests.estimator.fits import fitted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
 
 
 @pytest.fixture(scope="module")

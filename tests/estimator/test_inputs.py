@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from sparkhvd import InvalidArgumentError, Store
 from sparkhvd.estimator import Callback, pad
+from tests.estimator.fits import estimator, mlp
 from tests.harness.by_value import by_value
 from tests.harness.processes import peak_bytes
-from tests.spark.estimator.fits import estimator, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
 
 travels_by_value = by_value(__name__)
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.spark
+
 travels_by_value = by_value(__name__)
 
 ROWS, BATCH, EPOCHS, SEED = 24, 8, 2, 7
@@ -476,7 +478,7 @@ THROUGH_SPARK = (
     [
         *THROUGH_SPARK,
         *left_to_soak(
-            "corpus/test_slice, pure/training/test_module_kinds: without Spark",
+            "corpus/test_slice, training/test_module_kinds: without Spark",
             *(name for name in KINDS if name not in THROUGH_SPARK),
         ),
     ],

@@ -14,6 +14,8 @@ from tests.harness.spark import run_here, run_on
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 # A little above what travels with the program; in the long leg three times the heap, which is 1 GiB.
 MIB = amount(80, 3 << 10)
 
@@ -73,7 +75,7 @@ BODY = """
 """
 
 
-@soak("pure/training/test_weights")
+@soak("training/test_weights")
 @pytest.mark.timeout(900)
 def test_a_model_larger_than_the_drivers_heap(tmp_path: Path) -> None:
     body = BODY.format(mib=MIB, store=str(tmp_path / "store"), path=str(tmp_path / "saved"))
@@ -126,7 +128,7 @@ COPIES = """
 """
 
 
-@soak("pure/training/test_weights")
+@soak("training/test_weights")
 @pytest.mark.timeout(200)
 def test_the_driver_holds_a_model_twice_and_no_state_of_its_optimizer(
     spark: SparkSession, tmp_path: Path

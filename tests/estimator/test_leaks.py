@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sparkhvd import Store
+from tests.estimator.fits import estimator, mlp
 from tests.harness.processes import TRAINER, children, find, wait_for_no_trainers
 from tests.harness.soak import amount, soak
-from tests.spark.estimator.fits import estimator, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 # On a machine that does other things too, a fit may take many seconds.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 NUM_FITS = amount(5, 20)
 # Python workers, class loaders and pools come with the first fits.
 NUM_WARM_UP = 2
@@ -69,7 +69,7 @@ def descriptors(pid: int) -> int:
         return 0
 
 
-@soak("the leak check around every test; processes/test_leaks")
+@soak("the leak check around every test; engine/test_leaks")
 def test_fits_in_a_row_leave_nothing_behind(spark: SparkSession, tmp_path: Path) -> None:
     df = spark.createDataFrame(
         [([float(i), float(i % 3)], float(i % 5)) for i in range(40)], "x array<double>, y double"

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from sparkhvd import InvalidArgumentError, Store, TorchModel
 from sparkhvd.estimator import Callback
 from sparkhvd.training.modules.copies import hooks_of
+from tests.estimator.fits import estimator
 from tests.harness.by_value import by_value
-from tests.spark.estimator.fits import estimator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
 
 travels_by_value = by_value(__name__)
 

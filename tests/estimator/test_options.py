@@ -15,6 +15,8 @@ from sparkhvd.estimator.params.groups import rank_options
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.spec import TrainSpec
 
+pytestmark = pytest.mark.pure
+
 
 def options(dtype: torch.dtype = torch.float32, **params: Any) -> dict[str, Any]:
     values = TorchEstimator(**params)._options()

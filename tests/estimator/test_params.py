@@ -24,6 +24,8 @@ from sparkhvd.estimator.params.table import GROUPS, rows_of, short_repr
 from sparkhvd.observe.loggers.base import Fit, Logger, Sink
 from tools import keywords
 
+pytestmark = pytest.mark.pure
+
 NAMES = [p.name for p in TorchEstimator().params]
 ROWS = rows_of(TorchEstimator)
 ALIASES = {alias: name for name, row in ROWS.items() for alias in row.aliases}

@@ -33,7 +33,7 @@ from tests.harness.soak import left_to_soak, soak
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 
 COLUMNS = ["rawPrediction", "probability", "prediction"]
 

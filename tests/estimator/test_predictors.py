@@ -30,6 +30,8 @@ from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.transform.outputs import output_columns
 from sparkhvd.training.modules.fitted import TrainedState
 
+pytestmark = pytest.mark.pure
+
 VECTOR = Column("features", "vector", "float32", (4,), "vector", "float32")
 
 

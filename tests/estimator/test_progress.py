@@ -27,6 +27,8 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.steps import report_of_step
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.pure
+
 
 def record(epoch: int) -> dict[str, Any]:
     return {

@@ -17,6 +17,8 @@ from sparkhvd.estimator.params.generated import FitOptions
 from sparkhvd.observe.report.page import loads
 from sparkhvd.settings import Settings
 
+pytestmark = pytest.mark.pure
+
 KEY, TOKEN = "wJalrXUtnFEMI/K7MDENG+bPxRfiCY", "AQoDYXdz\"EJr'session"
 
 

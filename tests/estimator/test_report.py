@@ -12,10 +12,12 @@ import pytest
 from sparkhvd import Store, TorchModel
 from sparkhvd.estimator.fitting import recorder
 from sparkhvd.observe.report.page import loads
-from tests.spark.estimator.fits import estimator, mlp
+from tests.estimator.fits import estimator, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
 
 NUM_PARAMETERS = 2 * 6 + 6 + 6 + 1
 

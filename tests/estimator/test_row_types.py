@@ -17,6 +17,8 @@ from torch import nn
 from sparkhvd.horovod.spark.torch import TorchEstimator
 from tests.harness.by_value import by_value
 
+pytestmark = pytest.mark.spark
+
 pl = pytest.importorskip("lightning", reason="Lightning is not installed")
 
 travels_by_value = by_value(__name__)

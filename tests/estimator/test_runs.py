@@ -18,6 +18,8 @@ from sparkhvd.estimator.fitting.runs import Finished, Run
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:

@@ -20,13 +20,13 @@ from torch import nn
 import sparkhvd.torch as hvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.estimator import Callback, pad
+from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process, only_data
 from tests.harness.soak import soak
-from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process, only_data
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_each_row_of_a_source_that_differs_each_time_is_in_one_part(
     assert sorted(parts["training"] + parts["validation"]) == sorted(values["y"].tolist())
 
 
-@soak("ranks/training/test_compiling")
+@soak("training/test_compiling")
 def test_a_compiled_model_trains_alike(spark: SparkSession, store: Store) -> None:
     df = spark.range(32).select(
         F.array(F.sin("id"), F.cos("id")).alias("x"), F.sin("id").alias("y")
@@ -160,7 +160,7 @@ class Notes(Callback):
         record["note"] = f"epoch {ctx.epoch}"
 
 
-@soak("test_save, pure/estimator/test_encoding")
+@soak("saving/test_save, saving/test_encoding")
 def test_an_estimator_with_everything_at_once_comes_back(
     spark: SparkSession, tmp_path: Path
 ) -> None:

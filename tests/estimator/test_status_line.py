@@ -24,6 +24,8 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.steps import report_of_step
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.pure
+
 
 class Screen:
     """What a terminal of so many columns shows, of the few things that are written to it."""

@@ -18,6 +18,7 @@ from sparkhvd import RankError, Store, TorchModel
 from sparkhvd.data.store.temporary import default_store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.training.checkpoints.files import Checkpoints
+from tests.estimator.fits import assert_same_weights, estimator, mlp
 from tests.harness.by_value import by_value
 from tests.harness.mounts import tmpfs, unmount
 from tests.harness.processes import wait_for_no_trainers
@@ -25,7 +26,6 @@ from tests.harness.sequential_mount import sequential_mount
 from tests.harness.servers import S3, SECRET, cable
 from tests.harness.soak import soak
 from tests.harness.spark import run_on
-from tests.spark.estimator.fits import assert_same_weights, estimator, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -34,6 +34,7 @@ travels_by_value = by_value(__name__)
 
 
 pytestmark = [
+    pytest.mark.spark,
     pytest.mark.leaks("file systems keep their connections open"),
     pytest.mark.timeout(600),
 ]
@@ -69,12 +70,12 @@ def test_fit_on_s3(df: DataFrame, expected: nn.Module, s3: S3) -> None:
     trained_alike(df, Store.create("s3://bucket/fit", **s3.options()), expected)
 
 
-@soak("test_fit_on_s3, here; processes/data/test_store_servers: served by ftp")
+@soak("test_fit_on_s3, here; data/test_store_servers: served by ftp")
 def test_fit_through_fsspec(df: DataFrame, expected: nn.Module, ftp: str) -> None:
     trained_alike(df, Store.create(f"{ftp}/store"), expected)
 
 
-@soak("pure/data/test_store_places")
+@soak("data/test_store_places")
 @pytest.mark.usefixtures("mounts")
 def test_fit_on_a_mount_that_neither_appends_nor_seeks(
     df: DataFrame, expected: nn.Module, tmp_path: Path
@@ -151,7 +152,7 @@ def test_a_store_that_fills_up_during_a_fit(df: DataFrame, tmp_path: Path) -> No
         disturbed(df, store, fill, emptied, "cannot be written (runs/r/")
 
 
-@soak("a store that fills up during a fit, here; pure/data/test_store_places")
+@soak("a store that fills up during a fit, here; data/test_store_places")
 @pytest.mark.usefixtures("mounts")
 def test_a_store_that_vanishes_during_a_fit(df: DataFrame, tmp_path: Path) -> None:
     with tmpfs(tmp_path / "behind", 1 << 22) as behind:
@@ -278,7 +279,7 @@ def test_a_secret_inside_base64_is_found(before: int) -> None:
     assert not holds_secret(base64.b64encode(b"x" * before + SECRET[:-2].encode()))
 
 
-@soak("pure/data/test_store")
+@soak("data/test_store")
 def test_credentials_are_in_no_log_plan_or_file(tmp_path: Path, s3: S3, ftp: str) -> None:
     """Look for credentials in all that a fit prints, writes to the store or saves, and that Spark shows in its UI (its event log).
 

@@ -15,7 +15,9 @@ from sparkhvd.estimator import TorchModel
 from sparkhvd.estimator import model as onnx
 from sparkhvd.horovod.spark.torch import TorchModel as TorchModelOfHorovods
 from sparkhvd.observe.report.page import dumps
-from tests.pure.observe.documents import document
+from tests.observe.documents import document
+
+pytestmark = pytest.mark.pure
 
 HISTORY = [
     {"epoch": e, "loss": 1 / e, "val_loss": 2 / e, "mae": 0.1, "rows": 5, "broken_rows": 1}

@@ -15,7 +15,7 @@ from tests.harness.spark import run_on, started_script, write_script
 from tests.harness.waiting import wait_until
 
 # Two JVMs start; on a machine that does other things too this may take long.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 PROGRAM = """
 import torch
@@ -47,7 +47,7 @@ def program(folder: Path, *, waits: bool) -> str:
     return f"FOLDER, WAITS = {str(folder)!r}, {waits}\n{PROGRAM}"
 
 
-@soak("spark/data/test_reuse, pure/data/test_contents")
+@soak("data/test_reuse, data/test_contents")
 def test_neither_the_end_nor_the_death_of_one_touches_the_other(tmp_path: Path) -> None:
     dying = program(tmp_path, waits=True) + '\nPath(FOLDER, "fitted").touch()\ntime.sleep(600)'
     script = write_script(tmp_path / "dying.py", dying, master="local[1]")

@@ -15,6 +15,8 @@ from tests.harness.spark import ROOT
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 
 def test_check_of_a_cluster_shows_its_ranks(
     spark: SparkSession,

@@ -16,7 +16,7 @@ import pytest
 from tests.harness.soak import soak
 from tests.harness.spark import ROOT, standalone_cluster
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 EXAMPLE = ROOT / "examples" / "digits.py"
 EPOCHS = 12
@@ -81,7 +81,7 @@ def on_local(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_example([sys.executable, str(EXAMPLE)], tmp_path_factory.mktemp("local"))
 
 
-@soak("test_page_blocks: programs of plain Python; test_migration: scripts of examples")
+@soak("docs/test_page_blocks: programs of plain Python; test_migration: scripts of examples")
 def test_digits_trains_and_reports_when_started_by_plain_python(on_local: Outcome) -> None:
     check(on_local)
 

@@ -14,6 +14,8 @@ from sparkhvd.launchers.gather import key_from_file
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 ENTRY = str(ROOT / "examples" / "docker" / "entry.sh")
 SHOW = 'echo "$$ ${RANK:-none} ${LOCAL_RANK:-none} ${SPARKHVD_JOB_KEY_FILE:-none}"; exit 3'
 

@@ -37,7 +37,7 @@ from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.spark import ROOT, run_script
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(100)]
 
 EXAMPLES = ROOT / "examples" / "torch"
 DDP_PAGE = "docs/coming_from_ddp.md"
@@ -370,7 +370,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_job(tmp_path_factory.mktemp("migration"))
 
 
-@soak("the programs of the page, here; DDP on our backend: processes/distributed")
+@soak("the programs of the page, here; DDP on our backend: tests/distributed")
 def test_ddp_scripts_before_and_after_print_the_same_and_end_with_the_same_weights(
     job: Job,
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.harness.soak import soak
 from tests.harness.spark import ROOT, run_script
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 RECIPES = ROOT / "examples" / "recipes"
 
@@ -24,27 +24,27 @@ def numbers(name: str, pattern: str, *options: str) -> list[float]:
     return [float(text.replace(",", "")) for text in found.groups()]
 
 
-@soak("pure/data/test_images; spark/estimator/test_inputs")
+@soak("data/test_images; estimator/test_inputs")
 def test_images() -> None:
     pytest.importorskip("PIL", reason="needs Pillow")
     (accuracy,) = numbers("images", r"accuracy (\S+)")
     assert accuracy > 0.9
 
 
-@soak("spark/estimator/test_fit; soak/users/test_lightning_estimator")
+@soak("estimator/test_fit; soak/users/test_lightning_estimator")
 @pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning")
 def test_lightning_module() -> None:
     (accuracy,) = numbers("lightning_module", r"test accuracy ([\d.]+)")
     assert accuracy > 0.95
 
 
-@soak("spark/estimator/test_fit")
+@soak("estimator/test_fit")
 def test_recommender() -> None:
     hits, by_chance = numbers("recommender", r"hit rate at 10: (\S+), by chance (\S+)")
     assert hits > 8 * by_chance
 
 
-@soak("spark/estimator/test_fit")
+@soak("estimator/test_fit")
 def test_forecasting() -> None:
     ours, last_week = numbers(
         "forecasting",

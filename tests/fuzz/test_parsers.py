@@ -23,6 +23,8 @@ from sparkhvd.wire import rebuild
 from tests.harness.parsers import PARSERS, Parser, cut, example, mutated
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.pure
+
 BY_NAME = pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
 # Of one parser with one input, on a busy machine; each takes well below a millisecond.
 LIMIT_S = 5.0

@@ -1,4 +1,7 @@
-"""What launches of these tests share: a zygote serves one number of threads, which by default depends on the ranks."""
+"""Threads of ranks in tests of Spark.
+
+A zygote serves one number of threads. By default this number depends on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ from sparkhvd.runner import job
 _BY_DEFAULT = job._fixed_threads
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread_per_rank() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_per_rank(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let launches of one rank and of two in the shared session have the same zygote."""
+    if request.node.get_closest_marker("spark") is None:
+        yield
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "_fixed_threads", lambda *_: 1)
         yield

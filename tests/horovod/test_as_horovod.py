@@ -13,6 +13,8 @@ from sparkhvd import as_horovod
 from tests.harness.paths import ROOT
 from tests.harness.soak import left_to_soak
 
+pytestmark = pytest.mark.pure
+
 NAMES = """
 import sys
 from pathlib import Path

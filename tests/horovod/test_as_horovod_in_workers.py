@@ -16,6 +16,8 @@ import sparkhvd
 from sparkhvd import as_horovod
 from sparkhvd.errors import InvalidArgumentError
 
+pytestmark = pytest.mark.spark
+
 MODULE = """
 import torch
 

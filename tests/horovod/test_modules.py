@@ -8,6 +8,8 @@ import pytest
 
 import sparkhvd.torch as hvd
 
+pytestmark = pytest.mark.pure
+
 NAMES = {
     "mpi_ops": ["allreduce", "allreduce_async_", "grouped_allgather", "synchronize", "poll", "join", "init", "rank", "Average", "Sum"],
     "functions": ["broadcast_parameters", "broadcast_optimizer_state", "broadcast_object", "allgather_object"],

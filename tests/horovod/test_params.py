@@ -10,6 +10,8 @@ from pyspark.ml.param.shared import HasLabelCol, HasPredictionCol
 
 from sparkhvd.horovod.spark.torch import TorchEstimator, TorchModel
 
+pytestmark = pytest.mark.pure
+
 
 class Columns(HasLabelCol, HasPredictionCol):
     """Has Params of its own beside pyspark's, whose accessors they take."""

@@ -20,6 +20,8 @@ from sparkhvd.horovod.spark.lightning.plain import PlainModule, package_name  # 
 from sparkhvd.lightning.loop import RowFunction  # noqa: E402
 from sparkhvd.training.loss_functions import resolve_losses  # noqa: E402
 
+pytestmark = pytest.mark.pure
+
 LABELS = LabelBinding(("y",), ("float32",), ("elementwise",), (True,), (None,))
 
 

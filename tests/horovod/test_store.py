@@ -20,6 +20,8 @@ from sparkhvd.horovod.spark.common.store import (
     Store,
 )
 
+pytestmark = pytest.mark.pure
+
 
 def test_paths_are_urls_below_the_store(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")

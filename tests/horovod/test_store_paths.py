@@ -21,6 +21,8 @@ from sparkhvd.horovod.spark.common.store import Store as HorovodStore
 from sparkhvd.horovod.spark.torch import TorchEstimator, TorchModel
 from tests.harness.soak import soak
 
+pytestmark = pytest.mark.spark
+
 
 class Own(LocalStore):
     """Has folders of its own for everything that may have one."""
@@ -186,7 +188,7 @@ def test_saves_of_this_process_that_differ_in_their_code_alone_load(
     assert loaded == [0, 1, 2]
 
 
-@soak("pure/estimator/test_encoding; where a run is: here")
+@soak("saving/test_encoding; where a run is: here")
 def test_a_saved_estimator_writes_where_its_store_did(df: DataFrame, tmp_path: Path) -> None:
     own = Own(str(tmp_path / "own"))
     none_saved = FilesystemStore(str(tmp_path / "none"), runs_path=str(tmp_path), save_runs=False)
@@ -216,7 +218,7 @@ class Elsewhere:
         return 3
 
 
-@soak("pure/runner/test_admission; a backend of the program's own: test_as_horovod")
+@soak("runner/test_admission; a backend of the program's own: test_as_horovod_in_workers")
 def test_ranks_of_a_backend_of_the_programs_own_may_be_more_than_slots(
     df: DataFrame, tmp_path: Path
 ) -> None:

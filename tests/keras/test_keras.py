@@ -19,6 +19,8 @@ keras = pytest.importorskip("keras", reason="runs where keras is: pip install 's
 import sparkhvd.keras as hvd  # noqa: E402 - after importorskip
 from sparkhvd.keras.network import Network  # noqa: E402
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(autouse=True)
 def joined() -> Iterator[None]:

@@ -26,7 +26,9 @@ from sparkhvd.estimator.params.table import rows_of  # noqa: E402
 from sparkhvd.keras import KerasEstimator, KerasModel  # noqa: E402
 from sparkhvd.keras.model import link_of  # noqa: E402
 from sparkhvd.keras.network import CompiledNetwork, Network  # noqa: E402
-from tests.pure.estimator.test_local import WITHOUT_PYSPARK, save  # noqa: E402
+from tests.transform.test_local import WITHOUT_PYSPARK, save  # noqa: E402
+
+pytestmark = pytest.mark.pure
 
 
 def network(width: int = 1) -> Any:

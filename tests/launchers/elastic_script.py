@@ -18,7 +18,7 @@ from sparkhvd import launchers
 from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError
-from tests.ranks.engine.arrays import allreduce
+from tests.engine.arrays import allreduce
 
 
 def work(engine: Engine, member: ElasticRendezvous, step: int, stop: Path) -> tuple[int, bool]:

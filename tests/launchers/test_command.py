@@ -19,6 +19,8 @@ from tests.harness.by_value import by_value
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 by_value(__name__)
 
 # Without torch: the engine alone.

@@ -16,7 +16,10 @@ from tests.harness.netns import Host, two_hosts, why_not
 from tests.harness.paths import ROOT
 from tests.harness.soak import left_to_soak, soak
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}"),
+]
 
 # Without torch: the engine alone.
 SCRIPT = """

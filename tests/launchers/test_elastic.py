@@ -18,7 +18,7 @@ from tests.harness import sshd
 from tests.harness.elastic_run import ElasticRun, elastic_run
 from tests.harness.processes import find, wait_until_gone
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 A, B = "127.0.0.2", "127.0.0.3"
 
 
@@ -209,7 +209,7 @@ def test_a_function_runs_on_hosts_that_come_and_are_lost(
     program = (
         "import sys\n"
         "from sparkhvd.horovod.runner import run\n"
-        "from tests.processes.launchers.elastic_script import train\n"
+        "from tests.launchers.elastic_script import train\n"
         "print('results', run(train, (sys.argv[1],), min_num_proc=2, max_num_proc=4,"
         f" host_discovery_script={hosts_script(tmp_path)!r}))"
     )

@@ -11,6 +11,8 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.bootstrap import meet
 from sparkhvd.launchers.environment import LauncherEnv, place_in
 
+pytestmark = pytest.mark.pure
+
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "1",

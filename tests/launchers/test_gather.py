@@ -16,6 +16,8 @@ from sparkhvd.launchers.gather import MeetingPoint, gather, name_of, on_this_hos
 from sparkhvd.rendezvous.event_loop import EventLoop, Task
 from sparkhvd.rendezvous.handshake import SERVICE_STAGE, introduce
 
+pytestmark = pytest.mark.pure
+
 
 def test_names_follow_from_the_key_the_job_and_the_attempt() -> None:
     names = {

@@ -29,7 +29,10 @@ from tests.harness.processes import is_alive, wait_until_gone
 from tests.harness.soak import SOAK, left_to_soak, soak
 from tests.harness.waiting import wait_until
 
-pytestmark = pytest.mark.skipif(sshd.why_not() is not None, reason=f"sshd: {sshd.why_not()}")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sshd.why_not() is not None, reason=f"sshd: {sshd.why_not()}"),
+]
 by_value(__name__)
 
 A, B = "127.0.0.2", "127.0.0.3"
@@ -441,9 +444,7 @@ def test_hosts_with_two_cables_of_which_one_is_dead(script: Path, tmp_path: Path
             assert "Choose interfaces that all hosts share" in ended.stderr
 
 
-@soak(
-    "an agent that hears nothing, and whose launcher's host does not answer: pure/runner/test_agent"
-)
+@soak("an agent that hears nothing, and whose launcher's host does not answer: runner/test_agent")
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"two hosts: {why_no_namespaces()}")
 def test_a_pulled_cable_leaves_nothing(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sshd"

@@ -16,6 +16,8 @@ from tests.harness.paths import ROOT
 from tests.harness.processes import TAG_VARIABLE, find, wait_until_gone
 from tests.harness.soak import left_to_soak
 
+pytestmark = pytest.mark.processes
+
 # Without torch: the engine alone. What a rank starts is no rank.
 SCRIPT = """
 import os, subprocess, sys

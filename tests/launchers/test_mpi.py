@@ -10,6 +10,8 @@ from sparkhvd.runner import run_local
 from tests.harness.by_value import by_value
 from tests.harness.communicators import ProcessComm
 
+pytestmark = pytest.mark.processes
+
 by_value(__name__)
 by_value(ProcessComm.__module__)
 

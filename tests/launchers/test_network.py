@@ -11,6 +11,8 @@ from sparkhvd.launchers.gather import check_addresses, is_one_host, key_from_fil
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.settings import Settings
 
+pytestmark = pytest.mark.pure
+
 
 def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "key"

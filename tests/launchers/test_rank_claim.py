@@ -21,6 +21,8 @@ from sparkhvd.rendezvous.listener import unix_address
 from sparkhvd.settings import Settings
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def place() -> Iterator[RankClaim]:

@@ -19,6 +19,8 @@ from sparkhvd.lightning import TorchEstimator  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
 from tests.harness.soak import soak  # noqa: E402
 
+pytestmark = pytest.mark.spark
+
 travels_by_value = by_value(__name__)
 ROWS = 50
 
@@ -53,7 +55,7 @@ class KilledOnce(pl.Callback):  # type: ignore[misc]  # untyped
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@soak("ranks/training/test_resume; spark/estimator/test_faults")
+@soak("training/test_resume; estimator/test_faults")
 def test_a_killed_rank_costs_nothing_but_time(spark: SparkSession, tmp_path: Path) -> None:
     df = spark.createDataFrame([(n / ROWS, 2.0 * n / ROWS) for n in range(ROWS)], ["x", "y"])
     whole, stopped = (

@@ -20,6 +20,8 @@ pytest.importorskip("lightning", reason="runs where lightning is: pip install '.
 
 from sparkhvd.lightning.strategy import check_size  # noqa: E402 - after importorskip
 
+pytestmark = pytest.mark.processes
+
 PAGE = "docs/lightning.md"
 RANKS, BATCH, EPOCHS = 2, 32, 3
 

@@ -9,6 +9,8 @@ import pytest
 from tests.harness.notebooks import FOLDER, TIMEOUT_S, executed, num_images, number
 from tests.harness.soak import soak
 
+pytestmark = pytest.mark.spark
+
 # What is printed in front of the number that must be larger, and how many plots there are.
 EVALUATIONS = {
     "quickstart": ("test accuracy", 0.9, 2),
@@ -21,7 +23,9 @@ EVALUATIONS = {
 }
 
 
-@soak("pure/estimator/test_progress, test_recorder; spark/examples: programs of the pages")
+@soak(
+    "estimator/test_progress, estimator/test_recorder; docs/test_page_runs: programs of the pages"
+)
 @pytest.mark.timeout(TIMEOUT_S + 50)
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_notebook_runs_and_its_evaluation_comes_out_well(

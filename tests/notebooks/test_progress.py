@@ -12,6 +12,8 @@ import pytest
 from tests.harness.soak import soak
 from tests.harness.spark import CONF, ROOT
 
+pytestmark = pytest.mark.spark
+
 FIT = f"""
 import time, torch
 from pyspark.sql import SparkSession
@@ -33,7 +35,7 @@ estimator = TorchEstimator(
 """
 
 
-@soak("pure/estimator/test_status_line")
+@soak("estimator/test_status_line")
 @pytest.mark.timeout(300)
 def test_a_fits_progress_is_one_line_of_its_cell_and_gone_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,8 @@ from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.ranks
+
 BUCKET = TunedKnob.powers("bucket_bytes", 4 << 20, low=1 << 20, high=64 << 20)
 CHUNK = TunedKnob.powers("chunk_bytes", 256 << 10, low=32 << 10, high=256 << 10)
 

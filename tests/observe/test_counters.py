@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from sparkhvd.engine.counters import Metrics, quantile
+
+pytestmark = pytest.mark.ranks
 
 
 def counters() -> dict[str, Any]:

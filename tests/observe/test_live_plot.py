@@ -12,6 +12,8 @@ from sparkhvd import LivePlot
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe import live_plot
 
+pytestmark = pytest.mark.pure
+
 pytest.importorskip("matplotlib")
 
 

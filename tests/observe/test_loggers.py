@@ -16,7 +16,7 @@ from sparkhvd.observe.loggers import base
 from sparkhvd.observe.loggers.base import Delivery, Fit, Logger, Metric, Sink
 from sparkhvd.observe.loggers.fanout import LoggerFanout
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.pure, pytest.mark.timeout(60)]
 
 
 class Server(Sink):

@@ -13,7 +13,9 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.charts import Series, format_seconds, histogram, lines
 from sparkhvd.observe.report.compare import compare
 from sparkhvd.observe.report.page import dumps, loads, paired, render
-from tests.pure.observe.documents import document
+from tests.observe.documents import document
+
+pytestmark = pytest.mark.pure
 
 # Elements without an end.
 _VOID = {"meta", "line", "circle", "polyline", "rect"}

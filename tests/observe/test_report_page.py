@@ -11,7 +11,9 @@ import pytest
 from sparkhvd.observe.report.page import render
 from tests.harness.browser import find_browser, seen
 from tests.harness.soak import soak
-from tests.pure.observe.documents import document
+from tests.observe.documents import document
+
+pytestmark = pytest.mark.processes
 
 # Puts a page into a frame, and what it looks like there into this document's own text.
 FRAME = """<!DOCTYPE html><body style="margin:0"><iframe style="width:%dpx;height:3000px;border:0" srcdoc="%s"></iframe><pre></pre><script>
@@ -39,7 +41,7 @@ def seen_in_frame(
     return seen(browser, folder, (folder / "frame.html").as_uri())
 
 
-@soak("pure/observe/test_report: elements, texts and addresses of the page")
+@soak("observe/test_report: elements, texts and addresses of the page")
 @pytest.mark.parametrize("width", [1000, 400])
 def test_page_shows_its_figures_without_a_complaint(
     browser: str, tmp_path: Path, width: int
@@ -58,7 +60,7 @@ def test_page_shows_its_figures_without_a_complaint(
     assert "The others waited most for rank 1" in found["text"]
 
 
-@soak("pure/observe/test_report: elements, texts and addresses of the page")
+@soak("observe/test_report: elements, texts and addresses of the page")
 def test_page_forbids_what_somebody_puts_into_it(browser: str, tmp_path: Path) -> None:
     evil = '<script>document.body.innerText = "owned"</script><img src="https://example.org/a.png">'
     page = render(document()).replace("</body>", f"{evil}</body>")

@@ -12,7 +12,9 @@ from sparkhvd.__main__ import main
 from sparkhvd.data.store.locks import dump_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.observe.report.page import dumps
-from tests.pure.observe.documents import document
+from tests.observe.documents import document
+
+pytestmark = pytest.mark.pure
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import pytest
 from sparkhvd.observe import system
 from sparkhvd.observe.system import Gpu, LoadMonitor
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoadMonitor]:

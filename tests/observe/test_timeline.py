@@ -12,6 +12,8 @@ import pytest
 from sparkhvd.observe.timeline import clock_offset, merge
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize("seed", range(amount(20)))
 def test_offset_is_found_within_its_bound_whoever_is_slow(seed: int) -> None:

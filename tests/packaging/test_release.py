@@ -11,6 +11,8 @@ import pytest
 from tools import release
 from tools.wheel_tests import Missing, python_of
 
+pytestmark = pytest.mark.pure
+
 
 def test_pythons_are_those_of_the_metadata() -> None:
     assert release.versions()[0] == "3.10"

@@ -12,6 +12,8 @@ from sparkhvd.engine.library import library_path
 from tests.harness.spark import ROOT
 from tools import elf
 
+pytestmark = pytest.mark.pure
+
 KERNELS = ROOT / "native" / "src" / "kernels"
 OBJECTS = ROOT / "build" / "native" / "CMakeFiles" / "sparkhvd_core.dir" / "src" / "kernels"
 ISAS = ("avx2", "avx512", "neon")

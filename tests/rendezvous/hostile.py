@@ -1,6 +1,6 @@
 """Malicious peers with the key: they send recorded frames, changed, to a live engine.
 
-`python -m tests.processes.hostile <frames> <seed>` attacks one engine after another while another job in the
+`python -m tests.rendezvous.hostile <frames> <seed>` attacks one engine after another while another job in the
 same process continues, and prints what happened as JSON. It changes frames that it has recorded between
 honest ranks without knowing their bodies, so it follows the wire format by itself. `--only <n>` repeats one
 session of a run.
@@ -35,8 +35,8 @@ from sparkhvd.engine.work import Work
 from sparkhvd.errors import InternalError, MismatchError, SparkhvdError
 from sparkhvd.rendezvous import Connections
 from sparkhvd.settings import Settings
+from tests.engine.arrays import allreduce, dtype_of, start_allreduce, start_broadcast, view
 from tests.harness.ranks import run_threads
-from tests.ranks.engine.arrays import allreduce, dtype_of, start_allreduce, start_broadcast, view
 
 HEADER = struct.Struct("<IB3x")  # length of the body, type
 # The few types that this file treats in a special way; a test holds them against the header of the engine.

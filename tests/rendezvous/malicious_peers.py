@@ -1,4 +1,4 @@
-"""Malicious peers without the key: `python -m tests.processes.malicious_peers` with JSON on standard input.
+"""Malicious peers without the key: `python -m tests.rendezvous.malicious_peers` with JSON on standard input.
 
 Input: `endpoints` (as `Endpoint.to_dict` writes them), `messages` (how many to send at least), `until` (a file;
 continue until it exists and a false proof was answered, however many messages that takes), `within_s` (end after that

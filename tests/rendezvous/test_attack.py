@@ -29,13 +29,15 @@ from sparkhvd.engine.work import Work
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, SparkhvdError
 from sparkhvd.rendezvous import Connections, Endpoint, Job, Listener, SocketRendezvous, handshake
 from sparkhvd.settings import Settings
+from tests.engine.arrays import start_allreduce
 from tests.harness.descriptors import descriptors
 from tests.harness.paths import ROOT
 from tests.harness.rank_process import rank_processes
 from tests.harness.ranks import run_threads
 from tests.harness.soak import SOAK, amount
-from tests.processes import hostile
-from tests.ranks.engine.arrays import start_allreduce
+from tests.rendezvous import hostile
+
+pytestmark = pytest.mark.processes
 
 # Together 20,000 in `make test` and a million in `make soak`.
 FRAMES_OF_PEERS = amount(10_000, 500_000)
@@ -67,9 +69,9 @@ def run_module(name: str, *arguments: object, given: Any = None, timeout_s: floa
 @pytest.mark.timeout(120 if not SOAK else 3600)
 def test_mutated_frames_of_a_peer_end_in_errors_that_name_it_and_disturb_no_other_job() -> None:
     found = run_module(
-        "tests.processes.hostile", FRAMES_OF_PEERS, SEED, timeout_s=100 if not SOAK else 3500
+        "tests.rendezvous.hostile", FRAMES_OF_PEERS, SEED, timeout_s=100 if not SOAK else 3500
     )
-    repeat = f"python -m tests.processes.hostile 1 {SEED} --only <session>"
+    repeat = f"python -m tests.rendezvous.hostile 1 {SEED} --only <session>"
     assert found["problems"] == [], f"{found}\nRepeat a session with: {repeat}"
     assert found["frames"] >= FRAMES_OF_PEERS
     assert found["operations_of_others"] > 100
@@ -335,7 +337,7 @@ def test_job_meets_works_and_meets_again_under_attack_of_unauthenticated_peers(
     tcp_only: bool, tmp_path: Path
 ) -> None:
     settings = Settings(connect_timeout_s=60, stall_shutdown_s=60)
-    body = "tests.processes.generations:until_told"
+    body = "tests.engine.generations:until_told"
     results: list[Any] = []
     with rank_processes(body, 3, tcp_only=tcp_only, settings=settings) as ranks:
         job = ranks[0].job
@@ -351,7 +353,7 @@ def test_job_meets_works_and_meets_again_under_attack_of_unauthenticated_peers(
         attack = threading.Thread(
             target=lambda: results.append(
                 run_module(
-                    "tests.processes.malicious_peers", given=plan, timeout_s=3500 if SOAK else 100
+                    "tests.rendezvous.malicious_peers", given=plan, timeout_s=3500 if SOAK else 100
                 )
             )
         )
@@ -380,7 +382,7 @@ def test_job_meets_works_and_meets_again_under_attack_of_unauthenticated_peers(
 
 def test_unauthenticated_peer_of_a_working_job_receives_nothing() -> None:
     """Once the ranks have met, none accepts: a connection waits in the backlog and learns nothing."""
-    with rank_processes("tests.processes.test_attack:work_a_while", 2) as ranks:
+    with rank_processes("tests.rendezvous.test_attack:work_a_while", 2) as ranks:
         assert [rank.expect() for rank in ranks] == ["working"] * 2
         heard = []
         for endpoint in ranks[0].job.endpoints:

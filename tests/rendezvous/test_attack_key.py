@@ -1,11 +1,13 @@
-"""The key of a running job is in no command line, environment or log; tests/spark/runner/test_key.py has Spark's jobs."""
+"""The key of a running job is in no command line, environment or log; tests/cluster/test_key.py has Spark's jobs."""
 
 from __future__ import annotations
 
 import pytest
 
 from sparkhvd.runner import run_local
-from tests.processes.key_search import check, forms_of, hunt
+from tests.rendezvous.key_search import check, forms_of, hunt
+
+pytestmark = pytest.mark.processes
 
 
 def test_key_of_a_local_job_is_nowhere(capfd: pytest.CaptureFixture[str]) -> None:

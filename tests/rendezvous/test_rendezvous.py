@@ -42,6 +42,8 @@ from sparkhvd.wire import rebuild
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
 
+pytestmark = pytest.mark.processes
+
 KEY = bytes(range(32))
 QUICK = Settings(connect_timeout_s=20)
 

@@ -33,7 +33,9 @@ from sparkhvd.rendezvous.mesh import MeshBuilder, PeerLink, agree_on_hosts
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
-from tests.processes.test_rendezvous import ADDRESSES, connect_all, connection_to, job_of
+from tests.rendezvous.test_rendezvous import ADDRESSES, connect_all, connection_to, job_of
+
+pytestmark = pytest.mark.processes
 
 THREE = Settings(connect_timeout_s=20, streams=3)
 

@@ -14,6 +14,8 @@ from sparkhvd.elastic import coordinator
 from sparkhvd.runner.live import frames
 from sparkhvd.runner.live.frames import Record
 
+pytestmark = pytest.mark.pure
+
 JSON = st.recursive(
     st.none()
     | st.booleans()

@@ -1,4 +1,7 @@
-"""What launches of these tests share: most need no torch, whatever earlier ranks have imported."""
+"""Fixtures of launches on this host.
+
+Most need no torch, whatever earlier ranks have imported.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from sparkhvd.runner.zygote_client import of_this_process
 
 
 @pytest.fixture(autouse=True)
-def no_useful_modules() -> None:
+def no_useful_modules(request: pytest.FixtureRequest) -> None:
     """Let zygotes that a test starts import nothing before its ranks do."""
-    of_this_process._useful.clear()
+    if request.node.get_closest_marker("processes") is not None:
+        of_this_process._useful.clear()
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from sparkhvd.errors import PreflightError
 from sparkhvd.runner import slots as admission
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.pure
+
 
 class Launch:
     """A launch in a thread of its own, which holds its slots until `end()`."""

@@ -12,6 +12,8 @@ import pytest
 from sparkhvd.runner.hosts import agent, protocol
 from sparkhvd.runner.hosts.protocol import Channel
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Channel:

@@ -13,9 +13,13 @@ from tests.harness.soak import left_to_soak
 
 BLOCK_BYTES = 64 << 20
 
-pytestmark = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="the allocator of another C library has no mallopt"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        platform.libc_ver()[0] != "glibc",
+        reason="the allocator of another C library has no mallopt",
+    ),
+]
 
 
 def faults_of_later_blocks(with_torch: bool) -> list[int]:

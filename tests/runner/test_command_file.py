@@ -10,6 +10,8 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.command import _parser, _variables, flags_of, main
 
+pytestmark = pytest.mark.pure
+
 CONFIG = """
 controller: gloo
 params:

@@ -19,6 +19,8 @@ from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.supervisor import RankEnded
 from sparkhvd.wire import rebuild
 
+pytestmark = pytest.mark.processes
+
 KEY = "ab" * 32
 RESULT = AttemptResult(
     JobResult(

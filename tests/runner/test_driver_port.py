@@ -6,6 +6,8 @@ import pytest
 
 from sparkhvd.runner.driver_port import address_of_one_interface
 
+pytestmark = pytest.mark.pure
+
 
 class Session:
     def __init__(self, own: str, host: str) -> None:

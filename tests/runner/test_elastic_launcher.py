@@ -23,6 +23,8 @@ from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.supervisor import RankEnded
 
+pytestmark = pytest.mark.pure
+
 SLOTS = slots_of([Host("a", 2), Host("b", 2)])
 
 

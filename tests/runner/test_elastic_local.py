@@ -16,7 +16,7 @@ from tests.harness.elastic_fn import train
 from tests.harness.processes import wait_for_no_trainers
 
 travels_by_value = by_value(__name__)
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from tests.harness.waiting import wait_until
 
 KEY, JOB = "ab" * 32, "job"
 FACTS = preflight.rank_facts(())
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 
 
 class Port:

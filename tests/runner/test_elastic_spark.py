@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 travels_by_value = by_value(__name__)
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(autouse=True)

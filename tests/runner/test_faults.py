@@ -22,6 +22,8 @@ from tests.harness.soak import soak
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
+pytestmark = pytest.mark.spark
+
 travels_by_value = by_value(__name__)
 
 LIMIT_S = 10

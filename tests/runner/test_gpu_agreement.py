@@ -17,6 +17,8 @@ from sparkhvd.runner.gpu.agreement import (
 )
 from sparkhvd.runner.gpu.decide import GpuMode
 
+pytestmark = pytest.mark.pure
+
 
 def rank(host: str, local_rank: int, *uuids: str, error: str = "", visible: str = "0") -> RankGpus:
     return RankGpus(host, local_rank, uuids, error, visible)

@@ -21,6 +21,8 @@ from sparkhvd.runner.gpu.decide import (
 )
 from sparkhvd.runner.slots import choose_num_proc
 
+pytestmark = pytest.mark.pure
+
 YARN = {"spark.master": "yarn", "spark.executor.instances": "3"}
 STANDALONE = {"spark.master": "spark://h:7077", "spark.cores.max": "16"}
 K8S = {"spark.master": "k8s://https://h", "spark.executor.instances": "2"}

@@ -22,6 +22,8 @@ from tests.harness.fake_driver import fake_driver, uuid_of
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import left_to_soak
 
+pytestmark = pytest.mark.processes
+
 ASK = "import sys, json; from sparkhvd.runner.gpu.probe import cuda_uuids; print(json.dumps(cuda_uuids(sys.argv[1])))"
 
 

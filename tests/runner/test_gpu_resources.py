@@ -12,7 +12,7 @@ from tests.harness.soak import soak
 from tests.harness.spark import run_on
 
 # A JVM for each process of Spark; on a machine that does other things too this may take long.
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(420)]
 
 PREAMBLE = """
 from sparkhvd.errors import PreflightError
@@ -57,7 +57,7 @@ def body(folder: Path, text: str) -> str:
     return PREAMBLE.format(driver=fake_driver(folder)) + text
 
 
-@soak("pure/runner/test_gpus")
+@soak("runner/test_gpu_plans")
 def test_three_gpus_that_tasks_take_by_halves_make_three_ranks(tmp_path: Path) -> None:
     script = """echo '{"name": "gpu", "addresses": ["0", "1", "2"]}'"""
     conf = conf_of(tmp_path, script, 3, **{"spark.task.resource.gpu.amount": "0.5"})
@@ -90,7 +90,7 @@ print("FOUR")
     assert wait_for_no_trainers() == set()
 
 
-@soak("test_gpus: a local master gives GPUs by local rank; pure/runner/test_gpus")
+@soak("test_gpus: a local master gives GPUs by local rank; runner/test_gpu_plans")
 def test_executors_with_a_gpu_each_on_one_host(tmp_path: Path) -> None:
     """Let each worker's script print another address, as on a host whose GPUs are split among workers."""
     script = (
@@ -144,7 +144,7 @@ print("REFUSED")
     assert "REFUSED" in output.splitlines(), output
 
 
-@soak("pure/estimator/test_transform_gpu, pure/runner/test_gpus")
+@soak("transform/test_gpu, runner/test_gpu_plans")
 @pytest.mark.parametrize("remote", [False, True], ids=["classic", "connect"])
 def test_tasks_of_transform_get_gpus_that_the_conf_gives_no_task(
     tmp_path: Path, remote: bool

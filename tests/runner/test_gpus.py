@@ -22,6 +22,8 @@ from tests.harness.spark import run_on
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 travels_by_value = by_value(__name__)
 
 
@@ -202,7 +204,7 @@ def check(output: str, *more: str) -> None:
     assert wait_for_no_trainers() == set()
 
 
-@soak("pure/runner/test_gpus, pure/runner/test_gpu_agreement")
+@soak("runner/test_gpu_plans, runner/test_gpu_agreement")
 @SLOW
 def test_ranks_of_one_executor_get_a_gpu_each_from_fractions(tmp_path: Path) -> None:
     output = run_on(
@@ -216,7 +218,7 @@ def test_ranks_of_one_executor_get_a_gpu_each_from_fractions(tmp_path: Path) -> 
     check(output, "FIT WITHOUT CUDA", "TRANSFORM")
 
 
-@soak("pure/runner/test_gpus")
+@soak("runner/test_gpu_plans")
 @SLOW
 def test_connect_and_an_executor_that_sees_some_of_the_gpus(tmp_path: Path) -> None:
     """Addresses count in the CUDA_VISIBLE_DEVICES of the executor, which stays its own."""
@@ -244,7 +246,7 @@ def of_fake_driver(folder: Path) -> Settings:
     return Settings(cuda_library=fake_driver(folder), nursery="0")
 
 
-@soak("processes/runner/test_gpu_probe: ranks of this host; pure/runner/test_gpus")
+@soak("runner/test_gpu_probe: ranks of this host; runner/test_gpu_plans")
 def test_a_local_master_gives_gpus_by_local_rank_without_a_profile(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +262,7 @@ def test_a_local_master_gives_gpus_by_local_rank_without_a_profile(
     assert run(sees, env={"FAKE_GPUS": "1"}, **options) == [(None, None)] * 2
 
 
-@soak("pure/runner/test_gpus")
+@soak("runner/test_gpu_plans")
 def test_on_a_local_master_there_are_no_more_ranks_by_default_than_gpus(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

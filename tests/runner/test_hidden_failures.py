@@ -18,6 +18,8 @@ from tests.harness.waiting import wait_until
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 
 class Log:
     """Messages of the JVM since the start of this."""

@@ -16,6 +16,8 @@ import sparkhvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import horovod_arguments, launching, outcomes
 
+pytestmark = pytest.mark.pure
+
 OF_HOROVOD = (
     "fn args kwargs num_proc start_timeout use_mpi use_gloo extra_mpi_args env stdout stderr verbose nics "
     "prefix_output_with_timestamp executable"

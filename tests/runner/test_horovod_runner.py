@@ -1,4 +1,4 @@
-"""`HorovodRunner` with processes of this host; with Spark's tasks: tests/spark/runner/test_plain_torch.py."""
+"""`HorovodRunner` with processes of this host; with Spark's tasks: tests/runner/test_plain_torch.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from sparkhvd.runner import context
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 
+pytestmark = pytest.mark.processes
 
-@soak("pure/test_as_horovod")
+
+@soak("horovod/test_as_horovod")
 def test_a_negative_number_is_that_many_processes_of_this_host(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -23,6 +23,8 @@ from sparkhvd.runner.host_names import (
 )
 from sparkhvd.runner.hosts.connection import Reach
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("text", "hosts"),

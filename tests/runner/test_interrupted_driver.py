@@ -23,7 +23,7 @@ from tests.harness.spark import started_script, write_script
 from tests.harness.waiting import wait_until
 
 # A JVM starts; on a machine that does other things too this may take long.
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 # Rank 0 waits in a collective; rank 1 needs all but the whole time, more than Spark leaves a task that it has cancelled.
 _SAVES = """

@@ -27,6 +27,8 @@ from sparkhvd.runner.trainer import Trainer
 from sparkhvd.settings import JobSettings, Settings
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.pure
+
 KEY = secrets.token_hex(32)
 
 

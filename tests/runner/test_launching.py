@@ -33,6 +33,8 @@ from sparkhvd.runner.protocol import THREAD_VARIABLES, failing_path, own_threads
 from sparkhvd.runner.task import TaskSpec, host_of
 from sparkhvd.settings import Settings
 
+pytestmark = pytest.mark.pure
+
 
 def test_a_closure_travels_by_value() -> None:
     offset = 5

@@ -17,11 +17,13 @@ import pytest
 from sparkhvd.engine.engine import Engine
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
+from tests.engine.fault_bodies import limited
 from tests.harness.netns import two_hosts, why_not
 from tests.harness.paths import ROOT
 from tests.harness.rank_process import Talk, rank_processes
 from tests.harness.soak import left_to_soak
-from tests.processes.engine.fault_bodies import limited
+
+pytestmark = pytest.mark.processes
 
 RESULTS = [3.0 * 300_001, 7.0 * (1 + 4), 200_000.0]  # of two ranks
 SHARED, PRIVATE = 1.0, 0.0
@@ -40,7 +42,7 @@ def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only:
     """Rank 1 may open 0, 1, 2, ... more: whatever step fails first, each rank says why, and the next works."""
     count = 16
     settings = Settings(connect_timeout_s=1.5)
-    body = "tests.processes.engine.fault_bodies:too_few_descriptors"
+    body = "tests.engine.fault_bodies:too_few_descriptors"
     with rank_processes(body, 3, tcp_only=tcp_only, settings=settings) as ranks:
         for rank in ranks:
             rank.tell(count)
@@ -87,9 +89,9 @@ def room(engine: Engine, talk: Talk) -> tuple[int, int]:
 
 # Both ways to start two ranks on this host.
 STARTS = {
-    "run_local": "from sparkhvd.runner import run_local\nfrom tests.processes.engine.fault_bodies import summed\nprint(run_local(summed, num_proc=2))",
+    "run_local": "from sparkhvd.runner import run_local\nfrom tests.engine.fault_bodies import summed\nprint(run_local(summed, num_proc=2))",
     "sparkhvdrun": "import sys\nfrom sparkhvd.runner.command import main\nsys.exit(main(['-np', '2', sys.executable, '-c', "
-    "'from tests.processes.engine.fault_bodies import summed; print(summed())']))",
+    "'from tests.engine.fault_bodies import summed; print(summed())']))",
 }
 
 
@@ -153,7 +155,7 @@ def test_job_shares_memory_without_dev_shm() -> None:
     script = """
         import os
         from sparkhvd.runner import run_local
-        from tests.processes.engine.fault_bodies import limited
+        from tests.engine.fault_bodies import limited
         try:
             open("/dev/shm/x", "w")
         except OSError as error:
@@ -172,7 +174,7 @@ def test_nothing_remains_in_dev_shm_or_tmp_when_any_process_is_killed() -> None:
         import os, signal, sys
         from sparkhvd.errors import RankError
         from sparkhvd.runner import run_local
-        from tests.processes.engine.fault_bodies import killed_in_the_middle, limited
+        from tests.engine.fault_bodies import killed_in_the_middle, limited
 
         def left():
             return sorted(os.listdir("/dev/shm") + os.listdir("/tmp"))

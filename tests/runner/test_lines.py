@@ -12,6 +12,8 @@ import pytest
 
 from sparkhvd.runner.output import LineReader, Tail, is_redrawn, shown
 
+pytestmark = pytest.mark.pure
+
 MOST = 1 << 10
 
 

@@ -33,6 +33,8 @@ from tests.harness.proxy import Proxy
 from tests.harness.soak import amount
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 KEY = secrets.token_hex(32)
 SIZE = 3
 

@@ -26,7 +26,9 @@ from tests.harness.processes import is_alive, wait_for_no_trainers, wait_until_g
 from tests.harness.soak import left_to_soak
 from tests.harness.spark import started_script
 from tests.harness.waiting import wait_until
-from tests.pure.runner.test_run_loggers import Kept
+from tests.runner.test_run_loggers import Kept
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ from sparkhvd.runner.processes import FreshProcess, ProcessExit, ProcessGroup
 from tests.harness.paths import ROOT
 from tests.harness.processes import is_alive, wait_until_gone
 
+pytestmark = pytest.mark.processes
+
 # A launcher with a process that has no mark, and one that has ended and is removed; it then waits to be killed.
 LAUNCHER = """
 import subprocess, sys, time

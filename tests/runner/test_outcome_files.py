@@ -11,6 +11,8 @@ import pytest
 from sparkhvd.runner import outcome_files, preflight
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 
+pytestmark = pytest.mark.pure
+
 
 class Files:
     """A folder as `SharedFiles`."""

@@ -24,6 +24,8 @@ from sparkhvd.runner.outcomes import (
     root_cause,
 )
 
+pytestmark = pytest.mark.pure
+
 RAISED = Outcome(
     1,
     OutcomeKind.EXCEPTION,

@@ -12,6 +12,8 @@ from tests.harness.by_value import by_value
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 travels_by_value = by_value(__name__)
 
 

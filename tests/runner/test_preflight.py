@@ -27,6 +27,8 @@ from sparkhvd.runner.preflight import (
 )
 from sparkhvd.wire import rebuild
 
+pytestmark = pytest.mark.pure
+
 FACTS = RankFacts("h0", "/usr/bin/python", "3.11", "2.13.0+cpu", "0.1.0")
 
 

@@ -20,6 +20,8 @@ from tests.harness.processes import ZYGOTE, find
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 
 def log_parent(ctx: Any) -> None:
     """Run a whole loop that only tells its process's parent."""

@@ -9,8 +9,12 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from sparkhvd.runner import run_local
 from tests.harness.by_value import by_value
+
+pytestmark = pytest.mark.processes
 
 by_value(__name__)
 

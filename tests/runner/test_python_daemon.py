@@ -12,6 +12,8 @@ import pytest
 
 from tests.harness.paths import ROOT
 
+pytestmark = pytest.mark.processes
+
 # Of pyspark's protocol: the daemon's answer.
 PORT = struct.Struct("!i")
 

@@ -18,7 +18,7 @@ from sparkhvd.observe.system import Gpu
 from sparkhvd.runner.loggers import WithSystemMetrics
 from sparkhvd.runner.protocol import _names_in
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.pure, pytest.mark.timeout(60)]
 
 
 @pytest.fixture(autouse=True)

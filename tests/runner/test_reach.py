@@ -12,6 +12,8 @@ from sparkhvd.runner import run_hosts
 from sparkhvd.runner.hosts import connection
 from sparkhvd.runner.hosts.connection import HostError, Reach
 
+pytestmark = pytest.mark.pure
+
 
 def test_ssh_command_with_an_open_quote_is_told() -> None:
     assert Reach("ssh -F 'a file'").command("other")[:3] == ["ssh", "-F", "a file"]

@@ -7,6 +7,8 @@ import pytest
 from sparkhvd.runner import results
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("limit", "size", "pieces"),

@@ -34,6 +34,8 @@ from tests.harness.waiting import wait_until
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 
 travels_by_value = by_value(__name__)
 

@@ -13,7 +13,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.loggers.base import Fit, Logger, Metric, Sink
 from sparkhvd.runner.loggers import attach_loggers, metrics_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.pure, pytest.mark.timeout(60)]
 
 
 class Kept(Logger, Sink):

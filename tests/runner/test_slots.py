@@ -13,6 +13,8 @@ from sparkhvd.runner.slots import (
     threads_per_rank,
 )
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("conf", "expected"),

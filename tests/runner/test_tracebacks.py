@@ -13,6 +13,8 @@ from sparkhvd import errors
 from sparkhvd.runner import tracebacks
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind, error_of
 
+pytestmark = pytest.mark.pure
+
 OWN = os.path.dirname(sparkhvd.__file__)
 TORCH = "/env/lib/python3.11/site-packages/torch/nn/modules"
 

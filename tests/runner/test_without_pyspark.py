@@ -13,6 +13,8 @@ import pytest
 from sparkhvd.runner import doctor
 from tests.harness.paths import ROOT
 
+pytestmark = pytest.mark.processes
+
 # Python imports it when it starts, also in ranks.
 _ABSENT = """
 import sys

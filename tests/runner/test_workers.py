@@ -18,6 +18,8 @@ from sparkhvd.spark import SparkShim
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 
 @pytest.fixture
 def chosen(spark: SparkSession) -> Iterator[SparkSession]:

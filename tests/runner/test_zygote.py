@@ -30,6 +30,8 @@ from tests.harness.processes import ZYGOTE, children, find, is_alive, wait_until
 from tests.harness.soak import SOAK, left_to_soak, soak
 from tests.harness.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 FRESH = Settings(nursery="0")
 # Of the job, and not of the process.
 OF_THE_JOB = {*("MASTER_PORT", "SPARKHVD_LAUNCHED_BY", "SPARKHVD_PLACE", "SPARKHVD_RANK_PROCESS")}
@@ -303,7 +305,7 @@ PROGRAM = """
 import os, sys, time
 from sparkhvd.runner import run_local
 from sparkhvd.runner.zygote_client import of_this_process
-from tests.processes.runner.test_zygote import pid_and_parent
+from tests.runner.test_zygote import pid_and_parent
 
 if __name__ == "__main__":
     run_local(pid_and_parent, num_proc=2, verbose=0)
@@ -438,7 +440,7 @@ SHARED = """
 import os, sys
 from sparkhvd.runner import run_local
 from sparkhvd.runner.zygote_client import of_this_process
-from tests.processes.runner.test_zygote import pid_and_parent
+from tests.runner.test_zygote import pid_and_parent
 
 if __name__ == "__main__":
     of_this_process.share(os.getppid())
@@ -466,7 +468,7 @@ def test_children_of_a_process_share_a_zygote_that_ends_with_it(tmp_path: Path) 
     assert wait_until_gone(found, timeout_s=5) == set()
 
 
-@soak("processes/test_leaks: generations of processes leave nothing")
+@soak("engine/test_leaks: generations of processes leave nothing")
 def test_nothing_stays_open_after_many_launches(own_zygote: None) -> None:
     """Random ends of 500 launches, with 100 kills of the zygote at random moments."""
     launch(1)

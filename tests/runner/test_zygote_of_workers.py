@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from sparkhvd.runner import run
 from tests.harness.processes import ZYGOTE, is_alive
 from tests.harness.soak import soak
@@ -14,13 +16,15 @@ from tests.harness.waiting import wait_until
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.spark
+
 
 def parent() -> tuple[int, str]:
     """Return the number and the command line of this process's parent."""
     return os.getppid(), Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
 
 
-@soak("test_prewarm: ranks are forked; the setting: processes/runner/test_zygote")
+@soak("test_prewarm: ranks are forked; the setting: runner/test_zygote")
 def test_ranks_are_forked_by_zygotes_unless_the_setting_says_otherwise(
     spark: SparkSession,
 ) -> None:
@@ -33,7 +37,7 @@ def test_ranks_are_forked_by_zygotes_unless_the_setting_says_otherwise(
     assert all(ZYGOTE not in command for _, command in fresh)
 
 
-@soak("processes/runner/test_zygote")
+@soak("runner/test_zygote")
 def test_launches_of_which_each_reads_another_variable_early_leave_few_zygotes(
     spark: SparkSession,
 ) -> None:

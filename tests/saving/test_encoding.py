@@ -19,6 +19,8 @@ from sparkhvd.estimator.saving import encoding
 from sparkhvd.estimator.saving.encoding import Archive, Decoder
 from sparkhvd.settings import Settings
 
+pytestmark = pytest.mark.pure
+
 SPARK = SimpleNamespace(conf=SimpleNamespace(get=lambda _name, default: default))
 
 

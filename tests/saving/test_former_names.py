@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness.soak import soak
+
+pytestmark = pytest.mark.pure
 
 # Names in the README, docs, examples and notebooks before modules were merged (28 November 2026).
 PUBLIC = Path(__file__).with_name("public_names.txt")
@@ -45,7 +49,7 @@ assert present_name("numpy.ndarray") == "numpy.ndarray"
 """
 
 
-@soak("spark/estimator/test_saved_versions: saves of earlier versions load by former names")
+@soak("saving/test_saved_versions: saves of earlier versions load by former names")
 def test_public_names_and_former_modules_import_as_before() -> None:
     # In a process of its own: a former name stays in its package as an attribute.
     done = subprocess.run(

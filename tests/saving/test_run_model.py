@@ -22,6 +22,8 @@ from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules.fitted import TrainedState
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:

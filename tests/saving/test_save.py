@@ -25,12 +25,14 @@ from sparkhvd import (
     UntrustedError,
     load_local,
 )
+from tests.estimator.fits import estimator, fitted, mlp
 from tests.harness.soak import soak
 from tests.harness.spark import run_on
-from tests.spark.estimator.fits import estimator, fitted, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
 
 
 class Mine(nn.Module):

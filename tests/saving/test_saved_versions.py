@@ -15,11 +15,13 @@ from pyspark.ml import Pipeline, PipelineModel
 
 from sparkhvd import TorchClassifier, TorchEstimator, TorchModel, UntrustedError
 from sparkhvd.estimator.saving.persistence import FORMAT_VERSION
-from tests.spark.estimator import saved_store
-from tests.spark.estimator.saved_models import FIXTURES, Scaled, data, estimators, outputs
+from tests.saving import saved_store
+from tests.saving.saved_models import FIXTURES, Scaled, data, estimators, outputs
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
 
 FOLDERS = sorted(FIXTURES.glob("saved_model_v*"))
 
@@ -31,7 +33,7 @@ def test_this_format_has_its_fixture() -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_models_of_earlier_versions_predict_the_same(spark: SparkSession, folder: Path) -> None:
     expected = json.loads((folder / "expected.json").read_text())
-    with pytest.raises(UntrustedError, match=r"tests\.spark\.estimator\.saved_models\.Scaled"):
+    with pytest.raises(UntrustedError, match=r"\.saved_models\.Scaled"):
         TorchModel.load(f"{folder}/own_model")
     for name in ("plain", "own"):
         model = TorchModel.load(f"{folder}/{name}_model", trust=name == "own")

@@ -8,6 +8,8 @@ from sparkhvd import trust
 from sparkhvd.errors import UntrustedError
 from sparkhvd.estimator.saving.trust import check_trusted
 
+pytestmark = pytest.mark.pure
+
 
 class Session:
     """A session as far as trust goes: its conf."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.settings import Settings
 from tests.harness.soak import amount
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
 
 ROWS = 12  # shares of 2, 3 and 4 ranks are equal
 STEPS = amount(11, 20)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sparkhvd.torch as hvd
-from tests.ranks.torch import (  # noqa: F401 - enters its programs
+from tests.torch import (  # noqa: F401 - enters its programs
     programs_of_models,
     programs_of_steps,
 )
-from tests.ranks.torch.ways import BEHAVIOURS, DDP, Ours, Result, Way, flat
+from tests.torch.ways import BEHAVIOURS, DDP, Ours, Result, Way, flat
 
 TIMEOUT_S = 30
 

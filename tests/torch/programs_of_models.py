@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import sparkhvd.torch as hvd
-from tests.ranks.torch.ways import (
+from tests.torch.ways import (
     ANYHOW,
     BEHAVIOURS,
     LATER,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import lr_scheduler, swa_utils
 
-from tests.ranks.torch.ways import (
+from tests.torch.ways import (
     ANYHOW,
     BEHAVIOURS,
     LATER,

@@ -19,8 +19,10 @@ from sparkhvd.settings import Settings
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Factories, FakeDevice
 from tests.harness.soak import amount, left_to_soak
-from tests.ranks.torch.on_gpus import on_gpus
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_gpus import on_gpus
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 SMALL = Settings(bucket_bytes=512, device_bucket_bytes=1024)
 SIZE = amount(2, 3)

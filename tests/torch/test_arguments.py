@@ -17,7 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 try:
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -8,7 +8,9 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 def weights(rank: int, count: int) -> torch.Tensor:

@@ -10,8 +10,10 @@ from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
-from tests.ranks.torch.on_ranks import on_ranks
-from tests.ranks.torch.test_optimizer import batch, fill, loss_of, mlp, weights
+from tests.torch.on_ranks import on_ranks
+from tests.torch.test_optimizer import batch, fill, loss_of, mlp, weights
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("form", ["dict", "list", "generator", "state_dict"])

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from sparkhvd.torch.gradients.plan import plan_buckets
 from tests.harness.soak import amount
 
+pytestmark = pytest.mark.ranks
+
 
 def test_buckets_follow_the_order_and_close_when_full() -> None:
     assert plan_buckets([4, 4, 4, 4, 4], ["f"] * 5, [4, 3, 2, 1, 0], 8) == [(4, 3), (2, 1), (0,)]

@@ -18,7 +18,9 @@ from sparkhvd.engine.library import Status
 from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.torch.context import context
 from tests.harness.soak import left_to_soak
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 class Watched:

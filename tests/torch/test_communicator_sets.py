@@ -12,7 +12,9 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers import environment
 from tests.harness.communicators import NullComm, ThreadComm, world
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 def on_comms(size: int, body: Callable[[ThreadComm], Any]) -> list[Any]:

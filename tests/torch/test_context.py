@@ -10,7 +10,9 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.settings import Settings
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture

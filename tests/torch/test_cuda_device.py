@@ -12,6 +12,8 @@ import torch
 from sparkhvd.torch import cuda as device_module
 from sparkhvd.torch.cuda import CudaDevice, copy_each, find_nccl
 
+pytestmark = pytest.mark.ranks
+
 
 class FakeTorchCuda:
     """Streams are their names."""

@@ -10,6 +10,8 @@ import torch
 from sparkhvd.torch.gradients.dense import GradientSlot
 from sparkhvd.torch.gradients.reducer import BackwardEnd, Cycle, CycleState, ReducedGradients
 
+pytestmark = pytest.mark.pure
+
 
 class Pass:
     """Running backward pass; autograd alone holds its end, so it is gone when the pass fails."""

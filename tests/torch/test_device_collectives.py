@@ -15,9 +15,9 @@ from tests.harness import device_bodies as bodies
 from tests.harness.device_bodies import Gpu
 from tests.harness.fake_cuda import Driver, FakeDevice, gpu
 from tests.harness.soak import left_to_soak
-from tests.ranks.torch.on_gpus import on_gpus
+from tests.torch.on_gpus import on_gpus
 
-pytestmark = pytest.mark.usefixtures("fake_gpus")
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 
 DTYPES = [str(dtype).removeprefix("torch.") for dtype in bodies.DTYPES]
 EVERY_KIND = ("float32", "float16", "bfloat16", "int64", "uint8", "bool")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import FakeDevice
-from tests.ranks.torch.on_gpus import on_gpus
-from tests.ranks.torch.test_device_optimizer import SMALL, of_row, uses_extra
+from tests.torch.on_gpus import on_gpus
+from tests.torch.test_device_optimizer import SMALL, of_row, uses_extra
 
-pytestmark = pytest.mark.usefixtures("fake_gpus")
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -19,9 +19,9 @@ from sparkhvd.torch.gradients import cuda
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Driver, FakeDevice
 from tests.harness.soak import SOAK, left_to_soak
-from tests.ranks.torch.on_gpus import on_gpus
+from tests.torch.on_gpus import on_gpus
 
-pytestmark = pytest.mark.usefixtures("fake_gpus")
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 
 # Several buckets even for tiny models.
 SMALL = Settings(device_bucket_bytes=1024)

@@ -12,10 +12,10 @@ import sparkhvd.torch as hvd
 from sparkhvd.settings import Settings
 from tests.harness.fake_cuda import Driver, FakeDevice
 from tests.harness.soak import left_to_soak
-from tests.ranks.torch.on_gpus import on_gpus
-from tests.ranks.torch.test_error_feedback import loss_of, mine, network, pictures
+from tests.torch.on_gpus import on_gpus
+from tests.torch.test_error_feedback import loss_of, mine, network, pictures
 
-pytestmark = pytest.mark.usefixtures("fake_gpus")
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 
 SMALL = Settings(bucket_bytes=6000, device_bucket_bytes=6000)
 STEPS = 4

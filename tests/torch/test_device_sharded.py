@@ -20,8 +20,8 @@ from sparkhvd.torch.optimizer.shards import DeviceShards
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Driver, Factories, FakeDevice, gpu
 from tests.harness.soak import SOAK, left_to_soak, soak
-from tests.ranks.torch.on_gpus import on_gpus
-from tests.ranks.torch.test_sharded import (
+from tests.torch.on_gpus import on_gpus
+from tests.torch.test_sharded import (
     OPTIMIZERS,
     STEPS,
     Model,
@@ -33,7 +33,7 @@ from tests.ranks.torch.test_sharded import (
     one_step,
 )
 
-pytestmark = pytest.mark.usefixtures("fake_gpus")
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 
 # Several buckets even for tiny models.
 SMALL = Settings(device_bucket_bytes=1024)

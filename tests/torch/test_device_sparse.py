@@ -13,9 +13,9 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import MismatchError
 from tests.harness.device_training import fill
 from tests.harness.fake_cuda import Driver, Factories, FakeDevice, FakeTensor
-from tests.ranks.torch.on_gpus import on_gpus
+from tests.torch.on_gpus import on_gpus
 
-pytestmark = pytest.mark.usefixtures("fake_gpus")
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 
 ROWS, COLUMNS, STEPS = 11, 3, 4
 

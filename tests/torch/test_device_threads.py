@@ -16,6 +16,8 @@ from tests.harness.fake_cuda import gpu
 from tests.harness.paths import ROOT
 from tests.harness.soak import soak
 
+pytestmark = pytest.mark.ranks
+
 
 @soak("a backward pass on threads of autograd's own, on the CPU, in test_features")
 @pytest.mark.usefixtures("fake_gpus")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import sparkhvd.torch as hvd
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 def counted(rows: int, steps: int) -> tuple[list[int], dict[str, Any]]:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 SMALL = Settings(bucket_bytes=6000)  # several buckets
 

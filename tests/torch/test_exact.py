@@ -15,8 +15,8 @@ from torch.optim import lr_scheduler
 import sparkhvd.torch as hvd
 from sparkhvd.settings import Settings
 from tests.harness.soak import SOAK, left_to_soak
-from tests.ranks.torch import exact
-from tests.ranks.torch.exact import (
+from tests.torch import exact
+from tests.torch.exact import (
     ARGUMENTS,
     BOUNDS,
     CNN,
@@ -40,7 +40,9 @@ from tests.ranks.torch.exact import (
     train,
     values,
 )
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 F64, F32 = torch.float64, torch.float32
 both_dtypes = pytest.mark.parametrize("dtype", [F64, F32], ids=["float64", "float32"])

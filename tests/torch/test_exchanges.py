@@ -11,7 +11,9 @@ from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 DTYPES = [
     torch.uint8,

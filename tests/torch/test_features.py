@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from tests.ranks.torch.exact import (
+from tests.torch.exact import (
     BOUNDS,
     MLP,
     SMALL,
@@ -28,7 +28,9 @@ from tests.ranks.torch.exact import (
     mine,
     values,
 )
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 F64 = torch.float64
 STEPS = 8

@@ -13,7 +13,9 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
 from sparkhvd.torch.compressors import Compressor
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 SMALL = Settings(bucket_bytes=256)
 

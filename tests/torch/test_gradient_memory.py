@@ -11,8 +11,8 @@ from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
-from tests.ranks.torch.on_ranks import on_ranks
-from tests.ranks.torch.test_optimizer import (
+from tests.torch.on_ranks import on_ranks
+from tests.torch.test_optimizer import (
     OPTIMIZERS,
     SMALL,
     batch,
@@ -22,6 +22,8 @@ from tests.ranks.torch.test_optimizer import (
     train,
     weights,
 )
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])

@@ -11,6 +11,8 @@ from sparkhvd import lazy_compiler
 from tests.harness.paths import ROOT
 from tests.harness.soak import soak
 
+pytestmark = pytest.mark.processes
+
 PROGRAMS = {
     "estimator, training loop, worker, a rank's optimizer, a process group": (
         "from sparkhvd import TorchEstimator; import sparkhvd.estimator.transform.worker, sparkhvd.training.train; "

@@ -9,11 +9,11 @@ import torch
 
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
-from tests.ranks.torch import like_ddp
-from tests.ranks.torch.like_ddp import Outcome
-from tests.ranks.torch.ways import BEHAVIOURS
+from tests.torch import like_ddp
+from tests.torch.like_ddp import Outcome
+from tests.torch.ways import BEHAVIOURS
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 Outcomes = list[dict[tuple[str, str], Outcome]]
 

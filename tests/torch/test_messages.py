@@ -7,8 +7,10 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import CollectiveTimeoutError, InvalidArgumentError, MismatchError
-from tests.ranks.torch.on_ranks import on_ranks
-from tests.ranks.torch.test_collectives import FLOATS, INTS, values
+from tests.torch.on_ranks import on_ranks
+from tests.torch.test_collectives import FLOATS, INTS, values
+
+pytestmark = pytest.mark.ranks
 
 SHAPES = [(), (0,), (5,), (3, 4), (100_003,)]
 

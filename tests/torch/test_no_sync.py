@@ -12,8 +12,10 @@ from torch import Tensor
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.context import context
-from tests.ranks.torch.exact import MLP, Batch, compare, mine, values
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.exact import MLP, Batch, compare, mine, values
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 F64 = torch.float64
 

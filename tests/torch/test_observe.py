@@ -16,7 +16,9 @@ import sparkhvd.observe.autotune
 import sparkhvd.torch as hvd
 from sparkhvd.errors import NotInitializedError
 from sparkhvd.settings import Settings
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 def test_metrics_are_printed_and_returned(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,9 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError, NotInitializedError
 from sparkhvd.settings import Settings
 from sparkhvd.torch.context import context
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 # Several buckets even for tiny models.
 SMALL = Settings(bucket_bytes=256)

@@ -11,6 +11,8 @@ import sparkhvd.torch as hvd
 from sparkhvd import topology
 from sparkhvd.topology import RankContext
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:

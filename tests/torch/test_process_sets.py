@@ -8,7 +8,9 @@ from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 def test_every_operation_runs_among_the_ranks_of_a_set() -> None:

@@ -14,11 +14,11 @@ from torch import nn
 from sparkhvd.runner import run_local
 from tests.harness.inductor import lean_inductor
 from tests.harness.soak import SOAK, soak
-from tests.ranks.torch import test_sync_batch_norm as batch_norm
-from tests.ranks.torch.exact import BOUNDS, MLP, STEPS, distance, mine, values
+from tests.torch import test_sync_batch_norm as batch_norm
+from tests.torch.exact import BOUNDS, MLP, STEPS, distance, mine, values
 
 # Two processes that compile models before the first test.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 DOUBLES = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

@@ -14,6 +14,8 @@ from sparkhvd.settings import Settings
 from tests.harness.rank_process import RankProcess, rank_processes
 from tests.harness.soak import SOAK, amount
 
+pytestmark = pytest.mark.processes
+
 # Half an hour of soak; of a test one round, whose programs run this long.
 SECONDS = amount(1, 1800)
 ROUND_S = 1.0 if not SOAK else 20.0
@@ -41,7 +43,7 @@ def one_round(seed: int) -> None:
     settings = Settings(
         bucket_bytes=dice.choice((256, 4096, 1 << 25)), stall_shutdown_s=60, connect_timeout_s=60
     )
-    body = "tests.processes.random_training:work"
+    body = "tests.torch.random_training:work"
     with rank_processes(body, size, settings=settings, **layout) as ranks:
         for rank in ranks:
             rank.tell(seed)

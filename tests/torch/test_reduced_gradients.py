@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
-from tests.ranks.torch.exact import MLP, SMALL, compare, fill, mine, values
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.exact import MLP, SMALL, compare, fill, mine, values
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 STEPS = 20
 

@@ -15,7 +15,9 @@ from sparkhvd.settings import Settings
 from sparkhvd.torch.gradients.layout import cut_range, is_dense
 from sparkhvd.torch.optimizer.shards import owners_of
 from tests.harness.soak import left_to_soak
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 SMALL = Settings(bucket_bytes=512)
 STEPS = 5

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import MismatchError
 from sparkhvd.settings import Settings
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 ROWS = 50
 SMALL = Settings(bucket_bytes=256)

@@ -15,6 +15,8 @@ from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 from tests.harness.soak import SOAK, amount
 
+pytestmark = pytest.mark.processes
+
 SECONDS = amount(2, 120)
 OPERATIONS = 14
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)

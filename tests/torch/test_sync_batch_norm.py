@@ -16,7 +16,9 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError, NotInitializedError
 from sparkhvd.torch import context
 from tests.harness import ranks
-from tests.ranks.torch.on_ranks import on_ranks
+from tests.torch.on_ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 CHANNELS = 3
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

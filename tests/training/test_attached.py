@@ -24,7 +24,9 @@ from sparkhvd.training.modules.architecture import (
 from sparkhvd.training.modules.copies import copied, copy_with, hooks_of, light_copy
 from sparkhvd.training.optimizer import check_optimizer
 from sparkhvd.training.program import Program, dump_program
-from tests.ranks.training.ranks import Case, linear
+from tests.training.ranks import Case, linear
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture

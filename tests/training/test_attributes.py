@@ -21,6 +21,8 @@ from torch import nn
 
 from sparkhvd.training.modules.attributes import Attributes, Entry, is_record, set_attributes, views
 
+pytestmark = pytest.mark.pure
+
 
 def through_a_file(entries: list[Entry]) -> list[Entry]:
     buffer = io.BytesIO()

@@ -17,7 +17,9 @@ from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.model import build_model, check_model
 from sparkhvd.training.optimizer import Overrides, joined
 from sparkhvd.training.schedule import describe_scheduler
-from tests.ranks.training.ranks import Case, assert_close, linear
+from tests.training.ranks import Case, assert_close, linear
+
+pytestmark = pytest.mark.pure
 
 
 @pytest.fixture

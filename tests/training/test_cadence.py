@@ -6,6 +6,8 @@ import pytest
 
 from sparkhvd.training.checkpoints.saver import Budget, Cadence
 
+pytestmark = pytest.mark.pure
+
 
 def simulate(
     interval_s: float, step_s: float, write_s: float, seconds: float, slower: float = 1.0

@@ -24,7 +24,9 @@ from sparkhvd.training.checkpoints.resume import finish
 from sparkhvd.training.checkpoints.saver import Cadence
 from sparkhvd.training.train import train
 from tests.harness.ranks import RanksFailed, run_ranks
-from tests.ranks.training.ranks import RUN_DIR, Case, without_times
+from tests.training.ranks import RUN_DIR, Case, without_times
+
+pytestmark = pytest.mark.ranks
 
 EPOCHS = 5
 

@@ -25,6 +25,8 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.sequential_mount import sequential_mount
 from tests.harness.soak import SOAK
 
+pytestmark = pytest.mark.ranks
+
 RUN = "runs/r"
 # (epochs, steps), as a run writes them.
 POSITIONS = [(0, 7), (0, 12), (1, 0), (1, 5), (2, 0)]

@@ -18,7 +18,9 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.loss_functions import ClassMean, resolve_losses
 from tests.harness.ranks import RanksFailed
-from tests.ranks.training.ranks import Case, assert_close, linear
+from tests.training.ranks import Case, assert_close, linear
+
+pytestmark = pytest.mark.ranks
 
 CLASSES = 4
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0], dtype=torch.float64)

@@ -14,6 +14,8 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.metrics import F1, Auc, Forward, Totals, resolve_metrics
 from tests.harness.later import Later
 
+pytestmark = pytest.mark.pure
+
 reference = Later("sklearn.metrics")
 
 SIZES = (1, 2, 7, 301)

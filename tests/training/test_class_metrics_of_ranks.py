@@ -14,6 +14,8 @@ from sparkhvd.training.metrics import F1, Auc
 from tests.harness.later import Later
 from tests.harness.ranks import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 reference = Later("sklearn.metrics")
 
 

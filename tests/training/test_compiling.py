@@ -23,7 +23,9 @@ from sparkhvd.training.train import train
 from tests.harness.inductor import lean_inductor
 from tests.harness.ranks import RanksFailed
 from tests.harness.soak import left_to_soak
-from tests.ranks.training.ranks import Case, assert_close, linear
+from tests.training.ranks import Case, assert_close, linear
+
+pytestmark = pytest.mark.ranks
 
 # What torch asks for unless CXX is set, before any test changes the path.
 COMPILER = torch._inductor.config.cpp.cxx[1]
@@ -48,7 +50,7 @@ def case(tmp_path: Path) -> Case:
     "backend",
     [
         "aot_eager",
-        *left_to_soak("aot_eager, here; inductor in processes/test_training", "inductor"),
+        *left_to_soak("aot_eager, here; inductor in torch/test_processes", "inductor"),
     ],
 )
 def test_a_compiled_model_trains_alike_and_keeps_its_names(

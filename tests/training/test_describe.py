@@ -20,6 +20,8 @@ from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.program import Program, describe_program
 from sparkhvd.training.schedule import plain
 
+pytestmark = pytest.mark.pure
+
 
 class Scaled(nn.Module):
     """User's module with an option, and with attributes that differ in every process."""

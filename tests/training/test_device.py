@@ -28,7 +28,9 @@ from sparkhvd.training.loss_functions import ClassMean
 from sparkhvd.training.to_device import Mover, move_losses, move_optimizer, moved, to_cpu
 from sparkhvd.training.user_step import batch_tensors
 from tests.harness.ranks import RanksFailed, run_ranks
-from tests.ranks.training.ranks import Case
+from tests.training.ranks import Case
+
+pytestmark = pytest.mark.ranks
 
 CPU = torch.device("cpu")
 
@@ -281,7 +283,7 @@ class Picture(nn.Module):
 
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
 def test_channels_last_trains_as_one_process(tmp_path: Path, precision: str) -> None:
-    from tests.ranks.training.ranks import assert_close
+    from tests.training.ranks import assert_close
 
     torch.manual_seed(4)
     model = Picture()

@@ -18,7 +18,9 @@ from sparkhvd.training.elastic import _added
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.spec import TrainSpec
 from tests.harness.ranks import run_ranks
-from tests.ranks.training.ranks import Case, linear
+from tests.training.ranks import Case, linear
+
+pytestmark = pytest.mark.ranks
 
 Found = tuple[list[float], int, int, int, int]
 

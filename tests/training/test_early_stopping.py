@@ -5,6 +5,8 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor, best_epoch, reason_to_stop
 
+pytestmark = pytest.mark.pure
+
 NAN = float("nan")
 
 

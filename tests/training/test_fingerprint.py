@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from sparkhvd.training.checkpoints.resume import differences
+
+pytestmark = pytest.mark.pure
 
 
 def test_every_difference_is_named() -> None:

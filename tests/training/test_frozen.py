@@ -19,7 +19,9 @@ from sparkhvd.torch.context import use_engine
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.frozen import broadcast_weights, frozen_sums
 from tests.harness.ranks import RanksFailed, run_ranks
-from tests.ranks.training.ranks import RUN_DIR, Case, without_times
+from tests.training.ranks import RUN_DIR, Case, without_times
+
+pytestmark = pytest.mark.ranks
 
 FOLDER = f"{RUN_DIR}/checkpoints"
 FROZEN = ["0.weight", "0.bias", "2.weight", "2.bias"]

@@ -19,7 +19,9 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.plans import batch_rows
 from tests.harness.ranks import RanksFailed
 from tests.harness.waiting import wait_until_no_checkpoint_is_written
-from tests.ranks.training.ranks import DATA_DIR, RUN_DIR, Case, assert_close, linear, without_times
+from tests.training.ranks import DATA_DIR, RUN_DIR, Case, assert_close, linear, without_times
+
+pytestmark = pytest.mark.ranks
 
 LENGTHS = [1, 7, 3, 2, 5, 6, 1, 4, 8, 3] * 4
 GROUPS = np.repeat(np.arange(len(LENGTHS)) + 10, LENGTHS)

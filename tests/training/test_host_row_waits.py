@@ -15,6 +15,8 @@ from sparkhvd.torch.context import use_engine
 from sparkhvd.training.host_memory import HostRows
 from tests.harness.ranks import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def test_a_wait_for_a_rank_that_still_reads_ends_and_names_the_rank_and_the_wait() -> None:
     has_failed = threading.Event()

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.runner import run_local
 from sparkhvd.training.host_memory import SHARED_BYTES, share_frozen
+
+pytestmark = pytest.mark.processes
 
 # Square matrices of 4 MiB.
 WIDTH, LAYERS = 1 << 10, 4

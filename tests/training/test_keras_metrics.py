@@ -14,7 +14,9 @@ keras = pytest.importorskip("keras", reason="runs where keras is: pip install 's
 
 import sparkhvd.torch as hvd  # noqa: E402 - after importorskip
 from sparkhvd.keras.training import merge_states  # noqa: E402
-from tests.ranks.torch.on_ranks import on_ranks  # noqa: E402
+from tests.torch.on_ranks import on_ranks  # noqa: E402
+
+pytestmark = pytest.mark.ranks
 
 SIZE = 3
 

@@ -17,6 +17,8 @@ from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.modules.lookups import check_lookups, naming_lookups
 
+pytestmark = pytest.mark.pure
+
 A = Column("a", "scalar", "int64", (), "bigint", "int64")
 B = Column("b", "scalar", "int64", (), "bigint", "int64")
 X = Column("x", "array", "float32", (3,), "array<double>", "float32")

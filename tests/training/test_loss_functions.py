@@ -13,6 +13,8 @@ from torch.nn import functional as F  # noqa: N812 - everyone's name
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.loss_functions import resolve_losses
 
+pytestmark = pytest.mark.pure
+
 
 class OwnModule(nn.Module):
     def forward(self, output: Tensor, label: Tensor, reduction: str = "mean") -> Tensor:

@@ -28,7 +28,9 @@ from sparkhvd.training.modules.attributes import Attributes
 from sparkhvd.training.optimizer import check_optimizer
 from tests.harness.plans import batch_rows
 from tests.harness.ranks import RanksFailed
-from tests.ranks.training.ranks import RUN_DIR, Case, linear, without_times
+from tests.training.ranks import RUN_DIR, Case, linear, without_times
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.metrics import Forward, StateMetric, Totals, resolve_metrics
 from tests.harness.later import Later
 from tests.harness.ranks import RanksFailed
-from tests.ranks.training.ranks import Case, linear
+from tests.training.ranks import Case, linear
+
+pytestmark = pytest.mark.pure
 
 reference = Later("sklearn.metrics")
 torchmetrics = Later("torchmetrics")

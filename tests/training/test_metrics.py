@@ -9,6 +9,8 @@ import torch
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.metrics import Forward, Metric, Totals, resolve_metrics
 
+pytestmark = pytest.mark.pure
+
 
 def own(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output - label).abs().mean()

@@ -9,6 +9,8 @@ import torch
 
 from sparkhvd.training.user_step import _loss_in
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("result", "num_rows", "expected"),

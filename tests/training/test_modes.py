@@ -20,7 +20,9 @@ from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import decode_fitted, encode_model
 from sparkhvd.estimator.transform.worker import ModelCache
 from sparkhvd.training.model import check_model
-from tests.ranks.training.ranks import Case
+from tests.training.ranks import Case
+
+pytestmark = pytest.mark.pure
 
 X = Column("x", "vector", "float32", (2,), "vector", "float32")
 Y = Column("y", "scalar", "float32", (), "double", "float32")

@@ -21,6 +21,8 @@ from sparkhvd.training.modules.architecture import (
 )
 from sparkhvd.training.modules.copies import copy_with, light_copy
 
+pytestmark = pytest.mark.pure
+
 
 def tied() -> nn.Module:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)

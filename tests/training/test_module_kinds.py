@@ -18,6 +18,8 @@ from sparkhvd.training.modules.architecture import dump_shell, load_shell, tenso
 from sparkhvd.training.modules.copies import copied, copy_with, light_copy
 from sparkhvd.training.program import Program, dump_program
 
+pytestmark = pytest.mark.pure
+
 
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))

@@ -17,7 +17,9 @@ from sparkhvd.torch.context import use_engine
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.harness.soak import left_to_soak
-from tests.ranks.training.ranks import RUN_DIR, Case, without_times
+from tests.training.ranks import RUN_DIR, Case, without_times
+
+pytestmark = pytest.mark.ranks
 
 # 100 rows: 13 steps of two ranks per epoch.
 OPTIONS = {"batch_size": 4, "epochs": 3, "checkpoint_interval_s": 1e-6}

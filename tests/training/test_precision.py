@@ -12,13 +12,15 @@ from torch import nn
 
 from sparkhvd.data.store.store import Store
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
-from tests.ranks.training.ranks import (
+from tests.training.ranks import (
     REMEMBERED,
     Case,
     assert_close,
     linear,
     remember,
 )
+
+pytestmark = pytest.mark.pure
 
 
 class Sees(nn.Module):

@@ -9,6 +9,8 @@ import sparkhvd.torch as hvd
 from sparkhvd.training import profile
 from sparkhvd.training.profile import StepReporter
 
+pytestmark = pytest.mark.pure
+
 
 class Clock:
     """Seconds that a test sets, in the place of the module `time`."""

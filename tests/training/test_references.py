@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from sparkhvd.training.loss_functions import ClassMean
 from sparkhvd.training.references import is_of_users_class, named_globals, references
 
+pytestmark = pytest.mark.pure
+
 
 def weight() -> nn.Parameter:
     return nn.Parameter(torch.zeros(2))

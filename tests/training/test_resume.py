@@ -35,11 +35,12 @@ from sparkhvd.training.train import train
 from tests.harness import faults
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.harness.soak import amount
-from tests.ranks.training.ranks import RUN_DIR, Case, linear, without_times
+from tests.training.ranks import RUN_DIR, Case, linear, without_times
 
-pytestmark = pytest.mark.timeout(
-    300
-)  # processes start several times, on a machine that may do other things too
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.timeout(300),
+]  # processes start several times, on a machine that may do other things too
 SIZE, BATCH_SIZE, ROWS, EPOCHS = 2, 4, 1200, 2
 NUM_STEPS = EPOCHS * ROWS // (SIZE * BATCH_SIZE)
 STEP_S = 0.01

@@ -20,6 +20,8 @@ from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.row_pairs import takes_only_integers, unpaired
 from tests.harness.later import Later
 
+pytestmark = pytest.mark.pure
+
 torchmetrics = Later("torchmetrics")
 
 COLUMN = torch.zeros(2, 1)

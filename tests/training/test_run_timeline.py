@@ -15,7 +15,9 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import StoreError
 from sparkhvd.training.train_fn import TrainFnContext
 from tests.harness.ranks import RanksFailed
-from tests.ranks.training.ranks import RUN_DIR, Case
+from tests.training.ranks import RUN_DIR, Case
+
+pytestmark = pytest.mark.ranks
 
 PATH = f"{RUN_DIR}/timeline.json"
 

@@ -20,7 +20,9 @@ from sparkhvd.training.checkpoints.resume import differences
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.schedule import Schedule, describe_scheduler
 from tests.harness.ranks import RanksFailed
-from tests.ranks.training.ranks import Case, assert_close, linear
+from tests.training.ranks import Case, assert_close, linear
+
+pytestmark = pytest.mark.pure
 
 # 75 rows in steps of 2 * 8 * 2: 3 steps per epoch.
 STEPS = 3

@@ -19,7 +19,7 @@ from sparkhvd.torch.context import use_engine
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.train import train
 from tests.harness.ranks import RanksFailed, run_ranks
-from tests.ranks.training.ranks import (
+from tests.training.ranks import (
     REMEMBERED,
     RUN_DIR,
     Case,
@@ -27,6 +27,8 @@ from tests.ranks.training.ranks import (
     linear,
     remember,
 )
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture

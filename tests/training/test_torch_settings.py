@@ -15,8 +15,10 @@ from sparkhvd.data.columns import labels
 from sparkhvd.data.store.store import Store
 from sparkhvd.training import torch_settings
 from sparkhvd.training.torch_settings import as_on_driver, settings_here
-from tests.pure.estimator.test_transform_worker import transformed
-from tests.ranks.training.ranks import Case
+from tests.training.ranks import Case
+from tests.transform.test_worker import transformed
+
+pytestmark = pytest.mark.pure
 
 # One of each kind; those of GPUs are flags on any machine.
 CHANGES: dict[str, tuple[Callable[[], object], object]] = {

@@ -28,7 +28,9 @@ from sparkhvd.training.early_stopping import Monitor, best_epoch
 from sparkhvd.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
 from tests.harness.soak import left_to_soak
-from tests.ranks.training.ranks import RUN_DIR, Case, assert_close, linear
+from tests.training.ranks import RUN_DIR, Case, assert_close, linear
+
+pytestmark = pytest.mark.ranks
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

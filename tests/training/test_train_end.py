@@ -14,7 +14,9 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.estimator import Callback
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import finish
-from tests.ranks.training.ranks import RUN_DIR, Case
+from tests.training.ranks import RUN_DIR, Case
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from sparkhvd.training.user_code.transformations import (
     transformed_schema,
 )
 
+pytestmark = pytest.mark.pure
+
 X = Column("x", "array", "float32", (4,), "array<double>", "float32")
 N = Column("n", "scalar", "int64", (), "int", "int64")
 Y = Column("y", "scalar", "float32", (), "double", "float32")

@@ -27,7 +27,9 @@ from sparkhvd.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
 from tests.harness.soak import left_to_soak
 from tests.harness.waiting import wait_until, wait_until_no_checkpoint_is_written
-from tests.ranks.training.ranks import RUN_DIR, Case, assert_close, linear, without_times
+from tests.training.ranks import RUN_DIR, Case, assert_close, linear, without_times
+
+pytestmark = pytest.mark.ranks
 
 VALIDATION = {"has_validation": True, "validation": 0.25}
 
@@ -423,7 +425,7 @@ class Elsewhere(Callback):
     [
         (
             [Recorder],
-            "callbacks[0] is <class 'tests.ranks.training.test_user_code.Recorder'>; it must be an object of a "
+            "callbacks[0] is <class 'tests.training.test_user_code.Recorder'>; it must be an object of a "
             "subclass of sparkhvd.estimator.Callback. Give an object: Recorder().",
         ),
         (

@@ -16,6 +16,8 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.weights import Weights
 
+pytestmark = pytest.mark.pure
+
 TENSORS = {
     "a": torch.arange(6.0).reshape(2, 3),
     "n": torch.tensor(7),

@@ -12,6 +12,8 @@ import pytest
 from tests.harness.paths import ROOT
 from tests.harness.soak import soak
 
+pytestmark = pytest.mark.ranks
+
 PROGRAM = """
 import sys
 from tests.harness.estimator_checks import CHECKS, Place
@@ -24,7 +26,7 @@ if __name__ == "__main__":
 
 
 @soak(
-    "a worker of transform without pyspark: pure/estimator/test_transform_worker; training without a session: ranks/training"
+    "a worker of transform without pyspark: transform/test_worker; training without a session: the other tests of the loop"
 )
 @pytest.mark.timeout(200)
 def test_ranks_train_where_pyspark_is_not_installed(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ from sparkhvd.estimator.transform.binding import (
 from sparkhvd.estimator.transform.worker import Output, PredictSpec, predict
 from sparkhvd.training.modules.fitted import TrainedState
 
+pytestmark = pytest.mark.pure
+
 ROWS = 7
 DOUBLES = ArrayType(DoubleType())
 

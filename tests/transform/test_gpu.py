@@ -15,6 +15,8 @@ import torch
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.transform.worker import TaskGpus, choose, held
 
+pytestmark = pytest.mark.pure
+
 CPU = torch.device("cpu")
 
 

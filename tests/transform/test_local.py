@@ -36,7 +36,9 @@ from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.fitted import TrainedState, output_widths
 from tests.harness.by_value import by_value
 
-FIXTURES = Path(__file__).parents[2] / "spark" / "estimator" / "fixtures"
+pytestmark = pytest.mark.pure
+
+FIXTURES = Path(__file__).parents[1] / "saving" / "fixtures"
 VERSION_1 = FIXTURES / f"saved_model_v{FORMAT_VERSION}"
 PIPELINE = FIXTURES / "before_merge" / "pipeline_model"
 
@@ -299,7 +301,7 @@ def test_params_of_a_saved_model_are_those_of_its_class(tmp_path: Path) -> None:
         ours = {n: v for n, v in vars(theirs).items() if n not in ("use_gpu", "explicit")}
         assert {n: getattr(mine, n) for n in ours} == ours
         assert load_local(path).output_cols == model.local().output_cols
-    # Horovod's model of a LightningModule differs in its module alone; test_keras_params loads that of Keras.
+    # Horovod's model of a LightningModule differs in its module alone; keras/test_params loads that of Keras.
     assert len(local_model.CLASSES) == len(kinds) + 2
     assert (
         local_model.CLASSES["sparkhvd.horovod.spark.lightning.estimator.TorchModel"]

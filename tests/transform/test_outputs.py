@@ -18,6 +18,8 @@ from sparkhvd.estimator.transform.outputs import output_columns
 from sparkhvd.estimator.transform.worker import Output
 from sparkhvd.training.modules.fitted import TrainedState
 
+pytestmark = pytest.mark.pure
+
 CLASSES = ["y__output", "rawPrediction", "probability", "prediction"]
 VALUE = ["y__output", "prediction"]
 ALONE = ["y__output"]

@@ -27,12 +27,14 @@ from pyspark.sql.types import (
 from torch import nn
 
 from sparkhvd import InvalidArgumentError, TorchModel
-from tests.spark.estimator.fits import fitted, mlp
+from tests.estimator.fits import fitted, mlp
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
 
 # One unit in the last place of float32 numbers about 1: the order in which a matrix product adds depends on the
 # processor and on how many rows it has at once, and shows where a sum is near 0.

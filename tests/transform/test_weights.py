@@ -17,14 +17,16 @@ from torch import nn
 from sparkhvd import InvalidArgumentError, Store
 from sparkhvd.data.ownership import release
 from sparkhvd.training.modules.weights import CLOSURE_BYTES
+from tests.estimator.fits import estimator, fitted, mlp
 from tests.harness.by_value import by_value
 from tests.harness.soak import left_to_soak, soak
 from tests.harness.spark import run_on
 from tests.harness.waiting import wait_until
-from tests.spark.estimator.fits import estimator, fitted, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
 
 travels_by_value = by_value(__name__)
 
@@ -57,7 +59,7 @@ def assert_right(rows: list[Any], module: nn.Module, name: str = "y__output") ->
         assert row[name] == pytest.approx(expected(module, row.k), rel=1e-4, abs=1e-5)
 
 
-@soak("test_a_worker_loads_a_model_once, here; pure/training/test_weights")
+@soak("test_a_worker_loads_a_model_once, here; training/test_weights")
 def test_large_weights_outlive_the_model_cleaning_and_another_fit(
     df: DataFrame, tmp_path: Path
 ) -> None:
@@ -228,8 +230,8 @@ CLUSTER = """
     import shutil
     import torch
     from sparkhvd import Store, TorchModel
-    from tests.spark.estimator.fits import fitted, mlp
-    from tests.spark.estimator.test_weights import SCHEMA, assert_right, large
+    from tests.estimator.fits import fitted, mlp
+    from tests.transform.test_weights import SCHEMA, assert_right, large
     from pyspark.ml.linalg import Vectors
 
     df = spark.createDataFrame([(Vectors.dense(i / 9, 1 - i / 5), i) for i in range(20)], SCHEMA).repartition(4)

@@ -33,6 +33,8 @@ from sparkhvd.estimator.transform.worker import (
 from sparkhvd.training.modules.fitted import TrainedState, output_widths, trial_outputs
 from sparkhvd.training.precision import autocast, widened
 
+pytestmark = pytest.mark.pure
+
 COLUMN = Column("x", "vector", "float32", (4,), "vector", "float32")
 
 
