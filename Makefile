@@ -111,9 +111,9 @@ test: env
 	@$(MAKE) --no-print-directory test-python
 	@$(MAKE) --no-print-directory test-torch
 
-# A cross-section of what a change breaks most likely, on a built checkout.
-QUICK_TESTS := tests/test_architecture.py tests/pure tests/ranks/torch/test_collectives.py \
-  tests/ranks/torch/test_reduced_gradients.py tests/ranks/torch/test_context.py 'tests/spark/estimator/test_fit.py::test_fit_equals_one_process[120 rows mixed]'
+# A cross-section of what a change breaks most likely, on a built checkout. The tier of a file is a line in it.
+QUICK_TESTS = $(shell grep -rl --include='test_*.py' '^pytestmark = .*pytest\.mark\.pure' tests) tests/torch/test_collectives.py \
+  tests/torch/test_reduced_gradients.py tests/torch/test_context.py 'tests/estimator/test_fit.py::test_fit_equals_one_process[120 rows mixed]'
 QUICK_FLAGS ?= --durations=5 --timeout=60
 
 quick: env stand-in $(CLASSES) lint
@@ -221,7 +221,7 @@ test-python: env stand-in $(CLASSES)
 # does not find it, as behind a constraint or without an index.
 TORCH_NEWEST ?= torch==2.14.1
 TORCH_ENV := build/torch-env-$(subst torch==,,$(TORCH_NEWEST))
-TORCH_TESTS := tests/processes/distributed/test_reconfigure.py tests/processes/test_lazy_compiler.py::test_no_compiler_is_imported_by tests/processes/test_lazy_compiler.py::test_every_optimizer_of_torch_gives_the_same_bits tests/processes/distributed/test_collectives.py tests/ranks/torch/test_optimizer.py tests/ranks/training/test_train.py
+TORCH_TESTS := tests/distributed/test_reconfigure.py tests/torch/test_lazy_compiler.py::test_no_compiler_is_imported_by tests/torch/test_lazy_compiler.py::test_every_optimizer_of_torch_gives_the_same_bits tests/distributed/test_collectives.py tests/torch/test_optimizer.py tests/training/test_train.py
 
 $(TORCH_ENV)/.stamp: tools/torch_env.sh | $(PACKAGES)
 	@tools/torch_env.sh $(PY) $(TORCH_ENV) "$(TORCH_NEWEST)" || test $$? -eq 3
@@ -235,8 +235,8 @@ test-torch: env torch-env
 
 # The oldest supported pyspark, pyarrow and numpy, in their own environment; petastorm needs these, too.
 OLDEST_ENV := build/oldest-env
-OLDEST_TESTS := tests/soak/oldest tests/soak/petastorm tests/pure/data/test_parquet_dataset.py tests/pure/data/test_parquet_source.py \
-  tests/pure/data/test_packed.py
+OLDEST_TESTS := tests/soak/oldest tests/soak/petastorm tests/data/test_parquet_dataset.py tests/data/test_parquet_source.py \
+  tests/data/test_packed.py
 
 $(OLDEST_ENV)/.stamp: tools/oldest_env.sh | $(PACKAGES)
 	@tools/oldest_env.sh $(PY) $(OLDEST_ENV) || test $$? -eq 3
@@ -258,7 +258,7 @@ $(USERS_ENV)/.stamp: tools/users_env.sh | $(PACKAGES)
 test-users: env $(USERS_ENV)/.stamp
 	@$(WITH_JAVA) timeout --kill-after=30 $$((2 * $(TEST_TIMEOUT_S))) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
 	@$(WITH_JAVA) SPARKHVD_TEST_SOAK=1 timeout --kill-after=30 $(TEST_TIMEOUT_S) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) \
-	  tests/spark/examples/test_page_blocks.py -k with_a_library
+	  tests/docs/test_page_runs.py -k with_a_library
 
 # Real programs by a plain loop and by `fit`, in an environment with their libraries: an hour. Continues a run that was ended; the
 # records are in build/corpus, the page is docs/results/corpus.md. CORPUS_FLAGS="--only vision" selects.

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ HARNESS = sorted(
 SETTLE_S = 10.0
 # A test's call on a quiet machine, outside of tiers whose tests start JVMs or other environments.
 LONG_S = 10.0
-LONG_TIERS = ("tests/spark", "tests/soak")
+LONG_TIERS = ("spark", "soak")
 MANY_MODULES = 100
 SLOW_COLLECTION_S = 0.05
 # Variables that pytest, the JVM gateway, MLflow or BLAS set by themselves.
@@ -52,7 +52,7 @@ FOREIGN_VARIABLES = (
 )
 
 
-# Folders by what their tests need; each is a marker of the tests in it.
+# What tests need. Each module has one of these markers: `pytestmark = pytest.mark.pure`.
 TIERS = {
     "pure": "one process, and no rank in it",
     "ranks": "ranks that are threads of the test's process",
@@ -60,6 +60,8 @@ TIERS = {
     "spark": "Spark sessions",
     "soak": "long; `make soak` runs it. With an argument: where its behaviour is tested on every run",
 }
+# Collected only by name, `pytest tests/soak/mpi`: these tests need other environments.
+collect_ignore = ["soak"]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,16 +88,41 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+def tiers(module: pytest.Module) -> list[str]:
+    """Return the tiers of a collected module."""
+    return [mark.name for mark in module.own_markers if mark.name in TIERS]
+
+
+def tier(item: pytest.Item) -> str:
+    """Return the tier of a test."""
+    module = item.getparent(pytest.Module)
+    assert module is not None
+    return tiers(module)[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail a module without a tier, or with several."""
+    report = yield
+    if isinstance(collector, pytest.Module) and report.passed and len(tiers(collector)) != 1:
+        report.outcome, report.result = "failed", []
+        report.longrepr = (
+            f"{collector.nodeid} has {' and '.join(tiers(collector)) or 'no tier'}. Give it one, behind its imports:\n"
+            + "\n".join(f"pytestmark = pytest.mark.{name}  # {TIERS[name]}" for name in TIERS)
+        )
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give every test the marker of its tier, and leave out what only `make soak` runs."""
+    """Order tests by their tiers, without those of `make soak`."""
     from tests.harness.soak import SOAK  # a plugin: not before it is registered
 
-    for item in items:
-        tier = item.path.relative_to(config.rootpath / "tests").parts[0]
-        if tier in TIERS:
-            item.add_marker(tier)
-    # The longest tests start whole clusters. First, because at the end the other workers would wait for them.
-    items.sort(key=lambda item: "cluster" not in item.path.parts)
+    # The longest tests start whole clusters. First, because at the end the other workers would wait for them. The rest of Spark's
+    # next, and so all on one worker: each that has such tests starts a session of its own.
+    order = list(reversed(TIERS))
+    items.sort(key=lambda item: ("cluster" not in item.path.parts, order.index(tier(item))))
     if SOAK:
         return
     left_out = [
@@ -158,10 +185,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if report.when == "call" and report.duration > LONG_S
     ]
     for report in sorted(reports, key=lambda report: report.duration, reverse=True):
-        if not SOAK and not report.nodeid.startswith(LONG_TIERS):
+        if not SOAK and not any(name in report.keywords for name in LONG_TIERS):
             terminalreporter.write_line(
-                f"Warning: {report.nodeid} took {report.duration:.1f} s; a test outside of "
-                f"{' and '.join(LONG_TIERS)} has at most {LONG_S:g} s.",
+                f"Warning: {report.nodeid} took {report.duration:.1f} s; a test that is not of "
+                f"{' or '.join(LONG_TIERS)} has at most {LONG_S:g} s.",
                 yellow=True,
             )
 

@@ -20,6 +20,8 @@ from sparkhvd.settings import markdown_table
 from tools import errors as errors_page
 from tools import waits as waits_page
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sparkhvd"
 SOURCES = sorted(PACKAGE.rglob("*.py"))

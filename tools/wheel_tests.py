@@ -41,7 +41,7 @@ class Missing(Exception):
 
 
 # Tests of the engine need no torch.
-TESTS = ("tests/ranks/engine", "tests/processes/engine")
+TESTS = "tests/engine"
 
 
 def python_of(version: str) -> str:
@@ -69,10 +69,9 @@ def copy_tests() -> Path:
     copy = WORK / "tests"
     shutil.rmtree(copy, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__")
-    for part in (*TESTS, "tests/harness", "native/include"):
+    for part in (TESTS, "tests/harness", "native/include"):
         shutil.copytree(ROOT / part, copy / part, ignore=ignore)
-    packages = {Path(part).parent / "__init__.py" for part in TESTS}
-    for part in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml", *packages):
+    for part in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml"):
         shutil.copy2(ROOT / part, copy / part)
     return copy
 
@@ -96,7 +95,7 @@ def run_under(version: str, tests: Path, arguments: list[str]) -> bool:
     print(f"Python {version}: kernels {done.stdout.strip()}{done.stderr}", flush=True)
     if done.returncode != 0:
         return False
-    pytest = [python, "-m", "pytest", "-q", "--durations=0", "--durations-min=5", *TESTS]
+    pytest = [python, "-m", "pytest", "-q", "--durations=0", "--durations-min=5", TESTS]
     limit = ["timeout", "--kill-after=30", str(TIMEOUT_S)]
     return (
         subprocess.run([*limit, *pytest, *arguments], cwd=tests, env=clean, check=False).returncode

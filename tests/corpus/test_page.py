@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.corpus import page
+
+pytestmark = pytest.mark.pure
 
 EQUAL = {"difference": 0.0, "ok": True}
 

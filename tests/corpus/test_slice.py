@@ -1,6 +1,6 @@
 """A slice of the corpus on every run: the estimator's checks and the loop of a rank against the plain loop, without Spark.
 
-`tests/spark/estimator/test_corpus.py` fits some; `make corpus` runs all.
+`tests/corpus/test_fits.py` fits some; `make corpus` runs all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from tests.corpus.cases import find
 from tests.corpus.fit import train_on_ranks
 from tests.corpus.plain import train
 from tests.corpus.run import difference
+
+pytestmark = pytest.mark.ranks
 
 LAYERS = ("Conv2d", "BatchNorm1d", "Dropout", "LSTM packed", "TransformerEncoder", "tied weights")
 LOSSES = (

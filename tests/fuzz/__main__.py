@@ -1,7 +1,7 @@
 """Fuzz the parsers of files and sockets with atheris: `make fuzz`, or `python -m tests.fuzz <corpus> <seconds> [parser]`.
 
 Each parser has a process, a part of the seconds and a folder of the corpus, which starts with what its writer writes. A parser ends the run with what it
-did not expect, in a file beside its corpus: add that to `tests/pure/test_parsers.py`.
+did not expect, in a file beside its corpus: add that to `tests/fuzz/test_parsers.py`.
 """
 
 from __future__ import annotations

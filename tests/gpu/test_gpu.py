@@ -18,6 +18,8 @@ from tests.harness.fake_cuda import is_built
 from tests.harness.processes import wait_until_gone
 from tests.harness.soak import soak
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 needs_stand_in = pytest.mark.skipif(not is_built(), reason="the stand-in is not built")
 
@@ -36,7 +38,7 @@ def test_all_checks_on_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@soak("ranks/torch/test_device_*")
+@soak("torch/test_device_*")
 @needs_stand_in
 @pytest.mark.timeout(540)
 def test_all_checks_and_figures_on_the_stand_in(

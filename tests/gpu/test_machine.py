@@ -14,6 +14,8 @@ from sparkhvd.torch.optimizer.distributed import Distributed
 from tests.gpu import bodies, machine
 from tests.gpu.machine import LOGS, Cuda, as_with_partners, nccl_environment, profiled, share_gpu
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:

@@ -16,7 +16,7 @@ from typing import IO
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
 
-SCRIPT = ROOT / "tests" / "processes" / "launchers" / "elastic_script.py"
+SCRIPT = ROOT / "tests" / "launchers" / "elastic_script.py"
 
 
 class ElasticRun:

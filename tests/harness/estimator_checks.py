@@ -22,7 +22,7 @@ from sparkhvd.runner import context, run_local
 from sparkhvd.settings import Settings
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
-from tests.ranks.training.ranks import Case, assert_close
+from tests.training.ranks import Case, assert_close
 
 # A rank imports torch and makes a CUDA context, NCCL loads its kernels, and the compiler runs.
 _SETTINGS = replace(Settings(), connect_timeout_s=120.0, stall_shutdown_s=120.0)

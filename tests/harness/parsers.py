@@ -1,6 +1,6 @@
 """Every parser of bytes from a file or a socket: valid inputs, and the errors that it may raise for any others.
 
-`tests/pure/test_parsers.py` mutates the valid inputs, and `make fuzz` (`tests/fuzz`) searches for others.
+`tests/fuzz/test_parsers.py` mutates the valid inputs, and `make fuzz` (`tests/fuzz`) searches for others.
 """
 
 from __future__ import annotations
@@ -453,10 +453,7 @@ def _checkpoint() -> bytes:
 
 
 _MODEL = (
-    Path(__file__).parents[1]
-    / "spark/estimator/fixtures"
-    / f"saved_model_v{FORMAT_VERSION}"
-    / "plain_model"
+    Path(__file__).parents[1] / "saving/fixtures" / f"saved_model_v{FORMAT_VERSION}" / "plain_model"
 )
 
 

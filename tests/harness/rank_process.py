@@ -1,4 +1,4 @@
-"""Ranks as real processes without Spark: `with rank_processes("tests.ranks.engine.bodies:fn", 2) as ranks:`.
+"""Ranks as real processes without Spark: `with rank_processes("tests.engine.bodies:fn", 2) as ranks:`.
 
 Each process runs `fn(engine, talk)` with an engine over a SocketRendezvous. `talk.say(x)` sends a value to the
 test, `talk.hear()` waits for one from it; what `fn` returns or raises is the process's outcome. A killed process

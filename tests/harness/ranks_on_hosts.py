@@ -1,6 +1,6 @@
 """Ranks on the hosts of `tests.harness.netns`, as processes.
 
-    with two_hosts() as (a, b), ranks_on([a, b], "tests.ranks.engine.bodies:add") as ranks:
+    with two_hosts() as (a, b), ranks_on([a, b], "tests.engine.bodies:add") as ranks:
         assert [rank.expect() for rank in ranks] == [[3.0] * 3] * 2
 
 They are those of `rank_processes`, except that each binds its listener itself, inside its namespace.

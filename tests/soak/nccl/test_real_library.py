@@ -7,6 +7,8 @@ import pytest
 from tests.soak.nccl.programs import conformity
 from tools.nccl_libraries import RELEASES, Release
 
+pytestmark = pytest.mark.soak
+
 OLDEST, MIDDLE, NEWEST = RELEASES
 
 

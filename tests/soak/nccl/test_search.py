@@ -6,6 +6,8 @@ import pytest
 
 from tests.soak.nccl.programs import NATIVE, conformity
 
+pytestmark = pytest.mark.soak
+
 REMEDY = (
     " Install NCCL 2.18 or newer (a torch built for CUDA brings it, or pip install nvidia-nccl-cu12 or -cu13), "
     "or name its file in SPARKHVD_NCCL_LIB.\n"

@@ -9,6 +9,8 @@ import pytest
 
 from tests.soak.nccl.programs import conformity, started
 
+pytestmark = pytest.mark.soak
+
 
 def run(test: str, **environment: str) -> str:
     done = conformity("--ranks", "1", test, **{"CUDA_VISIBLE_DEVICES": "3", **environment})

@@ -20,6 +20,7 @@ import pytest
 from tests.harness.paths import ROOT
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not pyspark.__version__.startswith("3.5.")

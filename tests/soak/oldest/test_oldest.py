@@ -20,12 +20,13 @@ from pyspark.sql import functions as F  # noqa: N812 - everyone's name
 from torch import nn
 
 from sparkhvd import Store, TorchClassifier, TorchEstimator, TorchModel, trust
-from tests.spark.estimator.fits import assert_same_weights, estimator, fitted, mlp
+from tests.estimator.fits import assert_same_weights, estimator, fitted, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         not pyspark.__version__.startswith("3.5."),

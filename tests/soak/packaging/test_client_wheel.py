@@ -13,6 +13,8 @@ import pytest
 
 from tests.harness.spark import ROOT
 
+pytestmark = pytest.mark.soak
+
 SOURCES = (
     "native",
     "sparkhvd",

@@ -12,6 +12,8 @@ import pytest
 
 from tests.harness.spark import ROOT, connect_server
 
+pytestmark = pytest.mark.soak
+
 PROGRAM = """
 import importlib.metadata, sys
 import torch

@@ -24,13 +24,13 @@ from pyspark.sql import types as T  # noqa: E402, N812 - everyone's name
 
 from sparkhvd import InvalidArgumentError, Store  # noqa: E402
 from sparkhvd.estimator import pad  # noqa: E402
-from tests.spark.estimator.fits import estimator  # noqa: E402
+from tests.estimator.fits import estimator  # noqa: E402
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 # Importing torch and OpenCV in every process of Spark takes long on a busy machine.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
 ROWS = 37
 SIDE = 6

@@ -16,6 +16,8 @@ import pytest
 from tests.harness.browser import find_browser, rendered, seen
 from tests.harness.paths import ROOT
 
+pytestmark = pytest.mark.soak
+
 SITE = ROOT / "build" / "site"
 PAGES = (
     *("index", "install", "quickstart", "inputs", "models", "choosing", "outputs", "monitoring"),

@@ -21,7 +21,7 @@ from tests.harness.spark import (
 )
 from tests.harness.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
 # The training continues until the driver has marked that its fault is over, and two ranks are there.
 PROGRAM = """

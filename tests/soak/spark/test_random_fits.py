@@ -37,7 +37,7 @@ from tests.harness.processes import (
 from tests.harness.soak import amount
 from tests.harness.spark import CONF, cluster_of_hosts, standalone_cluster, write_script
 
-pytestmark = pytest.mark.timeout(7200)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 SEED = int(os.environ.get("SPARKHVD_LIVES_SEED", secrets.randbelow(2**32)))
 LIVES = amount(1, int(os.environ.get("SPARKHVD_LIVES", "14")))
 # An undisturbed fit takes seconds; a relaunch, waits for stopped processes and a loaded machine come on top.

@@ -15,7 +15,7 @@ import pytest
 from tests.harness.processes import find, wait_for_no_trainers
 from tests.harness.spark import standalone_cluster, start_worker, started_script, write_script
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 SEED = secrets.randbelow(2**32)
 LIVES = 5
 PROGRAM = f"""

@@ -23,7 +23,7 @@ from tests.harness.processes import wait_for_no_trainers
 from tests.harness.spark import run_on, run_script, write_script
 from tests.harness.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 PROGRAM = """
 import hashlib

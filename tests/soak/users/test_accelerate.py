@@ -12,6 +12,8 @@ import pytest
 
 from tests.harness.paths import ROOT
 
+pytestmark = pytest.mark.soak
+
 pytest.importorskip("accelerate", reason="runs where accelerate is: make test-users")
 
 SCRIPTS = (

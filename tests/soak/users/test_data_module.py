@@ -18,6 +18,8 @@ from sparkhvd.data import Dataset, data_module, prepare  # noqa: E402
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.soak
+
 ROWS, BATCH = 103, 10
 
 

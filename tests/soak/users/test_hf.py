@@ -32,7 +32,7 @@ from tests.harness.spark import ROOT, run_script  # noqa: E402
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 travels_by_value = by_value(__name__)
 WORDS = [f"w{n}" for n in range(50)]
 ROWS = 80

@@ -25,7 +25,7 @@ from tests.harness.spark import connect_server  # noqa: E402
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 travels_by_value = by_value(__name__)
 
 

@@ -23,7 +23,7 @@ from tests.harness.by_value import by_value  # noqa: E402
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 travels_by_value = by_value(__name__)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("PIL", reason="runs where Pillow is: make test-users")
 from tests.harness.cluster import run_client  # noqa: E402 - after importorskip
 from tests.harness.spark import connect_server, run_on  # noqa: E402
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 CASES = ["fit_pictures", "fit_texts"]
 # A process of its own: `horovod` stays there.
 PROGRAM = """

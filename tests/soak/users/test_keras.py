@@ -22,7 +22,7 @@ pytest.importorskip("keras", reason="runs where keras is: make test-users")
 from tests.soak.users import keras_program as program  # noqa: E402 - after importorskip
 
 # Importing Keras takes long on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 # Sums of three ranks' gradients are rounded otherwise than those of one batch; half precision more so.
 ROUNDING, OF_CASE = 2e-5, {"half": 1e-3}
 

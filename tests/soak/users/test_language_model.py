@@ -15,7 +15,7 @@ from tests.harness.paths import ROOT
 
 pytest.importorskip("trl", reason="runs where trl is: make test-users")
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 RECIPE = str(ROOT / "examples" / "recipes" / "language_model.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SPARKHVDRUN = ("-m", "sparkhvd.runner.command", "-np", "2", sys.executable)

@@ -37,16 +37,16 @@ from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit  # noqa: E4
 import sparkhvd  # noqa: E402
 from sparkhvd import Callback, MLflowLogger, Store, TensorBoardLogger  # noqa: E402
 from sparkhvd.keras import KerasEstimator  # noqa: E402
+from tests.estimator.fits import estimator, mlp  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
 from tests.harness.cluster import run_client  # noqa: E402
 from tests.harness.servers import S3, SECRET  # noqa: E402
 from tests.harness.spark import connect_server, with_folder  # noqa: E402
-from tests.spark.estimator.fits import estimator, mlp  # noqa: E402
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(500)]
 travels_by_value = by_value(__name__)
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.harness.notebooks import TIMEOUT_S, executed, num_images, number
 
+pytestmark = pytest.mark.soak
+
 for _module in ("transformers", "peft", "nbclient"):
     pytest.importorskip(_module, reason="runs where it is: make test-users")
 

@@ -19,7 +19,7 @@ if not hasattr(dist.distributed_c10d, "_reconfigure"):
     )
 pytest.importorskip("torchft", reason="runs where torchft is: make test-users USERS_TORCH=2.14.1")
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
 
 def _worker(rank: int, port: int) -> None:

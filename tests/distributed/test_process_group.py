@@ -1,0 +1,95 @@
+"""What this version of torch has on its groups and backends is ours, or is listed here with the reason why it is not."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+from torch._C import _distributed_c10d as c10d
+
+from sparkhvd.distributed import Group
+from sparkhvd.distributed.process_group import FORMS
+
+pytestmark = pytest.mark.pure
+
+# Of torch's object itself, which every group of ours is; they ask nothing of a backend.
+OF_THE_OBJECT = {
+    *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"),
+    *("_backend_id", "_id", "_pybind11_conduit_v1_", "boxed", "unbox", "bound_device_id"),
+    *("_register_backend", "_set_default_backend"),
+}
+# Torch's own answer is right for us: it does nothing, says that there is nothing, or raises an error that names the backend.
+TORCHS_ANSWER = {
+    "_add_ephemeral_timeout": "does nothing, as its documentation allows",
+    "_has_hooks": "False",
+    "_register_on_completion_hook": "raises: NCCL's",
+    "_wait_for_pending_works": "raises: NCCL's",
+    "get_reconfigure_handle": "raises, as supports_reconfigure is False",
+    "merge_remote_group": "raises",
+    "new_window": "raises, as supports_window is False",
+    "reconfigure": "raises, as supports_reconfigure is False",
+    "register_abort_hook": "raises, as supports_abort_hooks is False",
+    "register_completion_hook": "raises, as supports_completion_hooks is False",
+    "unregister_abort_hook": "raises: there is no hook",
+    "unregister_completion_hook": "raises: there is no hook",
+    "unregister_post_hook": "does nothing: there is no hook",
+    "unregister_pre_hook": "does nothing: there is no hook",
+}
+# What torch has on backends alone. `get_backend` of our group returns the group; these are of GPUs or of torch's own makers.
+OF_BACKENDS = {
+    *("Options", "_end_time_estimate", "_set_group_uid", "_start_time_estimate"),
+    *("allocate_tensor", "eager_connect_single_device", "mem_allocator", "memory_stats", "merge"),
+    *("resume", "setUsePgForSymmMemRendezvous", "shrink", "split", "suspend"),
+}
+
+
+def names_of(kind: Any) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("__")}
+
+
+def ours() -> set[str]:
+    kinds = [kind for kind in Group.__mro__ if kind.__module__.startswith("sparkhvd.")]
+    return {name for kind in kinds for name in vars(kind)}
+
+
+def test_every_attribute_of_torchs_groups_is_ours_or_has_a_reason_not_to_be() -> None:
+    wanted = names_of(c10d.ProcessGroup) - OF_THE_OBJECT - set(TORCHS_ANSWER)
+    assert wanted - ours() == set()
+
+
+def test_every_attribute_of_torchs_backends_is_ours_or_has_a_reason_not_to_be() -> None:
+    wanted = names_of(c10d.Backend) - OF_THE_OBJECT - set(TORCHS_ANSWER) - OF_BACKENDS
+    assert wanted - ours() == set()
+
+
+def keywords(name: str) -> list[list[str]]:
+    """Return the keywords of each form of a method of torch's groups, as its documentation has them."""
+    text = getattr(c10d.ProcessGroup, name).__doc__ or ""
+    forms = re.findall(rf"^(?:\d+\. )?{name}\(self: [^,)]*(.*)\) ->", text, re.MULTILINE)
+    return [re.findall(r"(?<=, )(\w+): ", form) for form in forms]
+
+
+METHODS = sorted(name for name in ours() & names_of(c10d.ProcessGroup) if keywords(name))
+
+
+def test_torch_documents_its_methods() -> None:
+    assert {"allreduce", "all_gather_single", "split_group", "send"} <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_take_the_keywords_that_torch_gives(name: str) -> None:
+    for form in keywords(name):
+        words = [word for word in form if not word.startswith("arg")]
+        if name not in FORMS:
+            places = [None] * (1 + len(form) - len(words))
+            inspect.signature(getattr(Group, name)).bind(*places, **dict.fromkeys(words))
+            continue
+        known = {word for names in FORMS[name].tensor_names() for word in names}
+        assert set(words) <= known | {"opts", *FORMS[name].rest}
+
+
+def test_new_groups_take_keywords_of_later_versions() -> None:
+    kinds = [each.kind for each in inspect.signature(Group.new_group).parameters.values()]
+    assert inspect.Parameter.VAR_KEYWORD in kinds

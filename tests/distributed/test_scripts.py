@@ -1,0 +1,51 @@
+"""Processes that the test starts without a launcher find each other through torch's store, and notice losses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.paths import ROOT
+from tests.harness.soak import soak
+
+pytestmark = pytest.mark.processes
+
+
+def test_ranks_meet_through_a_file_share_hvds_engine_and_learn_of_a_death_in_backward(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "tests.distributed.script"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), f"file://{tmp_path}/store"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    met = "sum 2.0 hvd 2\nagain 2.0\nthen 4.0\nsame store 16.0\n"
+    assert texts == [f"{met}lost True True True\nnew group 1\n", met]
+    assert [rank.returncode for rank in ranks] == [0, -9]
+
+
+@soak("a death in backward, here; a stopped rank: engine/test_faults")
+def test_ctrl_c_and_a_stopped_rank_end_backward_under_torchrun(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "tests.distributed.script"),
+    ]
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = ["interrupted True", "resumed True", "timeout True True True"]
+    assert sorted(ended.stdout.splitlines()) == said, ended.stderr
+    assert not list(tmp_path.glob("sparkhvd-*"))

@@ -1,0 +1,219 @@
+"""Code blocks of README.md and of every page run, as a reader would run them (`tests/harness/pages.py`).
+
+A program is found by itself: a new page needs no line here. Programs without Spark run in one job of two ranks, a few
+with Spark in the shared session. `make soak` runs every program in a process of its own, and `make test-users` those
+that import libraries outside of the extra `test`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import io
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sparkhvd.runner import run_local
+from tests.harness.pages import ALL, Program
+from tests.harness.soak import soak
+from tests.harness.spark import run_here, run_script
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+
+# Not in the extra `test`: skipped without them.
+LIBRARIES = {"fastapi", "mlflow", "onnxruntime", "peft", "tensorboard", "transformers", "uvicorn"}
+# Programs that take long enough to be left to `make soak`, but for these.
+ALWAYS = ("README.md", "docs/quickstart.md", "docs/datasets.md:petastorm")
+RANK_TIMEOUT_S = 80.0
+
+
+def plain(program: Program) -> bool:
+    return not program.modules & LIBRARIES
+
+
+WITHOUT_SPARK = [program for program in ALL if not program.uses_spark and plain(program)]
+WITH_SPARK = [program for program in ALL if program.uses_spark and plain(program)]
+IN_SESSION = [program for program in WITH_SPARK if program.title.startswith(ALWAYS)]
+OF_LIBRARIES = [program for program in ALL if not plain(program)]
+
+
+# --- What programs print. ---
+
+
+def check_readme(output: str) -> None:
+    assert re.findall(r"^epoch (\d)/3 ", output, re.MULTILINE) == ["1", "2", "3"]
+    assert number(r"^r2 ([\d.]+)$", output) > 0.9
+    assert "|prediction|" in output.replace(" ", "")
+
+
+def check_tabular(output: str) -> None:
+    assert number(r"^area under ROC ([\d.]+)$", output) > 0.9
+    assert "|prediction|" in output
+
+
+def check_quickstart(output: str) -> None:
+    assert re.findall(r"^epoch (\d)/5 ", output, re.MULTILINE) == ["1", "2", "3", "4", "5"]
+    for name in ("area under ROC", "accuracy"):
+        assert number(rf"^{name} ([\d.]+)$", output) > 0.95
+    assert output.count("|left|") == 2  # of the model, and of the loaded one
+    assert "val_accuracy" in output
+
+
+def check_search(output: str) -> None:
+    errors = [float(x) for x in re.findall(r"^rate [\d.]+ rmse ([\d.e-]+)$", output, re.MULTILINE)]
+    assert errors[1] < errors[0]
+
+
+def check_distributor(output: str) -> None:
+    first, second = map(float, output.split()[-2:])
+    assert first == pytest.approx(second, rel=1e-4)
+
+
+def check_training(output: str) -> None:
+    """Every level prints its epochs, and gets better."""
+    losses = [float(x) for x in re.findall(r"^epoch .* val_loss (\S+)", output, re.MULTILINE)]
+    assert len(losses) == 9
+    for level in range(3):
+        assert losses[3 * level + 2] < losses[3 * level]
+    assert "'mae': " in output
+    epochs, good = re.findall(r"^(\d+) ([\d.]+)$", output, re.MULTILINE)[-1]
+    assert 1 <= int(epochs) < 50
+    assert good == "1.0"
+    assert "y__output" in output
+
+
+def check_models(output: str) -> None:
+    for column in ("mean", "y__output", "output"):
+        assert re.search(rf"\| +{column}\|", output), output
+    assert float(output.split()[-1]) < 1e-6
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "README.md": check_readme,
+    "README.md:loop": lambda output: in_text("[0.5, 0.5]", output),
+    "README.md:ddp": lambda output: in_text("[2, 2]", output),
+    "docs/tabular.md": check_tabular,
+    "docs/quickstart.md": check_quickstart,
+    "docs/pipelines.md": check_search,
+    "docs/coming_from_ddp.md:sparkhvd": check_distributor,
+    "docs/resume.md": lambda output: in_text("[1, 2, 3, 4, 5]", output),
+    "docs/serving.md": lambda output: in_text("\n2000\n", output),
+    "docs/training.md": check_training,
+    "docs/models.md": check_models,
+}
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text, re.MULTILINE)
+    assert found, f"no {pattern!r} in:\n{text}"
+    return float(found[1])
+
+
+def in_text(part: str, text: str) -> None:
+    assert part in text
+
+
+def check(program: Program, output: str) -> None:
+    CHECKS.get(program.title, lambda _: None)(output)
+
+
+def test_every_check_has_its_program() -> None:
+    assert set(CHECKS) <= {program.title for program in ALL}
+    assert len({program.title for program in ALL}) == len(ALL)
+
+
+# --- Ways to run. ---
+
+
+def in_folder(program: Program, folder: Path) -> str:
+    return program.text.replace("/tmp/", f"{folder}/")
+
+
+def title(program: Program) -> str:
+    return program.title
+
+
+@pytest.mark.parametrize("program", IN_SESSION, ids=title)
+def test_program_runs_in_a_session(program: Program, spark: SparkSession, tmp_path: Path) -> None:
+    """Run it in this process, where its `getOrCreate` finds a session of the same master."""
+    check(program, run_here(spark, in_folder(program, tmp_path), tmp_path))
+
+
+def run_in_turn(programs: list[tuple[str, str]], folder: str) -> dict[str, str]:
+    """Run programs one after the other on a rank; returns the tracebacks of those that failed."""
+    import torch.distributed as dist
+
+    import sparkhvd.torch as hvd
+
+    faulthandler.dump_traceback_later(RANK_TIMEOUT_S, exit=True)
+    failed = {}
+    for number, (name, text) in enumerate(programs):
+        # `start.py` looks at its arguments, and each program needs a port of its own.
+        sys.argv[:] = [name]
+        here = Path(folder, str(number))
+        here.mkdir(exist_ok=True)
+        os.chdir(here)
+        before = dict(os.environ)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(text, name, "exec"), {"__name__": "__page__"})  # noqa: S102
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except BaseException:  # noqa: BLE001 - of a reader's program
+            failed[name] = traceback.format_exc()
+            break  # the other rank may wait for this one
+        finally:
+            hvd.shutdown()
+            os.environ.clear()
+            os.environ.update(before)
+    faulthandler.cancel_dump_traceback_later()
+    return failed
+
+
+@pytest.mark.timeout(100)
+def test_programs_without_spark_run_on_two_ranks(tmp_path: Path) -> None:
+    programs = [(program.title, in_folder(program, tmp_path)) for program in WITHOUT_SPARK]
+    env = {"OMP_NUM_THREADS": "1"}
+    failed = run_local(run_in_turn, (programs, str(tmp_path)), num_proc=2, env=env)
+    assert failed == [{}, {}]
+
+
+def run_alone(program: Program, folder: Path, timeout_s: float) -> None:
+    script = folder / "program.py"
+    script.write_text(in_folder(program, folder))
+    result = run_script(script, timeout_s=timeout_s)
+    assert result.returncode == 0, result.output
+    check(program, result.output)
+
+
+@soak("in a session, or in one job: here; the same calls in estimator and training")
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("program", [*WITH_SPARK, *WITHOUT_SPARK], ids=title)
+def test_program_runs_in_a_process_of_its_own(program: Program, tmp_path: Path) -> None:
+    run_alone(program, tmp_path, 300)
+
+
+@soak("tests/soak/users has the same libraries; tests/estimator the same Params")
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("program", OF_LIBRARIES, ids=title)
+def test_program_with_a_library_runs(program: Program, tmp_path: Path) -> None:
+    for name in sorted(program.modules & LIBRARIES):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not here: make test-users")
+    run_alone(program, tmp_path, 300)
+
+
+def test_readme_example_is_about_twenty_lines() -> None:
+    (program,) = [program for program in ALL if program.title == "README.md"]
+    assert len([line for line in program.text.splitlines() if line.strip()]) <= 22

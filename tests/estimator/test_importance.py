@@ -1,0 +1,85 @@
+"""Permutation importance of a model's features: what it reads counts, what it ignores does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import functions as F  # noqa: N812
+from torch import nn
+
+from sparkhvd import InvalidArgumentError
+from tests.estimator.fits import fitted
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(scope="module")
+def evaluator(spark: SparkSession) -> RegressionEvaluator:
+    return RegressionEvaluator(labelCol="y", predictionCol="y__output", metricName="mse")
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    columns = spark.range(100).select(
+        *(F.rand(i).alias(n) for i, n in enumerate(("much", "none", "some")))
+    )
+    columns = columns.withColumn("y", 3 * F.col("much") + F.col("some"))
+    assembled = VectorAssembler(inputCols=["much", "none", "some"], outputCol="x")
+    return assembled.transform(columns)
+
+
+def exact() -> nn.Module:
+    module = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([[3.0, 0.0, 1.0]]))
+    return module
+
+
+def test_features_are_ranked_by_what_the_model_makes_of_them(
+    df: DataFrame, evaluator: RegressionEvaluator
+) -> None:
+    model: Any = fitted(exact(), inputs=3)
+    much, some, none = model.permutation_importance(df, evaluator, repeats=2)
+    assert [each.feature for each in (much, some, none)] == ["much", "some", "none"]
+    # Permuting adds twice the variance of what a feature contributes: 9 / 12 and 1 / 12.
+    assert much.importance == pytest.approx(2 * 9 / 12, rel=0.4)
+    assert some.importance == pytest.approx(2 * 1 / 12, rel=0.4)
+    assert abs(none.importance) < 1e-9
+    assert much.std > 0
+
+
+def test_a_vector_without_names_has_numbers(df: DataFrame, evaluator: RegressionEvaluator) -> None:
+    bare = df.withColumn("x", F.col("x").alias("x", metadata={"ml_attr": {"num_attrs": 3}}))
+    model: Any = fitted(exact(), inputs=3)
+    found = model.permutation_importance(bare, evaluator, num_rows=20, repeats=1)
+    assert [each.feature for each in found] == ["x[0]", "x[2]", "x[1]"]
+
+
+class OfHalf(RegressionEvaluator):
+    """Evaluator of a user's own that reads another column."""
+
+    def _evaluate(self, dataset: DataFrame) -> float:
+        return super()._evaluate(dataset.where("`which half` = 0"))
+
+
+def test_an_evaluator_of_ones_own_reads_any_column(df: DataFrame) -> None:
+    model: Any = fitted(exact(), inputs=3)
+    evaluator = OfHalf(labelCol="y", predictionCol="y__output", metricName="mse")
+    halves = df.withColumn("which half", (F.col("y") > 2).cast("int"))
+    found = model.permutation_importance(halves, evaluator, num_rows=40, repeats=1)
+    assert [each.feature for each in found] == ["much", "some", "none"]
+
+
+def test_what_cannot_be_permuted_is_an_error(df: DataFrame, evaluator: RegressionEvaluator) -> None:
+    model: Any = fitted(exact(), inputs=3)
+    with pytest.raises(InvalidArgumentError, match="has 1 rows"):
+        model.permutation_importance(df.limit(1), evaluator)
+    with pytest.raises(InvalidArgumentError, match="at least 2 and 1"):
+        model.permutation_importance(df, evaluator, repeats=0)

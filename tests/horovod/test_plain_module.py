@@ -1,0 +1,119 @@
+"""Batches of Horovod's Lightning estimator: their types behind a function on rows, and inputs, losses and weights of a plain module."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pl = pytest.importorskip("lightning", reason="runs where lightning is")
+
+import torch  # noqa: E402 - after importorskip
+from torch import nn  # noqa: E402
+
+from sparkhvd.data.columns.binding import Argument, InputBinding  # noqa: E402
+from sparkhvd.data.columns.labels import LabelBinding  # noqa: E402
+from sparkhvd.errors import InvalidArgumentError  # noqa: E402
+from sparkhvd.horovod.spark.lightning.plain import PlainModule, package_name  # noqa: E402
+from sparkhvd.lightning.loop import RowFunction  # noqa: E402
+from sparkhvd.training.loss_functions import resolve_losses  # noqa: E402
+
+pytestmark = pytest.mark.pure
+
+LABELS = LabelBinding(("y",), ("float32",), ("elementwise",), (True,), (None,))
+
+
+def wrapped(*arguments: Argument, sample_weight: str | None = None, factor: float = 1.0) -> Any:
+    """Return the LightningModule, whose step has no trainer to log to."""
+    net = nn.Linear(2, 1)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+        net.bias.zero_()
+    losses, _ = resolve_losses(nn.MSELoss(), 1, per_row=sample_weight is not None)
+    spec = SimpleNamespace(
+        inputs=InputBinding(arguments),
+        labels=LABELS,
+        sample_weight=sample_weight,
+        loss_weights=(factor,),
+    )
+    ctx: Any = SimpleNamespace(model=net, device=torch.device("cpu"), _spec=spec, optimizer=None)
+    made = PlainModule(package="lightning.pytorch", losses=losses, metrics=())(ctx)
+    made.log = made.log_dict = lambda *args, **options: None
+    return made
+
+
+def test_sample_weights_give_the_mean_over_rows() -> None:
+    """Not divided by the sum of the weights, as in Horovod."""
+    batch = {
+        "x": torch.tensor([[1.0, 2.0], [0.0, 1.0]]),
+        "y": torch.tensor([1.0, 3.0]),
+        "w": torch.tensor([3.0, 0.5]),
+    }
+    argument = Argument(None, ("x",), "float32", (2,), False)
+    loss = wrapped(argument, sample_weight="w", factor=0.5).training_step(batch, 0)
+    assert float(loss.detach()) == 0.5 * (3.0 * 4.0 + 0.5 * 4.0) / 2
+    assert float(wrapped(argument).training_step(batch, 0).detach()) == 4.0
+
+
+def test_columns_of_one_argument_are_joined_and_take_the_models_dtype() -> None:
+    batch = {
+        "a": torch.tensor([1, 0]),
+        "b": torch.tensor([2.0, 1.0], dtype=torch.float64),
+        "y": torch.tensor([3, 1]),
+    }
+    joined = Argument(None, ("a", "b"), "float32", None, True)
+    assert float(wrapped(joined).training_step(batch, 0).detach()) == 0.0
+
+
+def test_a_batch_without_a_column_is_an_error() -> None:
+    argument = Argument(None, ("x",), "float32", None, False)
+    with pytest.raises(InvalidArgumentError, match="A batch has 'z', and not 'x', 'y', which feat"):
+        wrapped(argument).training_step({"z": torch.ones(1)}, 0)
+    with pytest.raises(InvalidArgumentError, match="data_module gives a tuple as a batch"):
+        wrapped(argument).validation_step((torch.ones(1),), 0)
+
+
+def test_the_package_is_that_of_callbacks() -> None:
+    import pytorch_lightning
+
+    assert package_name([None, pytorch_lightning.Callback()]) == "pytorch_lightning"
+    assert package_name([pl.LightningDataModule]) == "lightning.pytorch"
+
+
+def test_batches_for_lightning_get_the_types_of_the_model() -> None:
+    function = RowFunction(
+        function=dict, fields=[("kept", np.float64, None, False), ("text", str, None, False)]
+    )
+    wanted = {"x": torch.float32, "n": torch.int64, "kind": torch.int64, "": torch.float32}
+    given = {
+        "x": torch.ones(2, dtype=torch.float64),
+        "n": torch.ones(2, dtype=torch.int32),
+        "kind": torch.ones(2, dtype=torch.float64),
+        "text": ["a", "b"],
+    }
+    made = {
+        **given,
+        "n": torch.ones(2, dtype=torch.uint8),  # the function's own choice
+        "half": torch.ones(2, dtype=torch.float16),
+        "new": torch.ones(2, dtype=torch.float64),
+        "kept": torch.ones(2, dtype=torch.float64),
+    }
+    found = function.cast(made, given, wanted)
+    assert found["text"] == ["a", "b"]
+    assert {n: v.dtype for n, v in found.items() if n != "text"} == {
+        "x": torch.float32,
+        "n": torch.uint8,
+        "kind": torch.int64,
+        "half": torch.float16,
+        "new": torch.float32,
+        "kept": torch.float64,
+    }
+    assert function.cast({"n": given["n"]}, given, wanted)["n"].dtype == torch.int64
+    for name, value in (("kind", 0.5), ("kind", torch.nan), ("x", 1e300), ("new", 1e300)):
+        with pytest.raises(
+            InvalidArgumentError, match=f"returned {name!r} with numbers that (float|int)"
+        ):
+            function.cast({name: torch.full((2,), value, dtype=torch.float64)}, given, wanted)
+    assert function.cast({"x": given["x"] * torch.inf}, given, wanted)["x"].isinf().all()

@@ -1,0 +1,263 @@
+"""Delivery of a fit's numbers to loggers: in order, once, again and again while a server is down, and never in the way of the fit."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from sparkhvd import MLflowLogger, TensorBoardLogger, TorchEstimator
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.loggers import base
+from sparkhvd.observe.loggers.base import Delivery, Fit, Logger, Metric, Sink
+from sparkhvd.observe.loggers.fanout import LoggerFanout
+
+pytestmark = [pytest.mark.pure, pytest.mark.timeout(60)]
+
+
+class Server(Sink):
+    """A place that can be down, and refuse."""
+
+    place = "the server"
+
+    def __init__(self) -> None:
+        self.is_up = True
+        self.refused: set[str] = set()
+        self.calls: list[str] = []
+        self.metrics: list[Metric] = []
+        self.parts: list[int] = []
+        self.tries = 0
+
+    def _answer(self, call: str) -> None:
+        self.tries += 1
+        if not self.is_up:
+            raise ConnectionError("no listener")
+        if call in self.refused:
+            raise ValueError(f"no {call} here\nand a second line")
+        self.calls.append(call)
+
+    def start(self) -> None:
+        self._answer("start")
+
+    def log(self, metrics: Sequence[Metric]) -> None:
+        self._answer("log")
+        self.metrics += metrics
+        self.parts.append(len(metrics))
+
+    def log_model(self, model: object) -> None:
+        self._answer(f"model {model}")
+
+    def finish(self, state: str, files: object) -> None:
+        self._answer(state)
+
+    def is_refused(self, error: Exception) -> bool:
+        return isinstance(error, ValueError)
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(base, "_FIRST_PAUSE_S", 0.01)
+    yield
+    until(lambda: not [t for t in threading.enumerate() if t.name == "sparkhvd-logger"])
+
+
+def numbers(count: int, begin: int = 0) -> list[Metric]:
+    return [Metric("loss", float(n), n, 0.0) for n in range(begin, begin + count)]
+
+
+def test_numbers_and_calls_come_in_order_and_numbers_in_large_parts(
+    server: Server, said: list[str]
+) -> None:
+    server.is_up = False
+    sent = Delivery(server, 60, said.append)
+    sent.put(numbers(1500))
+    sent.call(lambda sink: sink.log_model("m"))
+    sent.put(numbers(2, 1500))
+    sent.call(lambda sink: sink.finish("finished", {}))
+    server.is_up = True
+    sent.close()
+    assert server.metrics == numbers(1502)
+    assert server.calls == ["start", "log", "log", "model m", "log", "finished"]
+    assert server.parts == [1000, 500, 2]
+
+
+def test_nothing_is_lost_of_a_server_that_is_down_for_a_while_and_two_lines_say_so(
+    server: Server, said: list[str]
+) -> None:
+    sent = Delivery(server, 60, said.append)
+    for number in range(40):
+        if number == 10:
+            until(lambda: len(server.metrics) == 10)
+            server.is_up = False
+        if number == 30:
+            until(lambda: said)
+            assert len(server.metrics) == 10
+            server.is_up = True
+        sent.put(numbers(1, number))
+        time.sleep(0.005)
+    sent.close()
+    assert server.metrics == numbers(40)
+    assert said == [
+        "the server does not answer (ConnectionError: no listener). Training continues; undelivered numbers are kept.",
+        "the server answers again; what has waited is logged.",
+    ]
+
+
+def until(condition: object) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_fit_waits_for_a_server_no_longer_than_its_patience(
+    server: Server, said: list[str]
+) -> None:
+    server.is_up = False
+    sent = Delivery(server, 0.3, said.append)
+    sent.put(numbers(3))
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match=r"since 0.3 s, .* 3 numbers and 1 other entries are lost"):
+        sent.close()
+    assert 0.25 < time.monotonic() - began < 10
+    assert len(said) == 1
+
+
+def comes_up(server: Server, sent: Delivery) -> None:
+    server.is_up = True
+    sent.close()
+
+
+def test_what_is_refused_is_a_warning_and_the_rest_goes_on(server: Server, said: list[str]) -> None:
+    server.is_up, server.refused = False, {"model m"}
+    sent = Delivery(server, 60, said.append)
+    sent.call(lambda sink: sink.log_model("m"))
+    sent.put(numbers(1))
+    expected = r"the server refuses an entry: ValueError: no model m here$"
+    with pytest.warns(UserWarning, match=expected):
+        comes_up(server, sent)
+    assert server.calls == ["start", "log"]
+
+
+def test_a_fit_whose_start_is_refused_asks_no_more(server: Server, said: list[str]) -> None:
+    server.is_up, server.refused = False, {"start"}
+    sent = Delivery(server, 60, said.append)
+    sent.put(numbers(3))
+    sent.call(lambda sink: sink.finish("finished", {}))
+    with pytest.warns(UserWarning, match="the server refuses this fit: ValueError: no start here"):
+        comes_up(server, sent)
+    assert server.calls == []
+
+
+class ToServer(Logger):
+    """Logger of a user."""
+
+    def __init__(self, server: Server, fits: list[Fit]) -> None:
+        self.server, self.fits = server, fits
+
+    def begin(self, fit: Fit) -> Sink:
+        self.fits.append(fit)
+        return self.server
+
+
+class Broken(Logger):
+    """Logger that cannot begin."""
+
+    def begin(self, fit: Fit) -> Sink:
+        raise OSError("no")
+
+
+def test_followers_give_numbers_of_records_and_a_broken_logger_ends_nothing(
+    server: Server,
+) -> None:
+    fits: list[Fit] = []
+    with pytest.warns(UserWarning, match="does not follow this fit: OSError: no"):
+        fanout = LoggerFanout([Broken(), ToServer(server, fits)], lambda: Fit("mine"), print)
+    record = {"epoch": 2, "loss": 0.5, "note": "x", "lr": None, "rows": 12, "flag": True}
+    fanout.epoch(record)
+    fanout.finished("it", {})
+    assert fits == [Fit("mine")]
+    assert [(m.name, m.value, m.step) for m in server.metrics] == [
+        ("loss", 0.5, 2),
+        ("rows", 12, 2),
+    ]
+    assert server.calls == ["start", "log", "model it", "finished"]
+
+
+def test_followers_tell_how_a_fit_failed(server: Server) -> None:
+    for error, state in ((ValueError(), "failed"), (KeyboardInterrupt(), "interrupted")):
+        fanout = LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print)
+        fanout.failed(error, {"run_id": "mine"})
+        assert server.calls[-1] == state
+
+
+def test_followers_whose_end_nobody_tells_end_at_once(server: Server) -> None:
+    server.is_up = False
+    with LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print) as fanout:
+        fanout.epoch({"epoch": 1, "loss": 0.5})
+
+
+def test_without_loggers_nothing_is_asked() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fanout = LoggerFanout([], lambda: pytest.fail("asked"), print)
+        fanout.epoch({"epoch": 1, "loss": 1.0})
+        fanout.finished(None, {})
+
+
+def test_loggers_are_checked_when_they_are_given(server: Server) -> None:
+    logger = ToServer(server, [])
+    assert TorchEstimator(loggers=logger).getLoggers() == [logger]
+    with pytest.raises(TypeError, match="loggers"):
+        TorchEstimator(loggers=["mlflow"])
+
+
+@pytest.mark.parametrize("kind", [MLflowLogger, TensorBoardLogger])
+def test_a_missing_package_is_named(kind: type[Logger], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'sparkhvd\["):
+        kind()
+
+
+def profile_of(moments: Sequence[float], epoch: int) -> dict[str, Any]:
+    columns = {
+        "host": "host-a",
+        "time": list(moments),
+        "cpu_percent": [100.0] * len(moments),
+        "rss_megabytes": [300.0] * len(moments),
+        "gpu_percent": [None] * len(moments),
+        "gpu_megabytes": [None] * len(moments),
+    }
+    return {"every": 1, "epochs": [{"epoch": epoch}], "load": [columns]}
+
+
+def test_samples_of_the_load_are_logged_once_with_the_node_and_seconds(server: Server) -> None:
+    fanout = LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print)
+    assert not fanout.is_behind
+    fanout.epoch({"epoch": 1})
+    assert fanout.is_behind
+    fanout.load(profile_of([50.0, 51.0], 1))
+    assert not fanout.is_behind
+    fanout.load(profile_of([50.0, 52.5], 2))  # of older ones every second is kept
+    fanout.finished("it", {})
+    found = [(m.name, m.value, m.step, m.time) for m in server.metrics]
+    node = "system/host-a-rank-0"
+    assert found == [
+        (f"{node}/{name}", value, int(moment - 50), moment)
+        for moment in (50.0, 51.0, 52.5)
+        for name, value in (("cpu_utilization_percentage", 100.0), ("rss_megabytes", 300.0))
+    ]

@@ -1,0 +1,85 @@
+"""Symbols of the compiled files: the C interface, and nothing of one instruction set."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.engine.library import library_path
+from tests.harness.spark import ROOT
+from tools import elf
+
+pytestmark = pytest.mark.pure
+
+KERNELS = ROOT / "native" / "src" / "kernels"
+OBJECTS = ROOT / "build" / "native" / "CMakeFiles" / "sparkhvd_core.dir" / "src" / "kernels"
+ISAS = ("avx2", "avx512", "neon")
+ISA_SOURCES = sorted(p.name for isa in ISAS for p in KERNELS.glob(f"*{isa}*.cc"))
+
+
+def compile_cxx(folder: Path, name: str, source: str, *flags: str) -> Path:
+    """Compile a text with the machine's compiler; returns the object or, with -shared, the library."""
+    output = folder / name
+    command = ["c++", "-std=c++20", "-fPIC", "-O0", "-x", "c++", "-", "-o", str(output), *flags]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    return output
+
+
+def test_every_instruction_set_has_a_file_of_its_own() -> None:
+    assert {f"{isa}.cc" for isa in ISAS} <= set(ISA_SOURCES)
+
+
+@pytest.mark.parametrize("source", ISA_SOURCES)
+def test_kernels_of_an_instruction_set_share_nothing_with_other_files(source: str) -> None:
+    object_file = OBJECTS / f"{source}.o"
+    assert object_file.exists(), f"{object_file} is missing: run `make native`"
+    assert elf.kernel_problems(object_file) == []
+
+
+def test_shared_code_in_a_kernel_file_is_found(tmp_path: Path) -> None:
+    source = """
+    namespace sparkhvd::kernels_detail {
+      inline int square(int x) { return x * x; }
+      template <typename T> T twice(T x) { return x + x; }
+      static int hidden(int x) { return x - 1; }
+      const void* avx2_table() noexcept { static int x = square(hidden(twice(2))); return &x; }
+      int visible = 3;
+    }
+    """
+    # The name is that of a real object: it says which table is the file's own.
+    object_file = compile_cxx(tmp_path, "avx2.cc.o", source, "-c")
+    where = "sparkhvd::kernels_detail::"
+    hint = "give it internal linkage (an anonymous namespace)"
+    assert elf.kernel_problems(object_file) == [
+        f"defines int {where}twice<int>(int) (W): {hint}",
+        f"defines {where}square(int) (W): {hint}",
+        f"defines {where}visible (D): {hint}",
+    ]
+
+
+def test_table_of_another_instruction_set_is_no_part_of_a_kernel_file(tmp_path: Path) -> None:
+    source = "namespace sparkhvd::kernels_detail { const void* avx512_table() { return nullptr; } }"
+    object_file = compile_cxx(tmp_path, "avx2.cc.o", source, "-c")
+    assert elf.kernel_problems(object_file) == [
+        "defines sparkhvd::kernels_detail::avx512_table() (T): "
+        "give it internal linkage (an anonymous namespace)"
+    ]
+
+
+def test_library_shows_its_c_interface_and_needs_glibc_alone() -> None:
+    assert elf.library_problems(library_path()) == []
+
+
+def test_library_with_foreign_names_and_needs_is_found(tmp_path: Path) -> None:
+    source = '#include <cstdlib>\nextern "C" void* stray() { return malloc(1); } void other() { throw 1; }'
+    library = compile_cxx(tmp_path, "libbad.so", source, "-shared")
+    *others, glibc = elf.library_problems(library, glibc=(2, 0))
+    assert others == [
+        "exports _Z5otherv, stray: only sparkhvd_* may be visible",
+        "exports no function sparkhvd_*",
+        "needs libstdc++.so.6 to load: only glibc may be needed",
+    ]
+    assert re.fullmatch(r"needs glibc 2[.\d]+, the limit is 2\.0", glibc)

@@ -1,0 +1,82 @@
+"""Freed memory stays with a trainer process."""
+
+from __future__ import annotations
+
+import platform
+import resource
+
+import pytest
+
+from sparkhvd.runner import run_local
+from sparkhvd.settings import Settings
+from tests.harness.soak import left_to_soak
+
+BLOCK_BYTES = 64 << 20
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        platform.libc_ver()[0] != "glibc",
+        reason="the allocator of another C library has no mallopt",
+    ),
+]
+
+
+def faults_of_later_blocks(with_torch: bool) -> list[int]:
+    """Page faults of writing blocks of the size of those that were freed before: tensors, or bytes, which start sooner."""
+
+    def write_block() -> None:
+        if with_torch:
+            import torch
+
+            torch.ones(BLOCK_BYTES // 4)
+        else:
+            b"x" * BLOCK_BYTES  # noqa: B018 - allocated, written, freed
+
+    write_block()
+    faults = []
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        write_block()
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults[2:]  # torch's first call leaves blocks of its own behind
+
+
+@pytest.mark.parametrize(
+    ("keep", "env", "is_kept"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"MALLOC_ARENA_MAX": "2"}, False),
+        *left_to_soak(
+            "a variable of the user's, here",
+            (True, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, False),
+            (True, {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}, False),
+        ),
+    ],
+    ids=["default", "switched off", "user's variables", "user's tunables", "user's own cache"],
+)
+def test_freed_memory_is_kept_unless_the_user_configures_the_allocator(
+    keep: bool, env: dict[str, str], is_kept: bool
+) -> None:
+    settings = Settings(keep_freed_memory=keep)
+    with_torch = keep and not env
+    (faults,) = run_local(
+        faults_of_later_blocks, (with_torch,), num_proc=1, env=env, settings=settings
+    )
+    pages = BLOCK_BYTES // resource.getpagesize()
+    # Not none and not all: the interpreter has faults of its own, and the kernel may map several pages at once.
+    assert all((one < pages // 20) == is_kept for one in faults), faults
+
+
+def variables_of_a_child_of_the_rank() -> str:
+    import subprocess
+
+    return subprocess.run(["env"], check=True, capture_output=True, text=True).stdout
+
+
+def test_processes_that_a_rank_starts_allocate_as_they_would_elsewhere() -> None:
+    env = {"GLIBC_TUNABLES": "glibc.pthread.rseq=1"}
+    (variables,) = run_local(variables_of_a_child_of_the_rank, num_proc=1, env=env)
+    lines = [line for line in variables.splitlines() if line.startswith("GLIBC_TUNABLES")]
+    assert lines == ["GLIBC_TUNABLES=glibc.pthread.rseq=1"]

@@ -1,0 +1,48 @@
+"""Daemon of Spark's Python workers that has torch, as Spark starts it."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.paths import ROOT
+
+pytestmark = pytest.mark.processes
+
+# Of pyspark's protocol: the daemon's answer.
+PORT = struct.Struct("!i")
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_workers_are_forked_from_a_process_with_torch_and_no_threads(
+    tmp_path: Path, has_thread: bool
+) -> None:
+    """A torch whose import starts a thread must not be forked: pyspark's own daemon takes over."""
+    if has_thread:
+        (tmp_path / "torch.py").write_text(
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    if not has_thread:
+        env["PYTHONPATH"] = str(ROOT)
+    env.pop("PYTHON_UNIX_DOMAIN_ENABLED", None)
+    command = [sys.executable, "-m", "sparkhvd.python_daemon", "pyspark.worker"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    ) as daemon:
+        assert daemon.stdin is not None
+        assert daemon.stdout is not None
+        (port,) = PORT.unpack(daemon.stdout.read(PORT.size))
+        assert 0 < port < 65536
+        place = Path(f"/proc/{daemon.pid}")
+        module = place.joinpath("cmdline").read_bytes().split(b"\0")[2]
+        assert module == (b"pyspark.daemon" if has_thread else b"sparkhvd.python_daemon")
+        assert len(os.listdir(place / "task")) == 1
+        assert ("libtorch" in place.joinpath("maps").read_text()) != has_thread
+        daemon.stdin.close()  # as Spark ends it
+        daemon.wait(20)

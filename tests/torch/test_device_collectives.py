@@ -1,0 +1,287 @@
+"""Collectives of tensors on GPUs, with the stand-in, against those of the CPU's plane."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import InvalidArgumentError, MismatchError
+from tests.harness import device_bodies as bodies
+from tests.harness.device_bodies import Gpu
+from tests.harness.fake_cuda import Driver, FakeDevice, gpu
+from tests.harness.soak import left_to_soak
+from tests.torch.on_gpus import on_gpus
+
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
+
+DTYPES = [str(dtype).removeprefix("torch.") for dtype in bodies.DTYPES]
+EVERY_KIND = ("float32", "float16", "bfloat16", "int64", "uint8", "bool")
+DELAY_US = 300
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *EVERY_KIND,
+        *left_to_soak("other widths, here", *(name for name in DTYPES if name not in EVERY_KIND)),
+    ],
+)
+@pytest.mark.parametrize(
+    "body",
+    [
+        bodies.allreduces,
+        bodies.gathers,
+        bodies.alltoalls,
+        bodies.broadcasts,
+        bodies.reducescatters,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_every_type(body: Callable[[Gpu, torch.dtype], None], dtype: str) -> None:
+    on_gpus(3, lambda gpu: body(gpu, getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(name for name in EVERY_KIND if name != "bool"),
+        *left_to_soak("other widths, here", *(name for name in DTYPES if name not in EVERY_KIND)),
+    ],
+)
+def test_factors(dtype: str) -> None:
+    on_gpus(3, lambda gpu: bodies.factors(gpu, getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        bodies.asynchronous,
+        bodies.batch_norm,
+        bodies.compressed,
+        bodies.gathers_go_on_alone,
+        bodies.gradients,
+        bodies.grouped,
+        bodies.parameters,
+        bodies.strided,
+        bodies.subset,
+    ],
+    ids=lambda body: body.__name__,
+)
+@pytest.mark.parametrize(
+    "delay_us", [DELAY_US, *left_to_soak("with a delay, here; every type without one", 0)]
+)
+def test_with_streams_that_are_late(
+    fake_gpus: Driver, body: Callable[[Gpu], None], delay_us: int
+) -> None:
+    fake_gpus.control("fake_cuda_stream_delay_us", delay_us)
+    on_gpus(3, body)
+
+
+def test_waits_of_synchronize_do_not_stop_the_host(fake_gpus: Driver) -> None:
+    fake_gpus.control("fake_cuda_stream_delay_us", 20_000)
+
+    def body(gpu: FakeDevice) -> None:
+        x = gpu.tensor(torch.ones(4))
+        before = gpu.host_waits
+        handle = hvd.allreduce_async(x, op=hvd.Sum)
+        assert not hvd.poll(handle)
+        y = hvd.synchronize(handle) * 2
+        assert gpu.host_waits == before
+        assert y.tolist() == [4.0] * 4
+
+    on_gpus(2, body)
+
+
+def sum_with_one_missing_wait(fake_gpus: Driver, skipped: int, slow: int) -> list[Any]:
+    """Sums where one rank's GPU is behind the other's, and one event wait does nothing (0: all do)."""
+
+    def body(gpu: FakeDevice) -> Any:
+        hvd.allreduce(gpu.tensor(torch.zeros(8)), op=hvd.Sum).cpu()  # the communicator is made
+        x = gpu.tensor(torch.zeros(8))
+        gpu.synchronize()
+        hvd.barrier()
+        if skipped and hvd.rank() == 0:
+            fake_gpus.control("fake_cuda_skip_wait", skipped)
+        hvd.barrier()
+        if hvd.rank() == slow:
+            gpu.enqueue(lambda: time.sleep(0.03))
+        x.add_(3)
+        hvd.allreduce_(x, op=hvd.Sum)
+        return x.tolist()
+
+    return on_gpus(2, body)
+
+
+def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
+    for slow in (0, 1):
+        assert sum_with_one_missing_wait(fake_gpus, 0, slow) == [[6.0] * 8] * 2
+    # For each of two ranks: the operation waits for the input, and the caller for the operation.
+    for number in range(1, 5):
+        # Which rank the wait belongs to is chance, and shows with one of them behind the other.
+        for attempt in range(20):
+            if sum_with_one_missing_wait(fake_gpus, number, attempt % 2) != [[6.0] * 8] * 2:
+                break
+        else:
+            pytest.fail(f"Without event wait {number} everything is right.")
+
+
+def test_a_name_comes_again_before_the_gpu_has_finished(fake_gpus: Driver) -> None:
+    def body(gpu: FakeDevice) -> Any:
+        x = gpu.tensor(torch.ones(4))
+        hvd.allreduce_(x, name="again")
+        gpu.enqueue(lambda: time.sleep(0.05))
+        for _ in range(3):
+            hvd.allreduce_(x, op=hvd.Sum, name="again")
+        return x.tolist()
+
+    assert on_gpus(2, body) == [[8.0] * 4] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_adasum_has_the_bits_of_the_cpu(dtype: str) -> None:
+    def body(gpu: FakeDevice) -> None:
+        for shape in ((), (7,), (3, 5)):
+            values = bodies.mine(shape, getattr(torch, dtype))
+            there = gpu.tensor(values)
+            factors = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+            for arguments in ({}, factors):
+                expected = hvd.allreduce(values, op=hvd.Adasum, **arguments)
+                found = hvd.allreduce(there, op=hvd.Adasum, **arguments)
+                bodies.equal(found, expected, is_sum=False)
+                bodies.equal(there, values, is_sum=False)
+            handle = hvd.grouped_allreduce_async_([there], op=hvd.Adasum)
+            assert hvd.synchronize(handle)[0] is there
+            bodies.equal(there, hvd.allreduce(values, op=hvd.Adasum), is_sum=False)
+        both = [bodies.mine((4,), torch.float32), gpu.tensor(bodies.mine((5,), torch.float32))]
+        here, there = hvd.grouped_allreduce(both, op=hvd.Adasum)
+        assert torch.equal(here, hvd.allreduce(both[0], op=hvd.Adasum))
+        bodies.equal(there, hvd.allreduce(both[1].cpu(), op=hvd.Adasum), is_sum=False)
+
+    on_gpus(2, body)
+
+
+def test_adasum_is_for_allreduce() -> None:
+    def body(gpu: FakeDevice) -> None:
+        with pytest.raises(NotImplementedError, match="Adasum is for allreduce only"):
+            hvd.reducescatter(gpu.tensor(torch.ones(2)), op=hvd.Adasum)
+
+    on_gpus(2, body)
+
+
+def test_bool_has_no_average() -> None:
+    def body(gpu: FakeDevice) -> None:
+        with pytest.raises(InvalidArgumentError, match="bool has no Average"):
+            hvd.allreduce(gpu.tensor(torch.ones(2, dtype=torch.bool)))
+
+    on_gpus(2, body)
+
+
+def test_a_stream_under_capture_is_refused() -> None:
+    def body(gpu: FakeDevice) -> None:
+        x = gpu.tensor(torch.ones(2))
+        gpu.is_capturing = True
+        try:
+            for call in (hvd.allreduce, hvd.allgather, hvd.allreduce_async, hvd.alltoall):
+                with pytest.raises(
+                    InvalidArgumentError, match="is being captured into a CUDA graph"
+                ):
+                    call(x)
+        finally:
+            gpu.is_capturing = False
+        assert hvd.allreduce(x).tolist() == [1.0, 1.0]
+
+    on_gpus(2, body)
+
+
+def test_a_tensor_on_another_gpu_is_refused() -> None:
+    def body(mine: FakeDevice) -> None:
+        hvd.allreduce(mine.tensor(torch.ones(2)))
+        other = gpu(mine.ordinal + 2)
+        with pytest.raises(
+            InvalidArgumentError,
+            match=f"on cuda:{other.ordinal}, and this rank's operations run on cuda:{mine.ordinal}",
+        ):
+            hvd.allreduce(other.tensor(torch.ones(2)))
+
+    on_gpus(2, body)
+
+
+def test_wrong_splits_are_refused_before_anybody_waits() -> None:
+    def body(gpu: FakeDevice) -> None:
+        x = gpu.tensor(torch.ones(4, 2))
+        for splits in ([1], [3, 2], [-1, 2]):
+            with pytest.raises(InvalidArgumentError, match="splits are"):
+                hvd.alltoall(x, splits)
+        with pytest.raises(InvalidArgumentError, match="cannot be divided into 2 equal parts"):
+            hvd.alltoall(x[:3])
+
+    on_gpus(2, body)
+
+
+def test_ranks_that_differ_learn_of_it() -> None:
+    def body(gpu: FakeDevice) -> None:
+        is_first = hvd.rank() == 0
+        x = gpu.tensor(torch.ones(4, 2))
+        with pytest.raises(MismatchError):
+            hvd.allreduce(x, op=hvd.Sum if is_first else hvd.Average, name="op")
+        with pytest.raises(MismatchError):
+            hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0 if is_first else 3.0, name="factor")
+        with pytest.raises(MismatchError):
+            hvd.allgather(x if is_first else x[:, :1], name="columns")
+        with pytest.raises(MismatchError):
+            hvd.allreduce(x if is_first else torch.ones(4, 2), op=hvd.Sum, name="plane")
+        assert hvd.allreduce(x).cpu().equal(torch.ones(4, 2))
+
+    on_gpus(2, body)
+
+
+def test_joined_ranks_count_as_zeros() -> None:
+    def body(gpu: FakeDevice) -> Any:
+        found = None
+        if hvd.rank() == 0:
+            x = gpu.tensor(torch.full((3,), 4.0))
+            found = hvd.allreduce(x, name="alone").tolist()
+        hvd.join(gpu.ordinal)
+        return found
+
+    assert on_gpus(2, body) == [[2.0] * 3, None]
+
+
+def test_registered_memory() -> None:
+    def body(gpu: FakeDevice) -> None:
+        place = torch.device("cuda", gpu.ordinal)
+        x = hvd.registered_empty((3, 5), torch.float64, device=place)
+        assert x.is_cuda
+        assert x.tolist() == [[0.0] * 5] * 3
+        values = bodies.mine((3, 5), torch.float64)
+        x.copy_(gpu.tensor(values))
+        part = x[1]
+        assert hvd.allreduce_(x) is x
+        del x  # the part keeps the memory, also beyond the engine
+        bodies.equal(part, hvd.allreduce(values)[1])
+        assert hvd.registered_empty(4, device="cuda").dtype == torch.float32
+
+    on_gpus(2, body)
+
+
+def test_registered_memory_elsewhere_is_refused() -> None:
+    def body(gpu: FakeDevice) -> None:
+        hvd.allreduce(gpu.tensor(torch.ones(1)))
+        with pytest.raises(InvalidArgumentError, match=f"run on cuda:{gpu.ordinal}"):
+            hvd.registered_empty(4, device=f"cuda:{gpu.ordinal + 2}")
+        with pytest.raises(InvalidArgumentError, match="registered on CPUs and NVIDIA's GPUs"):
+            hvd.registered_empty(4, device="meta")
+        with pytest.raises(InvalidArgumentError, match="is no device of torch"):
+            hvd.registered_empty(4, device="nowhere")
+
+    on_gpus(2, body)
+
+
+def test_built_functions_tell_the_truth() -> None:
+    assert hvd.cuda_built() is (torch.version.cuda is not None)
+    assert (hvd.nccl_built() > 0) is (hvd.cuda_built() and torch.distributed.is_nccl_available())

@@ -1,0 +1,450 @@
+"""Checkpoints in the store: what stays, what goes, and what a killed writer leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import shutil
+import signal
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkhvd.data.store.store import TEMPORARY, Store
+from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint, Position
+from sparkhvd.training.checkpoints.files import Checkpoints
+from tests.harness.sequential_mount import sequential_mount
+from tests.harness.soak import SOAK
+
+pytestmark = pytest.mark.ranks
+
+RUN = "runs/r"
+# (epochs, steps), as a run writes them.
+POSITIONS = [(0, 7), (0, 12), (1, 0), (1, 5), (2, 0)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(tmp_path / "store")
+
+
+def checkpoint(epoch: int, step: int) -> Checkpoint:
+    number = float(100 * epoch + step)
+    return Checkpoint(
+        epoch=epoch,
+        model={"weight": torch.full((300,), number)},
+        optimizer={"state": {0: {"step": torch.tensor(number)}}, "param_groups": []},
+        scheduler=None,
+        history=[{"epoch": e + 1, "loss": 1.0} for e in range(epoch)],
+        fingerprint="{}",
+        step=step,
+        ranks=[{"totals": {"values": torch.ones(3)}}] * 2 if step else [],
+    )
+
+
+def files(store: Store) -> set[str]:
+    folder = Path(store.local_path(f"{RUN}/checkpoints") or "")
+    return {p.name for p in folder.iterdir()} - {"latest.json"}
+
+
+def test_the_last_two_stay_and_those_to_keep(store: Store) -> None:
+    checkpoints = Checkpoints(store, RUN)
+    for position in POSITIONS:
+        checkpoints.save(checkpoint(*position), keep=lambda epochs: 1)
+        assert checkpoints.latest_position() == position
+    assert files(store) == {"epoch-1.pt", "epoch-1-step-5.pt", "epoch-2.pt"}
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.position == (2, 0)
+    assert [r["epoch"] for r in checkpoints.history()] == [1, 2]
+    # Another process resumes: it finds what is there.
+    again = Checkpoints(store, RUN)
+    again.save(checkpoint(2, 9), keep=lambda epochs: 1)
+    assert files(store) == {"epoch-1.pt", "epoch-2.pt", "epoch-2-step-9.pt"}
+
+
+def test_of_two_writers_the_last_that_began_goes_on(store: Store) -> None:
+    first, second = Checkpoints(store, RUN), Checkpoints(store, RUN)
+    first.save(checkpoint(1, 0))
+    first.save(checkpoint(2, 0))
+    second.save(checkpoint(2, 5))
+    with pytest.raises(InvalidArgumentError, match="Another fit with the same run_id has begun"):
+        first.save(checkpoint(3, 0))
+    assert Checkpoints(store, RUN).latest_position() == (2, 5)
+    second.save(checkpoint(3, 0))
+    found = Checkpoints(store, RUN).latest()
+    assert found is not None
+    assert found.position == (3, 0)
+    assert files(store) == {"epoch-2-step-5.pt", "epoch-3.pt"}
+
+
+def test_a_damaged_checkpoint_leaves_the_one_before_with_a_warning(store: Store) -> None:
+    for position in POSITIONS:
+        Checkpoints(store, RUN).save(checkpoint(*position))
+    checkpoints = Checkpoints(store, RUN)
+    path = Path(store.local_path(checkpoints.path(2)) or "")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.warns(UserWarning, match="epoch-2.pt is damaged: it has") as warned:
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.position == (1, 5)
+    assert torch.equal(found.model["weight"], checkpoint(1, 5).model["weight"])
+    assert str(warned[0].message) == checkpoints.warning
+    assert checkpoints.warning.endswith(
+        "The run resumes from step 5 of epoch 2 and repeats the training from there to the end of epoch 2."
+    )
+    checkpoints.save(checkpoint(1, 9))
+    assert files(store) == {"epoch-1-step-5.pt", "epoch-1-step-9.pt"}
+
+
+def test_without_a_whole_checkpoint_the_error_names_them(store: Store) -> None:
+    checkpoints = Checkpoints(store, RUN)
+    for position in POSITIONS[:2]:
+        checkpoints.save(checkpoint(*position))
+        path = Path(store.local_path(checkpoints.path(*position)) or "")
+        path.write_bytes(b"x" + path.read_bytes()[1:])
+    with pytest.raises(InvalidArgumentError) as refused:
+        Checkpoints(store, RUN).latest()
+    for position in POSITIONS[:2]:
+        url = store.full_url(checkpoints.path(*position))
+        assert f"{url} is damaged: its SHA-256 is " in str(refused.value)
+        store.delete(checkpoints.path(*position))
+    assert str(refused.value).endswith(
+        "No checkpoint of this run is whole. Restore one from a copy; or delete the damaged ones, and a fit with "
+        "this run_id trains from the beginning."
+    )
+    with pytest.warns(UserWarning, match="The run resumes from the beginning"):
+        assert Checkpoints(store, RUN).latest() is None
+
+
+@pytest.mark.parametrize("pointer", [b"", b'{"epo', b"[]", b"3", b'{"epoch": 1}'])
+def test_a_pointer_that_is_damaged_is_made_from_the_files(store: Store, pointer: bytes) -> None:
+    for position in POSITIONS[:3]:
+        Checkpoints(store, RUN).save(checkpoint(*position))
+    store.write_bytes(f"{RUN}/checkpoints/latest.json", pointer)
+    assert Checkpoints(store, RUN).latest_position() == (1, 0)
+    Path(store.local_path(f"{RUN}/checkpoints/epoch-1.pt") or "").write_bytes(b"cut off")
+    assert Checkpoints(store, RUN).latest_position() == (0, 12)
+
+
+def test_a_checkpoint_that_is_gone_leaves_the_one_before(store: Store) -> None:
+    for position in POSITIONS[:3]:
+        Checkpoints(store, RUN).save(checkpoint(*position))
+    store.delete(f"{RUN}/checkpoints/epoch-1.pt")
+    with pytest.warns(UserWarning, match="epoch-1.pt is not there. The run resumes from step 12"):
+        found = Checkpoints(store, RUN).latest()
+    assert found is not None
+    assert found.position == (0, 12)
+    assert torch.equal(found.model["weight"], checkpoint(0, 12).model["weight"])
+    store.delete(f"{RUN}/checkpoints/epoch-0-step-12.pt")
+    with pytest.warns(UserWarning, match="The run resumes from the beginning"):
+        assert Checkpoints(store, RUN).latest() is None
+
+
+def test_a_store_that_cannot_be_read_for_a_moment_hides_no_checkpoint(tmp_path: Path) -> None:
+    class Failing(Store):
+        """Reads no checkpoint the first time."""
+
+        failures = 1
+
+        def local_path(self, path: str) -> str | None:
+            return None if path.endswith(".pt") else super().local_path(path)
+
+        def open_input(self, path: str) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise StoreError("The store cannot be read: timed out.")
+            return super().open_input(path)
+
+    store = Failing.create(tmp_path / "failing")
+    for position in POSITIONS[:3]:
+        Checkpoints(store, RUN).save(checkpoint(*position))
+    store.write_bytes(f"{RUN}/checkpoints/latest.json", b"")
+    store.failures = 1  # type: ignore[attr-defined]
+    with pytest.raises(StoreError, match="timed out"):
+        Checkpoints(store, RUN).latest_position()
+    assert Checkpoints(store, RUN).latest_position() == (1, 0)
+
+
+@pytest.mark.parametrize("url", ["{}/large", "memory://large{}"])
+def test_a_checkpoint_is_read_in_pieces(tmp_path: Path, url: str) -> None:
+    """Check that the file's bytes are never in memory beside the tensors."""
+    store = Store.create(url.format(tmp_path))
+    large = replace(checkpoint(1, 0), model={"weight": torch.arange(16 << 20)})
+    Checkpoints(store, RUN).save(large)
+    tracemalloc.start()
+    try:
+        found = Checkpoints(store, RUN).latest()
+        largest = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found is not None
+    assert torch.equal(found.model["weight"], large.model["weight"])
+    # Python's own memory; torch's is not traced.
+    assert largest < 100 << 20
+
+
+class WatchedStore(Store):
+    """Calls `at_moment` at each of the moments between two changes of the store."""
+
+    at_moment: Callable[[], object]
+
+    @contextlib.contextmanager
+    def open_output(self, path: str) -> Iterator[Any]:
+        self.at_moment()
+        with super().open_output(path) as sink:
+            yield _HalfWritten(sink, self.at_moment)
+            sink.flush()
+            self.at_moment()  # all is written, nothing is renamed
+        self.at_moment()
+
+    def delete(self, path: str) -> None:
+        super().delete(path)
+        self.at_moment()
+
+
+class _HalfWritten:
+    def __init__(self, sink: Any, at_moment: Callable[[], object]) -> None:
+        self.sink, self.at_moment, self.is_first = sink, at_moment, True
+
+    def write(self, data: Any) -> None:
+        middle = len(data) // 2
+        self.sink.write(data[:middle])
+        if self.is_first:
+            self.sink.flush()
+            self.at_moment()
+            self.is_first = False
+        self.sink.write(data[middle:])
+
+
+def copy_state(folder: Path, states: Path) -> None:
+    """Copy a folder as it is now: as a writer leaves it that is killed now."""
+    shutil.copytree(folder, states / f"{len(os.listdir(states)):04d}")
+
+
+def kill_at(moment: int) -> Callable[[], None]:
+    """Make a function that ends its process with SIGKILL when it is called once more than `moment` times."""
+    left = itertools.count(moment, -1)
+
+    def count() -> None:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return count
+
+
+def write_all(store: Store, folder: Path) -> None:
+    """Write `POSITIONS`, and note each in the folder."""
+    checkpoints = Checkpoints(store, RUN)
+    for position in POSITIONS:
+        checkpoints.save(checkpoint(*position))
+        (folder / "done").write_text(repr(position))
+
+
+def was_killed(store: Store, folder: Path) -> bool:
+    """Call `write_all` in a process of its own; return True if it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            write_all(store, folder)
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - a fork must not return into pytest
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFEXITED(status):
+        assert os.WEXITSTATUS(status) == 0
+        return False
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return True
+
+
+def contents(folder: Path) -> list[tuple[str, int]]:
+    """Return paths and sizes of the files in a folder, without the random part of temporary names."""
+    return sorted(
+        (
+            re.sub(f"({re.escape(TEMPORARY)})[0-9a-f]+", r"\1", str(p.relative_to(folder))),
+            p.stat().st_size,
+        )
+        for p in folder.rglob("*")
+        if p.is_file()
+    )
+
+
+def assert_readable(store: Store, done: Path) -> Position:
+    """Check that the newest checkpoint is the last that was noted or the one behind it; return its position."""
+    least = eval(done.read_text()) if done.exists() else (0, 0)  # noqa: S307 - written above
+    found = Checkpoints(store, RUN).latest()
+    position = found.position if found is not None else (0, 0)
+    assert position in [least, *[p for p in POSITIONS if p > least][:1]]
+    if found is not None:
+        expected = checkpoint(*position)
+        assert torch.equal(found.model["weight"], expected.model["weight"])
+        assert len(found.ranks) == len(expected.ranks)
+    return position
+
+
+# A kill leaves what was copied at its moment: tried at every so many-th one, in `make soak` at all.
+KILLS_APART = 1 if SOAK else 16
+
+
+def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
+    tmp_path: Path,
+) -> None:
+    whole, states = tmp_path / "whole", tmp_path / "states"
+    whole.mkdir()
+    states.mkdir()
+    store = WatchedStore(whole.as_uri())
+    store.at_moment = lambda: copy_state(whole, states)
+    write_all(store, whole)
+    copied = sorted(states.iterdir())
+    assert len(copied) > 40
+    for moment in range(0, len(copied), KILLS_APART):
+        here = tmp_path / f"{moment}"
+        here.mkdir()
+        store = WatchedStore(here.as_uri())
+        store.at_moment = kill_at(moment)
+        assert was_killed(store, here)
+        assert contents(here) == contents(copied[moment])
+    for folder in [*copied, whole]:
+        store = Store(folder.as_uri())
+        position = assert_readable(store, folder / "done")
+        # The next attempt resumes, and nothing of the killed one stays.
+        checkpoints = Checkpoints(store, RUN)
+        for later in [p for p in [*POSITIONS, (2, 3), (3, 0)] if p > position]:
+            checkpoints.save(checkpoint(*later))
+        assert files(store) == {"epoch-2-step-3.pt", "epoch-3.pt"}
+
+
+@pytest.mark.parametrize("renames", [True, False])
+@pytest.mark.usefixtures("mounts")
+def test_a_kill_at_any_change_of_a_mount_leaves_a_checkpoint_that_can_be_read(
+    tmp_path: Path, renames: bool
+) -> None:
+    """Stop the writer at each folder, file, write, rename and removal that the mount is asked for."""
+    whole, states, at = tmp_path / "whole", tmp_path / "states", tmp_path / "mount"
+    whole.mkdir()
+    states.mkdir()
+    copy = functools.partial(copy_state, whole, states)
+    with sequential_mount(whole / "folder", at, renames=renames, before_change=copy) as place:
+        write_all(Store(place.as_uri()), whole)
+    copied = sorted(states.iterdir())
+    assert len(copied) > 40
+    for change in range(0, len(copied), KILLS_APART):
+        here = tmp_path / f"{change}"
+        here.mkdir()
+        with sequential_mount(here / "folder", at, renames=renames, kill_at=change) as place:
+            assert was_killed(Store(place.as_uri()), here)
+        assert contents(here) == contents(copied[change])
+    copy()
+    with sequential_mount(states, at, renames=renames) as place:
+        for state in sorted(states.iterdir()):
+            store = Store((place / state.name / "folder").as_uri())
+            assert_readable(store, state / "done")
+            Checkpoints(store, RUN).save(checkpoint(3, 0))
+            assert Checkpoints(store, RUN).latest_position() == (3, 0)
+
+
+@pytest.mark.parametrize(("failing", "value"), [(".pt", 1.0), ("latest.json", 2.0)])
+def test_a_checkpoint_that_is_replaced_can_be_read_at_every_moment(
+    tmp_path: Path, failing: str, value: float
+) -> None:
+    class Killed(Store):
+        """Fails to write a kind of file the second time."""
+
+        left = 2
+
+        @contextlib.contextmanager
+        def open_output(self, path: str) -> Iterator[Any]:
+            self.left -= path.endswith(failing)
+            with super().open_output(path) as sink:
+                yield sink
+                if not self.left:
+                    raise OSError("killed")
+
+    store = Killed.create(tmp_path)
+    checkpoints = Checkpoints(store, "runs/r")
+    old, new = (
+        Checkpoint(0, {"w": torch.full((3,), number)}, {}, None, [], "{}") for number in (1.0, 2.0)
+    )
+    checkpoints.save(old)
+    with pytest.raises(OSError, match="killed"):
+        checkpoints.save(new)
+    found = Checkpoints(store, "runs/r").latest()
+    assert found is not None
+    assert torch.equal(found.model["w"], torch.full((3,), value))
+
+
+def record(epoch: int, text: str = "") -> dict[str, Any]:
+    return {"epoch": epoch, "loss": 0.5, "text": text}
+
+
+@pytest.mark.parametrize("url", ["{}/store", "memory://records{}"])
+def test_records_are_added_and_read_once(tmp_path: Path, url: str) -> None:
+    store = Store.create(url.format(tmp_path))
+    checkpoints = Checkpoints(store, RUN)
+    assert checkpoints.is_appended == (not url.startswith("memory"))
+    reader, path, seen = checkpoints.reader(), f"{RUN}/metrics.jsonl", []
+    history: list[Any] = []
+    for epoch in range(1, 8):
+        history.append(record(epoch, "x" * epoch))
+        checkpoints.write_history(history)
+        if epoch % 3:
+            seen += reader.after(len(seen))
+    seen += reader.after(len(seen))
+    assert seen == history == checkpoints.history()
+    assert reader.after(7) == []
+
+    whole = store.read_bytes(path)
+    store.write_bytes(path, whole + b'{"epoch": 8, "lo')  # a writer is adding it
+    assert reader.after(7) == []
+    assert checkpoints.history() == history
+
+    # A resumed run repeats epochs, with lines of other lengths.
+    other = Checkpoints(store, RUN)
+    repeated = [*history[:4], *(record(epoch, "longer" * 9) for epoch in range(5, 10))]
+    other.write_history(repeated[:6])
+    other.write_history(repeated)
+    assert reader.after(7) == repeated[7:]
+    assert other.history() == repeated
+    other.write_history(repeated[:3])  # ranks were lost
+    assert other.history() == repeated[:3]
+    with pytest.raises(InvalidArgumentError, match="Another fit with the same run_id"):
+        checkpoints.write_history(history)
+
+    for bad in (b"[]\n", b'{"epoch": "1"}\n', b"{}\n", b"nonsense\n"):
+        store.write_bytes(path, bad)
+        with pytest.raises(ValueError, match="record|Expecting"):
+            reader.after(0)
+
+
+def test_records_that_another_fit_has_written_meanwhile_are_replaced(store: Store) -> None:
+    checkpoints = Checkpoints(store, RUN)
+    checkpoints.write_history([record(1)])
+    path = f"{RUN}/metrics.jsonl"
+    store.write_bytes(path, store.read_bytes(path) + b'{"epoch": 2, "of": "another"}\n')
+    checkpoints.write_history([record(1), record(2)])
+    assert checkpoints.history() == [record(1), record(2)]
+
+
+def test_records_of_a_mount_that_cannot_add_are_written_as_a_whole(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str, mode: str) -> Any:
+        raise OSError(95, "Operation not supported")
+
+    checkpoints = Checkpoints(store, RUN)
+    monkeypatch.setattr("sparkhvd.training.checkpoints.files.open", refuse, raising=False)
+    for count in (1, 2, 3):
+        checkpoints.write_history([record(epoch + 1) for epoch in range(count)])
+    assert [each["epoch"] for each in checkpoints.history()] == [1, 2, 3]
+    assert not checkpoints.is_appended

@@ -1,0 +1,148 @@
+"""Columns that a transform adds: which, in which order, and with which attributes of Spark ML."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sparkhvd import InvalidArgumentError, TorchModel
+from sparkhvd.data.columns.binding import bind_inputs
+from sparkhvd.data.columns.labels import is_of_row, known_kinds
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.estimator.fitting.request import FitRequest
+from sparkhvd.estimator.params.generated import PredictOptions
+from sparkhvd.estimator.transform.outputs import output_columns
+from sparkhvd.estimator.transform.worker import Output
+from sparkhvd.training.modules.fitted import TrainedState
+
+pytestmark = pytest.mark.pure
+
+CLASSES = ["y__output", "rawPrediction", "probability", "prediction"]
+VALUE = ["y__output", "prediction"]
+ALONE = ["y__output"]
+
+
+def outputs(
+    links: tuple[str, ...], widths: tuple[int, ...], existing: tuple[str, ...] = (), **params: Any
+) -> list[Output]:
+    """Decide on the columns for a DataFrame that has `existing` ones."""
+    module, column = nn.Linear(2, 1), Column("x", "vector", "float32", (2,), "vector", "float32")
+    fitted = TrainedState(
+        module=module,
+        columns=(column,),
+        labels=("y", "z")[: len(links)],
+        inputs=bind_inputs(module, DataSchema((column,), ())),
+        links=links,
+        widths=widths,
+    )
+    conf = SimpleNamespace(get=lambda name, default: default)
+    df: Any = SimpleNamespace(columns=["x", *existing], sparkSession=SimpleNamespace(conf=conf))
+    options = TorchModel(**params)._read_options(PredictOptions)
+    return list(output_columns(fitted, options, df))
+
+
+@pytest.mark.parametrize(
+    ("link", "width", "params", "expected"),
+    [
+        ("softmax", 3, {}, CLASSES),
+        ("sigmoid", 1, {}, CLASSES),
+        ("value", 1, {}, VALUE),
+        # Nothing tells what these mean.
+        ("identity", 1, {}, ALONE),
+        ("identity", 3, {}, ALONE),
+        ("softmax", 1, {}, ALONE),
+        ("sigmoid", 3, {}, ALONE),
+        ("value", 3, {}, ALONE),
+        # Only the function knows how many elements it makes.
+        ("softmax", 3, {"output_fn": print}, CLASSES),
+        ("sigmoid", 1, {"output_fn": print}, CLASSES),
+        ("value", 1, {"output_fn": print}, ALONE),
+        # A name that is set counts in any case, the default's own too.
+        ("identity", 1, {"predictionCol": "prediction"}, VALUE),
+        ("identity", 3, {"rawPredictionCol": "r"}, ["y__output", "r"]),
+        (
+            "softmax",
+            3,
+            {"predictionCol": "p", "probabilityCol": ""},
+            ["y__output", "rawPrediction", "p"],
+        ),
+        ("softmax", 3, {"outputCols": [""]}, CLASSES[1:]),
+        ("softmax", 3, {"label_cols": "own"}, ["own__output", *CLASSES[1:]]),
+    ],
+)
+def test_columns_are_added_where_the_loss_tells_their_meaning(
+    link: str, width: int, params: dict[str, Any], expected: list[str]
+) -> None:
+    assert [o.name for o in outputs((link,), (width,), **params)] == expected
+
+
+def test_several_outputs_have_no_prediction() -> None:
+    assert [o.name for o in outputs(("softmax", "value"), (3, 1))] == ["y__output", "z__output"]
+    with pytest.raises(
+        InvalidArgumentError, match="predictionCol is 'prediction', and the model has 2 outputs"
+    ):
+        outputs(("softmax", "value"), (3, 1), predictionCol="prediction")
+
+
+@pytest.mark.parametrize("link", ["identity", "value"])
+def test_probabilities_that_no_loss_tells_need_a_function(link: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="does not say how probabilities follow"):
+        outputs((link,), (3,), probabilityCol="p")
+    assert outputs((link,), (3,), probabilityCol="p", output_fn=print)[-1].name == "p"
+
+
+@pytest.mark.parametrize(
+    ("link", "width", "sizes"),
+    [("softmax", 3, [3, 3, 3, 3]), ("sigmoid", 1, [1, 2, 2, 2]), ("value", 1, [1, 0])],
+)
+def test_widths_and_classes_are_known(link: str, width: int, sizes: list[int]) -> None:
+    found = outputs((link,), (width,))
+    assert [o.size for o in found] == sizes
+    kinds = ["output"] if width > 1 else []
+    assert {o.kind for o in found if o.is_vector} == {*kinds, *known_kinds(link, width)} - {
+        "prediction"
+    }
+
+
+def test_widths_of_an_own_function_are_not_known() -> None:
+    sizes = {o.name: o.size for o in outputs(("softmax",), (3,), output_fn=print)}
+    assert sizes == {"y__output": 3, "rawPrediction": 3, "probability": 0, "prediction": 0}
+
+
+@pytest.mark.parametrize(
+    ("taken", "remedy"),
+    [("PREDICTION", "predictionCol=''"), ("y__output", "outputCols with '' in its place")],
+)
+def test_a_column_that_exists_is_an_error_that_says_how_to_leave_it_out(
+    taken: str, remedy: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="which exists already") as wrong:
+        outputs(("value",), (1,), existing=(taken,))
+    assert f"Drop it first, set another name, or leave it out: {remedy}." in str(wrong.value)
+    left_out: Any = {"predictionCol": ""} if taken == "PREDICTION" else {"outputCols": [""]}
+    assert outputs(("value",), (1,), existing=(taken,), **left_out)
+
+
+INDEX = Column("y", "scalar", "int64", (), "int", "int64")
+PIXELS = Column("y", "array", "int64", (6,), "array<int>", "int64")
+SHARES = Column("y", "array", "float32", (3,), "array<double>", "float32")
+TAGS = Column("y", "array", "int64", (1,), "array<int>", "int64", is_collated=True)
+
+
+def test_labels_of_places_in_a_row_are_told_from_labels_of_rows() -> None:
+    assert [is_of_row(c) for c in (INDEX, PIXELS, SHARES, TAGS)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("own_step", "label", "expected"),
+    [(False, INDEX, True), (False, PIXELS, False), (True, INDEX, False)],
+)
+def test_a_loss_tells_nothing_where_a_step_of_the_users_trains(
+    own_step: bool, label: Column, expected: bool
+) -> None:
+    user = SimpleNamespace(computes_loss=own_step)
+    request: Any = SimpleNamespace(program=SimpleNamespace(user=user))
+    assert FitRequest.tells_outputs(request, [label]) is expected
