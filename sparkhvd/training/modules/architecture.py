@@ -403,9 +403,10 @@ def _set_parametrized(module: nn.Module, state: Any) -> None:
     if isinstance(module, nn.RNNBase):
         vars(module).update(state)
         # `forward` collects the weights again, because a reference is to another object.
-        found = [module._parameters.get(name) for name in module._flat_weights_names]
+        found: list[Any] = [module._parameters.get(name) for name in module._flat_weights_names]
         module._flat_weights = found
-        module._flat_weight_refs = [weakref.ref(nn.Module() if w is None else w) for w in found]
+        gone: Any = nn.Module()
+        module._flat_weight_refs = [weakref.ref(gone if w is None else w) for w in found]
     else:
         module.__setstate__(state)
     parametrize._inject_new_class(module)

@@ -176,7 +176,9 @@ class _Trial:
         """Return True if an index holds all elements of a column, whatever the others are."""
         others = self._ranges.keys() - {column}
         alone, without = (self._run(each)[found.call].indices for each in ({column}, others))
-        num_elements = next(self._rows(c, True).size for c in self._columns if c.name == column)
+        num_elements: int = next(
+            self._rows(c, True).size for c in self._columns if c.name == column
+        )
         return int(((alone == found.most) & (without == found.least)).sum()) >= num_elements
 
     def _run(self, largest: Collection[str]) -> list[_Lookup]:
