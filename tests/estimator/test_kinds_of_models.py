@@ -129,9 +129,9 @@ class Result:
 class OwnLoss(nn.Module):
     """Computes its loss if it gets labels, as models of model libraries do."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ids: int = 9) -> None:
         super().__init__()
-        self.embed, self.out = nn.Embedding(9, 5), nn.Linear(5, 2)
+        self.embed, self.out = nn.Embedding(num_ids, 5), nn.Linear(5, 2)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Result:
         logits = self.out(self.embed(input_ids).mean(1))
@@ -583,6 +583,10 @@ def test_two_optimizers_train_adversaries_without_labels(df: DataFrame) -> None:
         (
             {"model": OwnLoss(), "feature_cols": ["ids"], "label_cols": ["k"]},
             "loss is required",
+        ),
+        (
+            {"model": OwnLoss(5), "inputs": {"input_ids": "ids", "labels": "k"}},
+            "embedding 'embed' has 5 rows, so its indices are from 0 to 4, and column 'ids', which it looks up, is from 0 to 8 in",
         ),
         (
             {

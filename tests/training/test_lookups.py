@@ -131,6 +131,27 @@ def test_indices_that_the_model_changes_are_left_to_it(index: Callable[..., Tens
     checked(Model(index), 0, 12)
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda words, b: words[:, 0],
+        lambda words, b: words[:, 1:],
+        lambda words, b: torch.where(torch.arange(4) <= b[:, None], words, 0),
+    ],
+)
+def test_a_part_of_an_array_may_not_hold_its_largest_value(index: Callable[..., Tensor]) -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(ROWS, 2)
+
+        def forward(self, words: Tensor, b: Tensor) -> Tensor:
+            looked: Tensor = self.table(index(words, b))
+            return looked
+
+    checked(Part(), 0, 12, (WORDS, B))
+
+
 class Shifted(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         return super().forward(input % self.num_embeddings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -89,6 +90,52 @@ def own_parametrization() -> nn.Module:
     return module
 
 
+class Recurrent(nn.Module):
+    """A layer that keeps weak references to its weights, which a parametrization computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.last = nn.LSTM(4, 6, num_layers=2), nn.Linear(6, 1)
+        parametrizations.weight_norm(self.rnn, "weight_hh_l1")
+        parametrizations.spectral_norm(self.rnn, "weight_hh_l0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.rnn(x)[0])
+        return out
+
+
+class WithLock(nn.Linear):
+    """Leaves a lock out of its state."""
+
+    def __init__(self, width: int, made: int) -> None:
+        super().__init__(width, made)
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        made = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(WithLock.__getstate__(self), memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+def own_state() -> nn.Module:
+    module = WithLock(4, 1)
+    parametrizations.weight_norm(module)
+    return module
+
+
+def compiled_part() -> nn.Module:
+    module = weight_norm()
+    module[0].compile(backend="eager")  # type: ignore[index,operator]
+    return module
+
+
 def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(mlp(), nn.BatchNorm1d(1)))
 
@@ -113,7 +160,8 @@ def partly_scripted() -> nn.Module:
 
 KINDS = [
     *(called, old_weight_norm, old_spectral_norm, pruned, weight_norm, orthogonal),
-    *(own_parametrization, scripted, traced, from_a_file, partly_scripted),
+    *(own_parametrization, Recurrent, own_state, compiled_part),
+    *(scripted, traced, from_a_file, partly_scripted),
 ]
 kinds = pytest.mark.parametrize("kind", KINDS)
 X = torch.arange(20.0).reshape(5, 4) / 20
@@ -141,6 +189,7 @@ def test_copies_compute_the_same_and_are_apart(kind: Callable[[], nn.Module]) ->
             assert parameter.is_leaf
             assert parameter.requires_grad
             parameter.zero_()
+    assert not torch.equal(output(whole), expected)
     assert torch.equal(output(module), expected)
     assert torch.equal(output(light), expected)
 

@@ -57,11 +57,12 @@ def build_train_spec(
                 request.pairs,
                 options.batch_size,
             )
-    # A user's own step may change an index before the model gets it.
-    if not program.user.computes_loss:
+    # A user's own step may change an index before the model gets it; the step of a model's own loss does not.
+    if not program.user.computes_loss or program.user.label_arguments:
         padded = [name for name, f in program.functions.collate.items() if isinstance(f, pad)]
         ranges, examples = data.ranges, data.examples
-        check_lookups(program.model, inputs, schema.features, ranges, examples, padded)
+        predicted = inputs.without(program.user.label_arguments)
+        check_lookups(program.model, predicted, schema.features, ranges, examples, padded)
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size
     if not request.short_steps:

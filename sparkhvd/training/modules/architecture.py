@@ -17,6 +17,7 @@ import io
 import json
 import pickle
 import sys
+import weakref
 from collections import ChainMap
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -378,8 +379,13 @@ def _context_global(value: object) -> str | None:
 
 def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
     """Reduce a module with parametrizations for pickle, which torch rejects because their class is made at run time."""
-    kind = parametrize.type_before_parametrizations(module)
-    return _new, (kind,), dict(vars(module)), None, None, _set_parametrized
+    kind: Any = parametrize.type_before_parametrizations(module)
+    if isinstance(module, nn.RNNBase):
+        # Its own state computes the weights, which may change buffers.
+        state = {**nn.Module.__getstate__(module), "_flat_weights": [], "_flat_weight_refs": []}
+    else:
+        state = kind.__getstate__(module)
+    return _new, (kind,), state, None, None, _set_parametrized
 
 
 def _reduce_optimizer(optimizer: Optimizer) -> tuple[Any, ...]:
@@ -393,10 +399,18 @@ def _new(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
-def _set_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
-    vars(module).update(state)
+def _set_parametrized(module: nn.Module, state: Any) -> None:
+    if isinstance(module, nn.RNNBase):
+        vars(module).update(state)
+        # `forward` collects the weights again, because a reference is to another object.
+        found: list[Any] = [module._parameters.get(name) for name in module._flat_weights_names]
+        module._flat_weights = found
+        gone: Any = nn.Module()
+        module._flat_weight_refs = [weakref.ref(gone if w is None else w) for w in found]
+    else:
+        module.__setstate__(state)
     parametrize._inject_new_class(module)
-    for name in state["_modules"]["parametrizations"]:
+    for name in module._modules["parametrizations"]:  # type: ignore[union-attr]
         parametrize._inject_property(module, name)
 
 

@@ -47,7 +47,15 @@ def deepcopy(value: T, memo: dict[int, Any] | None = None) -> T:
     if isinstance(value, nn.Module):
         torchscript.copy_parts(value, memo)
     with _CopyValues():
-        return copy.deepcopy(value, memo)
+        made = copy.deepcopy(value, memo)
+    if isinstance(value, nn.Module) and isinstance(made, nn.Module):
+        own = {id(part) for part in value.modules()}
+        for part in made.modules():
+            if (
+                id(part) not in own
+            ):  # torch copies it with parametrizations, and it calls the original
+                vars(part).pop("_compiled_call_impl", None)
+    return made
 
 
 def copied(module: M) -> M:

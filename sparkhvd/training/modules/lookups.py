@@ -42,8 +42,8 @@ def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
 
 # ----------------------------------------------------------------------------------------------------
 # On the driver: the model is run on rows of the smallest and of the largest values of its columns. A column is refused only if
-# the same element of an embedding's index is its smallest value in the one run and its largest in the other, whatever the other
-# columns hold: then the model looks up the column as it is.
+# as many elements of an embedding's index as it has are its smallest value in the one run and its largest in the other, whatever the
+# other columns hold: then the model looks up the column as it is. A part of an array, which need not hold the ends, is left to the model.
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,14 @@ class _Lookup:
 
 @dataclass(frozen=True)
 class _Beyond:
-    """Element of a lookup's index beyond the table.
+    """Values of elements of a lookup's index beyond the table.
 
     Attributes:
         call: number of the lookup in a run.
-        place: of the element.
-        least, most: its values in the two runs.
+        least, most: their values in the two runs.
     """
 
     call: int
-    place: int
     least: int
     most: int
 
@@ -166,24 +164,22 @@ class _Trial:
     def _candidates(
         self, call: int, lookups: tuple[_Lookup, _Lookup]
     ) -> Iterator[tuple[_Beyond, str]]:
-        """Yield elements beyond a table with the columns of their ends."""
+        """Yield values beyond a table with the columns of their ends."""
         least, most = (each.indices for each in lookups)
         is_beyond = (least < 0) | (most >= lookups[0].num_rows)
-        ends: dict[Range, int] = {}
-        for place in is_beyond.nonzero().flatten().tolist():
-            ends.setdefault((int(least[place]), int(most[place])), place)
-        for (low, high), place in ends.items():
-            found = _Beyond(call, place, low, high)
+        ends = zip(least[is_beyond].tolist(), most[is_beyond].tolist(), strict=True)
+        for low, high in dict.fromkeys(ends):
+            found = _Beyond(call, low, high)
             yield from ((found, c) for c, range_ in self._ranges.items() if range_ == (low, high))
 
     def _is_from(self, found: _Beyond, column: str) -> bool:
-        """Return True if an element of an index is a column's value, whatever the others are."""
+        """Return True if an index holds all elements of a column, whatever the others are."""
         others = self._ranges.keys() - {column}
-        alone, without = self._run({column}), self._run(others)
-        return (
-            int(alone[found.call].indices[found.place]) == found.most
-            and int(without[found.call].indices[found.place]) == found.least
+        alone, without = (self._run(each)[found.call].indices for each in ({column}, others))
+        num_elements: int = next(
+            self._rows(c, True).size for c in self._columns if c.name == column
         )
+        return int(((alone == found.most) & (without == found.least)).sum()) >= num_elements
 
     def _run(self, largest: Collection[str]) -> list[_Lookup]:
         """Run the model with the largest values of some columns and the smallest of the others; return its lookups."""
