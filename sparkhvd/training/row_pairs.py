@@ -15,6 +15,7 @@ import functools
 import itertools
 import math
 import random
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,10 @@ _MOST_ELEMENTS = 1 << 23
 # Numbers of rows unlikely as other axes of a function, unlike 12 quantiles.
 _FEW_ROWS, _MANY_ROWS = 5, 17
 _NUM_PERMUTATIONS = 3
+# Torch's messages for class indices beyond the classes, and for elements beyond an axis.
+_INDEX = re.compile(
+    r"Target -?\d+ is out of bounds|ndex -?\d+ is out of bounds|Class values must be"
+)
 _HALF = (torch.float16, torch.bfloat16)
 # Globals that are not copied: a loss cannot change them, or they belong to a session or data.
 _UNCHANGING = (types.ModuleType, type, types.BuiltinFunctionType, np.ndarray)
@@ -108,6 +113,43 @@ def unpaired(
     )
 
 
+def check_ends(
+    losses: Sequence[Loss],
+    outputs: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    names: Sequence[str],
+    ranges: Mapping[str, tuple[int, int]],
+) -> None:
+    """Call the user's losses with the smallest and the largest label of the data, as in `unpaired` on copies.
+
+    Args:
+        losses: one per label.
+        outputs: of a few rows, one per label.
+        labels: as the losses receive them.
+        names: of the label columns.
+        ranges: smallest and largest value of columns of integers.
+
+    Raises:
+        InvalidArgumentError: a loss takes 0, and raises torch's error of an index out of range for an end.
+    """
+    for loss, output, label, name in zip(losses, outputs, labels, names, strict=True):
+        if _is_torchs(loss) or name not in ranges or label.is_floating_point():
+            continue
+        output, label = output.detach().cpu(), label.cpu()
+        with _randomness_kept(), torch.no_grad(), contextlib.suppress(_LeftAlone):
+            call = _caller(loss)
+            if _raised(call, output, torch.zeros_like(label)) is not None:
+                continue
+            for end, size in zip(ranges[name], ("smallest", "largest"), strict=True):
+                error = _raised(call, output, torch.full_like(label, end))
+                if error is not None and _INDEX.search(str(error)):
+                    raise InvalidArgumentError(
+                        f"loss raised {type(error).__name__} for {name!r} = {end}, the {size} label in the data: "
+                        f"{str(error).splitlines()[0].rstrip('.')}. The output has shape {tuple(output.shape[1:])} per row. Number the "
+                        "classes from 0 without gaps, and give the last layer as many outputs as there are classes."
+                    ) from error
+
+
 def takes_only_integers(loss: Loss, num_outputs: int, dtype: torch.dtype) -> bool:
     """Return True if a loss raises for labels of floats and takes the same labels as int64: they are class indices.
 
@@ -123,20 +165,22 @@ def takes_only_integers(loss: Loss, num_outputs: int, dtype: torch.dtype) -> boo
     label = output.new_zeros(2, 1) if num_outputs == 1 else output.new_zeros(2)
     with _randomness_kept(), torch.no_grad(), contextlib.suppress(_LeftAlone):
         call = _caller(loss)
-        return _raises(call, output, label) and not _raises(call, output, label.long())
+        return (
+            _raised(call, output, label) is not None and _raised(call, output, label.long()) is None
+        )
     return False
 
 
-def _raises(call: Function, output: Tensor, label: Tensor) -> bool:
+def _raised(call: Function, output: Tensor, label: Tensor) -> Exception | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             call(output.clone(), label.clone())
     except _LeftAlone:
         raise
-    except Exception:  # noqa: BLE001 - the user's own code
-        return True
-    return False
+    except Exception as error:  # noqa: BLE001 - the user's own code
+        return error
+    return None
 
 
 def _is_users(metric: AnyMetric) -> bool:

@@ -585,6 +585,15 @@ def test_two_optimizers_train_adversaries_without_labels(df: DataFrame) -> None:
             "loss is required",
         ),
         (
+            {
+                "model": nn.Linear(4, 2),
+                "loss": lambda output, label: F.cross_entropy(output[:, :1], label),
+                "feature_cols": ["x"],
+                "label_cols": ["k"],
+            },
+            "loss raised IndexError for 'k' = 1, the largest label in the data: Target 1 is out of bounds",
+        ),
+        (
             {"model": OwnLoss(5), "inputs": {"input_ids": "ids", "labels": "k"}},
             "embedding 'embed' has 5 rows, so its indices are from 0 to 4, and column 'ids', which it looks up, is from 0 to 8 in",
         ),

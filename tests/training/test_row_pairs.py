@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.loss_functions import resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
-from sparkhvd.training.row_pairs import takes_only_integers, unpaired
+from sparkhvd.training.row_pairs import check_ends, takes_only_integers, unpaired
 from tests.harness.later import Later
 
 pytestmark = pytest.mark.pure
@@ -479,3 +479,36 @@ def test_losses_of_class_indices_are_told_by_labels_of_floats(
     assert takes_only_integers(loss, width, dtype) == expected
     assert torch.rand(1) == expected_draw
     assert not isinstance(loss, Focal) or loss.calls == 0
+
+
+def table(output: Tensor, label: Tensor) -> Tensor:
+    return (output.sum(1) * torch.ones(5)[label]).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "range_", "said"),
+    [
+        (lambda o, y: F.cross_entropy(o, y), (1, 4), "'k' = 4, the largest label"),
+        (lambda o, y: F.nll_loss(o.log_softmax(1), y), (-1, 3), "'k' = -1, the smallest label"),
+        (one_hot, (0, 4), "'k' = 4, the largest label"),
+        (table, (0, 5), "'k' = 5, the largest label"),
+        (lambda o, y: F.cross_entropy(o, y), (-100, 3), ""),
+        (table, (0, 4), ""),
+        (F.cross_entropy, (0, 9), ""),  # `bind_labels` knows it
+        (lambda o, y: ((o.argmax(1) - y) ** 2).float().mean(), (-7, 99), ""),
+        (lambda o, y: F.cross_entropy(o, y - 1), (1, 9), ""),  # 0 is no class: nothing is known
+        (lambda o, y: 1 / 0, (0, 9), ""),
+    ],
+)
+def test_an_own_loss_that_takes_no_end_of_the_labels_is_an_error(
+    loss: Any, range_: tuple[int, int], said: str
+) -> None:
+    def check() -> None:
+        check_ends([loss], [SCORES], [CLASS], ["k"], {"k": range_})
+
+    if not said:
+        check()
+        return
+    with pytest.raises(InvalidArgumentError, match=said) as caught:
+        check()
+    assert "The output has shape (4,) per row. Number the classes from 0" in str(caught.value)

@@ -218,7 +218,7 @@ def test_a_process_without_pyspark_predicts_with_what_spark_has_saved(tmp_path: 
     assert answer["scored"] == [103.0, 3.0]
     assert answer["refused"] == (
         f"{str(path)!r} holds {__name__}.Own, and loading it runs code from that file. If you trust the file, load it "
-        "with trust=True, or inside `with sparkhvd.trust():`, or set spark.sparkhvd.trust to a prefix of the path."
+        "with trust=True, or inside `with sparkhvd.trust():`."
     )
 
 

@@ -64,7 +64,7 @@ from sparkhvd.training.optimizer import (
 )
 from sparkhvd.training.precision import check_precision
 from sparkhvd.training.program import Program, dump_program, naming_unpicklable
-from sparkhvd.training.row_pairs import takes_only_integers, unpaired
+from sparkhvd.training.row_pairs import check_ends, takes_only_integers, unpaired
 from sparkhvd.training.types import Loss
 from sparkhvd.training.user_step import model_loss
 
@@ -600,8 +600,9 @@ class PairingCheck:
         self, losses: Sequence[Loss], metrics: Sequence[AnyMetric], *, is_asked: bool
     ) -> None:
         self._losses, self._metrics = losses, metrics
+        self._is_asked = is_asked and bool(losses)
         # The ranks check it if the driver could not.
-        self.is_left = is_asked and bool(losses)
+        self.is_left = self._is_asked
 
     def __call__(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
         """Warn about functions that do not pair rows."""
@@ -609,6 +610,16 @@ class PairingCheck:
             self.is_left = False
             if text := unpaired(self._losses, self._metrics, outputs, labels):
                 warnings.warn(text, stacklevel=2)
+
+    def with_ends(self, names: Sequence[str], ranges: Mapping[str, tuple[int, int]]) -> Compare:
+        """Return this check with one of the ends of labels: a class that the model's output lacks is an error."""
+
+        def compare(outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+            self(outputs, labels)
+            if self._is_asked:
+                check_ends(self._losses, outputs, labels, names, ranges)
+
+        return compare
 
 
 def try_model(

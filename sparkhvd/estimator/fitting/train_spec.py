@@ -54,7 +54,7 @@ def build_train_spec(
                 data.examples,
                 program.metrics,
                 options.precision,
-                request.pairs,
+                request.pairs.with_ends(labels.columns, data.ranges),
                 options.batch_size,
             )
     # A user's own step may change an index before the model gets it; the step of a model's own loss does not.

@@ -94,9 +94,10 @@ def check_trusted(
     """
     if is_trusted(path, spark, trusted=trusted):
         return
+    conf = "" if spark is None else f", or set {TRUST_CONF} to a prefix of the path"
     raise UntrustedError(
         f"{path!r} holds {what}, and {why}. If you trust the file, load it with "
-        f"trust=True, or inside `with sparkhvd.trust():`, or set {TRUST_CONF} to a prefix of the path."
+        f"trust=True, or inside `with sparkhvd.trust():`{conf}."
     )
 
 
