@@ -67,7 +67,7 @@ class Case:
         apart: why two ranks differ from one rank with twice the batch; dropout and statistics of batches are found by themselves.
         twice_tolerance: of that comparison: the order of its sums differs, and an optimizer may magnify the difference.
         no_ddp: why DistributedDataParallel is no reference.
-        resumes: a run whose rank is killed is compared, too.
+        resumes: a run whose rank is killed is compared, too; else for one case in sixteen.
     """
 
     name: str
