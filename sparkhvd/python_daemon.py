@@ -8,6 +8,7 @@ starts. Every executor needs the package.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 
@@ -24,6 +25,9 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "pyspark.daemon", *sys.argv[1:]])
     from pyspark.daemon import manager
 
+    # A worker collects garbage after each task. It would look at, and so copy, all that torch has made.
+    gc.collect()
+    gc.freeze()
     manager()
 
 

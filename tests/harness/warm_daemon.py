@@ -8,6 +8,7 @@ has this one.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -30,4 +31,6 @@ if __name__ == "__main__":
     for name in USEFUL_MODULES if OF_SQL in os.environ else ():
         with contextlib.suppress(ImportError):  # a test has a Python without this package
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # as sparkhvd.python_daemon
     manager()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import types
@@ -20,6 +21,7 @@ from sparkhvd import InvalidArgumentError, cpus
 from sparkhvd.data.columns import labels
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.estimator.transform import worker
 from sparkhvd.estimator.transform.worker import (
     NO_GPUS,
     Output,
@@ -267,6 +269,14 @@ import sys
 import sparkhvd.runner.preflight, sparkhvd.data.arrow_types, sparkhvd.estimator.transform.worker
 print([m for m in ("pandas", "pyspark", "sparkhvd.torch", "sparkhvd.engine", "sparkhvd.rendezvous") if m in sys.modules])
 """
+
+
+def test_collections_of_a_worker_leave_out_what_it_has_imported() -> None:
+    worker._freeze_imports.cache_clear()
+    before = gc.get_freeze_count()
+    kept: list[list[int]] = [[] for _ in range(1000)]
+    transformed(nn.Linear(4, 1), torch.zeros(2, 4), labels.IDENTITY)
+    assert gc.get_freeze_count() >= before + len(kept)
 
 
 def test_a_worker_of_transform_loads_neither_pyspark_nor_the_engine() -> None:
