@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.runner.doctor import examine
+from sparkhvd.terminal import visible
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run_commands.compare_runs(*given.runs)
     except (SparkhvdError, OSError) as e:
-        sys.stderr.write(f"sparkhvd: {e}\n")
+        # A message may quote what is in a file of the store.
+        sys.stderr.write("".join(f"{visible(line)}\n" for line in f"sparkhvd: {e}".split("\n")))
         return 1
     return 0
 

@@ -11,6 +11,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.compare import compare, format_table
 from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME, Document, loads, number, render
+from sparkhvd.terminal import visible
 
 
 def list_runs(store_url: str) -> None:
@@ -94,9 +95,9 @@ def reproduce_run(run: str, key_file: str | None, master: str | None, *, trusted
     recipe, _ = load_recipe(store, key=key, trusted=trusted)
     where = f" where {recipe.table.where}" if recipe.table.where else ""
     say = sys.stdout.write
-    say(f"{recipe.table.text}{where}, seed {recipe.seed}, {recipe.num_proc} ranks\n")
+    say(f"{visible(recipe.table.text + where)}, seed {recipe.seed}, {recipe.num_proc} ranks\n")
     for name, (then, now) in differences(recipe).items():
-        say(f"{name} was {then} and is {now}: other bits are possible\n")
+        say(f"{name} was {visible(then)} and is {now}: other bits are possible\n")
     if not differences(recipe):
         say("torch, Python, sparkhvd and CPU features agree: equal bits are expected\n")
     sys.stdout.flush()

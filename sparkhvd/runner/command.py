@@ -216,9 +216,10 @@ def _parser() -> argparse.ArgumentParser:
 def _run(parsed: argparse.Namespace) -> int:
     if any(getattr(parsed, _name_of(flags[0])) is not None for flags in _ELASTIC):
         return _run_elastic(parsed)
-    if parsed.num_proc is None or parsed.num_proc < 1:
+    # The most are those of a host's slots: more would take all memory before the first rank starts.
+    if parsed.num_proc is None or not 1 <= parsed.num_proc <= 99_999:
         raise InvalidArgumentError(
-            f"-np is {parsed.num_proc}; it must be at least 1, as in sparkhvdrun -np 2 python train.py"
+            f"-np is {parsed.num_proc}; it must be at least 1 and at most 99999, as in sparkhvdrun -np 2 python train.py"
         )
     check_seconds("--start-timeout", parsed.start_timeout, 30)
     hosts = _hosts(parsed, parsed.num_proc)

@@ -133,9 +133,12 @@ def test_paths_outside_the_store_are_refused(store: Store, path: str) -> None:
         store.read_bytes(path)
 
 
-def test_deleting_the_whole_store_is_refused(store: Store) -> None:
+@pytest.mark.parametrize("path", ["", "/", "//", ".", "./", ".//."])
+def test_deleting_the_whole_store_is_refused(store: Store, path: str) -> None:
+    store.write_bytes("runs/a", b"kept")
     with pytest.raises(InvalidArgumentError, match="would delete the whole store"):
-        store.delete("")
+        store.delete(path)
+    assert store.read_bytes("runs/a") == b"kept"
 
 
 def test_a_file_appears_whole_or_not_at_all(store: Store, tmp_path: Path) -> None:

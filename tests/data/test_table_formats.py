@@ -434,6 +434,8 @@ def test_messages_of_iceberg(catalog: Any, tmp_path: Path) -> None:
         (lambda: rows_of("db.t", ["id"], catalog=catalog, where="no = 1"), "has no column 'no'"),
         (lambda: requested(version=1, ref="x"), "version and ref are given"),
         (lambda: requested(version=-1), "Give a number, 0 or more"),
+        (lambda: requested(version=2**64), "version is 18446744073709551616. Give a number"),
+        (lambda: requested(snapshot_id=10**400), "snapshot_id is 1000.*less than"),
         (lambda: requested(as_of="yesterday"), "as_of is 'yesterday'"),
     ]
     for call, message in cases:

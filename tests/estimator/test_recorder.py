@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,13 @@ from sparkhvd.settings import Settings
 pytestmark = pytest.mark.pure
 
 KEY, TOKEN = "wJalrXUtnFEMI/K7MDENG+bPxRfiCY", "AQoDYXdz\"EJr'session"
+
+
+class Login(NamedTuple):
+    """Secrets in fields."""
+
+    user: str
+    password: str
 
 
 class Held(Store):
@@ -93,6 +100,10 @@ def test_secrets_of_any_form_are_hidden_by_name_and_in_urls() -> None:
         "g": {"password": 271828, "db_pass": "hidden-8", "pin": 271828},
         "e": "mysql://me:hidden-6@db/x",
         "f": ["postgresql+psycopg://:hidden-7@db"],
+        "h": {"mysql://me:hidden-9@db/x": 1},
+        "i": Login("me", "hidden-10"),
+        "j": "https://b/t?X-Amz-Credential=hidden-11&X-Amz-Signature=hidden-12&access_token=hidden-13",
+        "k": ["https://h/p?api_key=hidden-14"],
     }
     shown = masked_params(given, without_passwords)
     assert "hidden" not in str(shown)
@@ -105,7 +116,10 @@ def test_secrets_of_any_form_are_hidden_by_name_and_in_urls() -> None:
     began = time.process_time()
     without_passwords("a." * 200_000 + " ://" * 1000)
     assert time.process_time() - began < 1
-    plain = "s3://bucket/a:b@c http://host:80/x@y file:///a"
+    began = time.process_time()
+    without_passwords("://" + "?" + "a" * 200_000 + "?key" * 50_000)
+    assert time.process_time() - began < 1
+    plain = "s3://bucket/a:b@c http://host:80/x@y file:///a http://h/?monkey_see=1&max_tokens=5"
     assert without_passwords(plain) == plain
 
 

@@ -278,6 +278,7 @@ def test_the_doctor_tries_a_store(tmp_path: Path, store: str, found: str) -> Non
     ("arguments", "text"),
     [
         (["-np", "0", "python", "x.py"], "-np is 0; it must be at least 1"),
+        (["-np", "9" * 20, "python", "x.py"], "it must be at least 1 and at most 99999"),
         (["-np", "2"], "there is no command"),
         (["-np", "2", "python", "no.py"], "the script 'no.py' does not exist"),
         (["-np", "2", "no-program"], "the program 'no-program' does not exist"),

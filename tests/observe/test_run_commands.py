@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 from pathlib import Path
 
@@ -180,3 +181,40 @@ def test_reproduce_runs_no_program_of_a_run_without_its_key(
         assert main(["reproduce", run, *arguments]) == 1
         assert message in capsys.readouterr().err
     assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"phases": 5},
+        {"phases": [{"a": 1}]},
+        {"phases": [{"name": ["materialize"], "seconds": 1.0}]},
+        {"phases": [{"name": 10**400, "seconds": 1.0}]},
+        {"params": "\x1b]0;title\x07"},
+        {"settings": [1]},
+        {"data": 10**400},
+        {"versions": True},
+    ],
+)
+def test_a_damaged_part_of_a_report_leaves_the_others_comparable(
+    store: Store, damaged: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = json.loads(dumps(document(run_id="b"))) | damaged
+    store.write_bytes("runs/b/report.json", json.dumps(given).encode())
+    folders = [f"{store.url}/runs/{name}" for name in ("a", "b")]
+    assert main(["compare", *folders]) == 0
+    shown = capsys.readouterr().out
+    assert "cannot be shown" in shown
+    assert "at the end" in shown
+    assert "\x1b" not in shown
+
+
+def test_messages_about_files_reach_the_terminal_without_controls(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = json.dumps({"format": "\x1b]52;c;YQ==\x07", "history": []})
+    store.write_bytes("runs/a/report.json", text.encode())
+    assert main(["compare", f"{store.url}/runs/a", f"{store.url}/runs/b"]) == 1
+    shown = capsys.readouterr().err
+    assert "\\x1b]52;c" in shown
+    assert "\x1b" not in shown

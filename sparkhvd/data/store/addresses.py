@@ -47,7 +47,10 @@ SECRET_NAME = re.compile(
 )
 # A password in a URL of anything, such as a database: "mysql://user:password@host", "jdbc:x://host/db?password=...".
 _PASSWORD = re.compile(r"(://[^\s/:@]{0,200}):[^\s/]{1,1000}@")
-_IN_QUERY = re.compile(r"([?&;](?:password|passwd|pwd|secret|token|sig)=)[^\s&;]{1,1000}", re.I)
+_IN_QUERY = re.compile(
+    r"([?&;][\w.-]{0,60}?(?:password|passwd|passphrase|pwd|secret|token|key|credential|sig|signature)=)[^\s&;]{1,1000}",
+    re.I,
+)
 # Folders of Databricks: no appending, and no seeking in a file while it is written.
 _SEQUENTIAL_ROOTS = ("/Volumes/", "/dbfs/")
 

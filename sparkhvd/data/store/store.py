@@ -270,9 +270,9 @@ class Store:
 
     def delete(self, path: str) -> None:
         """Delete a file, or a folder with its content; does nothing if it does not exist."""
-        if not path.strip("/"):
+        if all(part in ("", ".") for part in path.split("/")):
             raise InvalidArgumentError(
-                "Store.delete('') would delete the whole store. Name a path in it."
+                f"Store.delete({path!r}) would delete the whole store. Name a path in it."
             )
         self._writer.delete(path)
 

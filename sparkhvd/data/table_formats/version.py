@@ -83,10 +83,10 @@ def requested(
     for name in ("version", "snapshot_id"):
         value = given[name]
         if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 0
+            not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63
         ):
             raise InvalidArgumentError(
-                f"fit_on_table: {name} is {value!r}. Give a number, 0 or more."
+                f"fit_on_table: {name} is {value!r:.40}. Give a number, 0 or more and less than 2**63."
             )
     if ref is not None and (not isinstance(ref, str) or not ref):
         raise InvalidArgumentError(

@@ -297,9 +297,13 @@ def _is_secret(name: str, value: object) -> bool:
 def _safe(value: object, hide: Callable[[str], str]) -> object:
     if isinstance(value, (str, PathLike)):
         return hide(str(value))
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, Mapping):
         return {
-            name: "***" if _is_secret(str(name), each) else _safe(each, hide)
+            _safe(name, hide) if isinstance(name, str) else name: "***"
+            if _is_secret(str(name), each)
+            else _safe(each, hide)
             for name, each in value.items()
         }
     if isinstance(value, (list, tuple)):

@@ -10,17 +10,25 @@ from sparkhvd.observe.report.page import Document, is_number, measures, number, 
 from sparkhvd.terminal import visible
 
 _MISSING = "-"
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def compare(first: Document, second: Document) -> str:
     """Return the differences of two runs as text: one table per subject with differences."""
     names = [str(each.get("run_id") or "") for each in (first, second)]
     tables = (
-        ("settings that differ", _different(first, second)),
-        ("at the end", _at_the_end(first, second)),
-        ("time", _times(first, second)),
+        ("settings that differ", _different),
+        ("at the end", _at_the_end),
+        ("time", _times),
     )
-    parts = [format_table([title, *names], rows) for title, rows in tables if rows]
+    parts = []
+    for title, build in tables:
+        try:
+            if rows := build(first, second):
+                parts.append(format_table([title, *names], rows))
+        except _DAMAGED as error:  # one of the documents was written by hand or damaged
+            problem = f"{type(error).__name__}: {str(error)[:200]}"
+            parts.append(visible(f"{title}: cannot be shown: {problem}"))
     return "\n\n".join(parts)
 
 
