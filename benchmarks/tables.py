@@ -101,6 +101,7 @@ def incremental(table: Path, store: Path, rows: int, found: dict[str, list[float
     """Read the footers of the table, append one row of a hundred, and read again."""
     import deltalake
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     from sparkhvd.data.columns.check import check_schema
     from sparkhvd.data.parquet.manifest import KnownFooters, read_manifest
@@ -122,10 +123,14 @@ def incremental(table: Path, store: Path, rows: int, found: dict[str, list[float
     found["footers, all files"], found["footers read, all files"] = [[float(v)] for v in read()]
     values = np.random.default_rng(99).random((rows // 100, WIDTH), np.float32)
     columns = {f"x{n}": values[:, n] for n in range(WIDTH)}
+    before = set(table.glob("*.parquet"))
+    found["bytes of the table"] = [float(sum(file.stat().st_size for file in before))]
     deltalake.write_deltalake(table, pa.table({**columns, "label": values[:, 0]}), mode="append")
     found["footers, 1 % appended"], found["footers read, 1 % appended"] = [
         [float(v)] for v in read()
     ]
+    new = set(table.glob("*.parquet")) - before
+    found["bytes of new footers"] = [float(sum(pq.read_metadata(f).serialized_size for f in new))]
 
 
 def table_epoch(table: Path, rows: int) -> float:
@@ -314,7 +319,8 @@ def main() -> None:
     report.note(
         f"{given.rounds} rounds. Bytes written: fit {found['bytes written by fit'][0] / 2**20:.0f} MiB, fit_on_table none but the run{written}. "
         f"Footers read after an append of one file: {found['footers read, 1 % appended'][0]:.0f} of "
-        f"{found['footers read, all files'][0] + 1:.0f} files ({share:.0%} of those before)."
+        f"{found['footers read, all files'][0] + 1:.0f} files ({share:.0%} of those before), "
+        f"{found['bytes of new footers'][0] / 1024:.1f} KiB of a table of {found['bytes of the table'][0] / 2**20:.0f} MiB."
     )
     report.raw.update(found)
     report.finish("benchmarks/tables.py", write=given.write, json_path=given.json)

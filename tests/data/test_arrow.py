@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -207,6 +209,19 @@ def test_decimals_that_int64_holds_are_exact() -> None:
     values, _ = column_to_numpy(decimals(2**53 + 1, None), filled)
     assert values is not None
     assert values.tolist() == [2**53 + 1, -1]
+
+
+@pytest.mark.parametrize(("precision", "scale"), [(20, 5), (15, 3), (38, 22), (38, 37), (10, -2)])
+@pytest.mark.parametrize("most", [2**30, 2**53 + 2, 2**62])
+def test_decimals_become_the_nearest_doubles(precision: int, scale: int, most: int) -> None:
+    draw = random.Random(f"{precision} {scale} {most}")
+    most = min(most, 10**precision - 1)
+    numbers = [Decimal(draw.randint(-most, most)).scaleb(-scale) for _ in range(500)]
+    array = pa.array([None, *numbers], pa.decimal128(precision, scale))[1:]
+    values, found = column_to_numpy(array, column("scalar", "float64"))
+    assert found.is_clean
+    assert values is not None
+    assert values.tolist() == [float(number) for number in numbers]
 
 
 def test_invalid_numbers_are_skipped_or_filled() -> None:

@@ -104,6 +104,12 @@ def test_secrets_of_any_form_are_hidden_by_name_and_in_urls() -> None:
         "i": Login("me", "hidden-10"),
         "j": "https://b/t?X-Amz-Credential=hidden-11&X-Amz-Signature=hidden-12&access_token=hidden-13",
         "k": ["https://h/p?api_key=hidden-14"],
+        "l": [("api_key", "hidden-15"), ("jwt", "hidden-16")],
+        "m": {
+            "headers": ["Authorization: Bearer hidden-17", "bearer hidden-18-abcdefghijklm"],
+            "cookie": "hidden-19",
+        },
+        "n": ["AccountKey=hidden-20;x=1", "host=h password=hidden-21"],
     }
     shown = masked_params(given, without_passwords)
     assert "hidden" not in str(shown)
@@ -119,7 +125,7 @@ def test_secrets_of_any_form_are_hidden_by_name_and_in_urls() -> None:
     began = time.process_time()
     without_passwords("://" + "?" + "a" * 200_000 + "?key" * 50_000)
     assert time.process_time() - began < 1
-    plain = "s3://bucket/a:b@c http://host:80/x@y file:///a http://h/?monkey_see=1&max_tokens=5"
+    plain = "a basic understanding of authorization, password reset; s3://bucket/a:b@c http://host:80/x@y file:///a http://h/?monkey_see=1&max_tokens=5"
     assert without_passwords(plain) == plain
 
 

@@ -43,10 +43,16 @@ _OPEN_QUERY = frozenset(
     }
 )
 SECRET_NAME = re.compile(
-    r"key|secret|token|passw|passphrase|pwd|sas|cred|sign|auth|connection_string", re.I
+    r"key|secret|token|passw|passphrase|pwd|sas|cred|sign|auth|connection_string|bearer|jwt|cookie",
+    re.I,
 )
 # A password in a URL of anything, such as a database: "mysql://user:password@host", "jdbc:x://host/db?password=...".
 _PASSWORD = re.compile(r"(://[^\s/:@]{0,200}):[^\s/]{1,1000}@")
+# "AccountKey=...;", "host=h password=...", "Authorization: Bearer ...".
+_IN_TEXT = re.compile(
+    r"(\b(?:password|passwd|pwd|accountkey|sharedaccesskey|sharedaccesssignature)=|\bauthorization: *(?:basic +|bearer +)?|\bbearer +(?=[\w.~+/-]{20}))[^\s;&]{1,1000}",
+    re.I,
+)
 _IN_QUERY = re.compile(
     r"([?&;][\w.-]{0,60}?(?:password|passwd|passphrase|pwd|secret|token|key|credential|sig|signature)=)[^\s&;]{1,1000}",
     re.I,
@@ -196,7 +202,8 @@ def without_secrets(url: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Return a text without the passwords of URLs in it."""
+    """Return a text without the passwords of URLs, connection strings and headers in it."""
+    text = _IN_TEXT.sub(r"\1***", text)
     if "://" not in text:
         return text
     return _IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1:***@", text))

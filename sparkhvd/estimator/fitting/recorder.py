@@ -306,6 +306,9 @@ def _safe(value: object, hide: Callable[[str], str]) -> object:
             else _safe(each, hide)
             for name, each in value.items()
         }
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+        name, of_name = value  # an item of a dict
+        return [_safe(name, hide), "***" if _is_secret(name, of_name) else _safe(of_name, hide)]
     if isinstance(value, (list, tuple)):
         return [_safe(each, hide) for each in value]
     is_plain = value is None or isinstance(value, (int, float, bool, type, Store))
