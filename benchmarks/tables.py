@@ -183,10 +183,9 @@ def iceberg_epochs(table: Path, folder: Path, rows: int, found: dict[str, list[f
     properties = {"uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
     catalog = SqlCatalog("bench", **properties)
     catalog.create_namespace("db")
-    parts = [pq.read_table(file) for file in sorted(table.glob("*.parquet"))]
-    iceberg = catalog.create_table("db.t", parts[0].schema)
-    for part in parts:
-        iceberg.append(part)
+    part = pq.read_table(min(map(str, table.glob("*.parquet"))))  # a tenth, as for MDS
+    iceberg = catalog.create_table("db.t", part.schema)
+    iceberg.append(part)
     # The first epoch of each is thrown away: it imports.
     for number in range(3):
         cache = folder / f"cache{number}"
@@ -242,7 +241,7 @@ def main() -> None:
             ]
         has_datasets = all(importlib.util.find_spec(name) for name in ("datasets", "pyiceberg"))
         if has_datasets:
-            iceberg_epochs(table, Path(scratch) / "iceberg", given.rows, found)
+            iceberg_epochs(table, Path(scratch) / "iceberg", given.rows // 10, found)
         incremental(table, Path(scratch) / "footers", given.rows, found)
     median = {name: statistics.median(values) for name, values in found.items()}
     later = median["fit_on_table"] - median["fit, data there"]
@@ -291,7 +290,7 @@ def main() -> None:
         ours = median["epoch of the Iceberg table"]
         lines.append(
             [
-                "open the same rows as an Iceberg table and read an epoch",
+                "open a tenth as an Iceberg table and read an epoch",
                 median_and_quartiles(found["epoch of the Iceberg table"]),
                 [],
             ]
@@ -300,7 +299,7 @@ def main() -> None:
             faster = Target("table", median[name] / ours, EPOCH_FASTER, at_least=True)
             lines.append(
                 [
-                    f"Hugging Face {name}: load the Iceberg table and read an epoch",
+                    f"Hugging Face {name}: load the tenth and read an epoch",
                     median_and_quartiles(found[name]),
                     [faster],
                 ]
