@@ -15,7 +15,6 @@ import functools
 import itertools
 import math
 import random
-import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.loss_functions import ClassMean
 from sparkhvd.training.metrics import AnyMetric, Metric, StateMetric, column, no_broadcast
 from sparkhvd.training.modules.copies import copy_function, deepcopy
+from sparkhvd.training.modules.lookups import is_lookup
 from sparkhvd.training.references import named_globals
 from sparkhvd.training.types import Loss
 
@@ -40,10 +40,6 @@ _MOST_ELEMENTS = 1 << 23
 # Numbers of rows unlikely as other axes of a function, unlike 12 quantiles.
 _FEW_ROWS, _MANY_ROWS = 5, 17
 _NUM_PERMUTATIONS = 3
-# Torch's messages for class indices beyond the classes, and for elements beyond an axis.
-_INDEX = re.compile(
-    r"Target -?\d+ is out of bounds|ndex -?\d+ is out of bounds|Class values must be"
-)
 _HALF = (torch.float16, torch.bfloat16)
 # Globals that are not copied: a loss cannot change them, or they belong to a session or data.
 _UNCHANGING = (types.ModuleType, type, types.BuiltinFunctionType, np.ndarray)
@@ -142,7 +138,7 @@ def check_ends(
                 continue
             for end, size in zip(ranges[name], ("smallest", "largest"), strict=True):
                 error = _raised(call, output, torch.full_like(label, end))
-                if error is not None and _INDEX.search(str(error)):
+                if error is not None and is_lookup(error):
                     raise InvalidArgumentError(
                         f"loss raised {type(error).__name__} for {name!r} = {end}, the {size} label in the data: "
                         f"{str(error).splitlines()[0].rstrip('.')}. The output has shape {tuple(output.shape[1:])} per row. Number the "
