@@ -1,4 +1,4 @@
-"""Modules under the names of earlier versions, which saved models, checkpoints and pickles may hold."""
+"""Modules under the names of earlier versions, for saved models, checkpoints and pickles."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ MOVED: dict[str, str] = {
 
 
 def present_name(dotted: str) -> str:
-    """Return the present name of a class or function that a save names."""
+    """Present name of a class or function in a save."""
     home, _, name = dotted.rpartition(".")
     return f"{MOVED.get(home, home)}.{name}" if home else name
 

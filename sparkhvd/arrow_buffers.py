@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def int32_array(*values: int) -> pa.Array:
-    """Return an Arrow array of 32-bit integers."""
     import pyarrow as pa
 
     buffer = pa.py_buffer(struct.pack(f"={len(values)}i", *values))
@@ -23,7 +22,7 @@ def int32_array(*values: int) -> pa.Array:
 
 
 def binary_array(*values: bytes) -> pa.Array:
-    """Return an Arrow array of bytes, less than 2 GiB in total."""
+    """The bytes must be less than 2 GiB in total."""
     import pyarrow as pa
 
     ends = list(accumulate(map(len, values), initial=0))

@@ -137,7 +137,10 @@ def stub(name: str, instead: str) -> type[Any]:
 
 
 def _stub_in(module: str, name: str) -> object:
-    """Return a name of a module of `STUBS`: a stub module, or the stub of a class or function; raises for names with an underscore."""
+    """Find a name in a module of `STUBS`: a stub module, or the stub of a class or function.
+
+    Names with an underscore raise AttributeError.
+    """
     if f"{module}.{name}" in STUBS:
         return importlib.import_module(f"{module}.{name}")
     if name.startswith("_"):
@@ -176,7 +179,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore its own specification, which the import system has just replaced."""
+        """Restore the module's own specification: the import system has just replaced it."""
         module.__spec__ = self._spec
 
 
@@ -186,7 +189,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the specification of a Horovod module; None for all others.
+        """Find a Horovod module; None for all others.
 
         Raises:
             ModuleNotFoundError: sparkhvd has no such module; the message has the replacement.
@@ -215,7 +218,7 @@ def _is_there(name: str) -> bool:
 
 
 def is_installed() -> bool:
-    """Return True if `horovod` means `sparkhvd.horovod` in this process."""
+    """Whether `horovod` means `sparkhvd.horovod` in this process."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
@@ -278,7 +281,7 @@ def _is_asked() -> bool:
 
 
 def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the PYTHONPATH with which Python programs of an environment import `horovod`; empty without the request."""
+    """PYTHONPATH for Python programs that import `horovod`; empty if not requested, or already set."""
     if environ.get(VARIABLE) != "1":
         return {}
     others = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each]
@@ -288,12 +291,12 @@ def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """Return the variables that give other processes the same name."""
+    """These variables give other processes the name `horovod`; empty unless this process has it."""
     return {VARIABLE: "1"} if is_installed() else {}
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """Return a command that runs Python with the name, if requested; other commands unchanged."""
+    """Make a command of Python run with the name `horovod`, if requested. Other commands are unchanged."""
     if (
         not _is_asked()
         or not words

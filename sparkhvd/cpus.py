@@ -9,25 +9,25 @@ from pathlib import Path
 
 
 def allowed() -> float:
-    """Return the processors' worth of time that this process may use, by affinity and quota; may be a fraction."""
+    """Processors' worth of time that this process may use, by affinity and quota; may be a fraction."""
     quota = cgroup_quota()
     return affinity() if quota is None else min(affinity(), quota)
 
 
 def jvm_processors() -> int:
-    """Return the number of processors that a JVM would count in this process: fractions are rounded up."""
+    """Processors as a JVM in this process counts them: fractions are rounded up."""
     return max(1, math.ceil(allowed()))
 
 
 def affinity() -> int:
-    """Return the number of processors that this process may run on."""
+    """Number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cgroup_quota(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> float | None:
-    """Return the processors' worth of time that this process's control group may use; None if unlimited."""
+    """Processors' worth of time that this process's control group may use; None if unlimited."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -59,7 +59,7 @@ def _quota(words: Sequence[str]) -> float | None:
 
 
 def read_text(path: Path) -> str:
-    """Return the stripped text of a file; "" if it cannot be read."""
+    """Strip the text; "" if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -47,7 +47,7 @@ class Interface:
 
 
 def loopback() -> str:
-    """Return the address for processes of this host, independent of its name and networks: "::1" if it has no IPv4."""
+    """Address for processes of this host, independent of its name and networks. "::1" if it has no IPv4."""
     for address in _LOOPBACKS:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -57,7 +57,7 @@ def loopback() -> str:
 
 
 def interfaces() -> list[Interface]:
-    """Return the addresses of this host's interfaces, IPv4 first, without link-local ones (fe80::)."""
+    """IPv4 first, without link-local addresses (fe80::)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         found = [*_ipv4(probe), *_ipv6()]
         return [Interface(name, address, _is_up(probe, name)) for name, address in found]
@@ -95,7 +95,7 @@ def _is_up(probe: socket.socket, name: str) -> bool:
 
 
 def address_on(choice: str) -> str:
-    """Return this host's address on the first matching interface that is up.
+    """This host's address on the first matching interface that is up. Waits up to 2 s for it.
 
     Args:
         choice: names, addresses or networks such as `10.0.0.0/8`, separated by commas.
@@ -134,7 +134,7 @@ def _is_in(interface: Interface, part: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """Return the numeric address of this host on the route to another."""
+    """Numeric address of this host on the route to another host."""
     family, kind, _, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(to)  # UDP: sends nothing
@@ -142,7 +142,7 @@ def address_towards(host: str) -> str:
 
 
 def own_address(choice: str, towards: str) -> str:
-    """Return the address at which ranks on other hosts reach this one.
+    """This host's address for ranks on other hosts.
 
     Args:
         choice: as for `address_on`; empty for the interface towards another host.
@@ -164,5 +164,5 @@ def own_address(choice: str, towards: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for an address that only this host reaches."""
+    """Whether only this host reaches the address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -46,7 +46,7 @@ class _Compiler(ModuleType):
         return _load(self).graph_break(*args, **kwargs)
 
     def disable(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a function that torch's decorator may keep: the given one, until the compiler is loaded."""
+        """Make a function for torch's decorator to keep. It calls the given function until the compiler is loaded."""
         if _caller() != "torch._compile":
             return _load(self).disable(*args, **kwargs)
         fn = args[0]
@@ -81,7 +81,7 @@ class _Compiler(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the submodules of the stand-in: those of torch's compiler, which it loads."""
+    """Finds the submodules of the stand-in: it loads torch's compiler, and gives the compiler's submodules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -101,7 +101,7 @@ class _Finder(MetaPathFinder, Loader):
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the loaded module."""
+        """The module is loaded already."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
@@ -143,12 +143,12 @@ def installed() -> Iterator[None]:
 
 
 def is_loaded() -> bool:
-    """Return True if this process has torch's compiler."""
+    """Whether this process has torch's compiler."""
     return REAL in sys.modules
 
 
 def _caller() -> str:
-    """Return the name of the module that called the stand-in's function."""
+    """Name of the module that called the stand-in's function."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 

@@ -102,7 +102,7 @@ def install(channel: DriverChannel) -> None:
 
 
 def _channel() -> DriverChannel | None:
-    """Return the channel of this process; None in a fork, and in a process that the runner did not start."""
+    """None in a fork, and in a process that the runner did not start."""
     return next((channel for pid, channel in _installed if pid == os.getpid()), None)
 
 

@@ -116,7 +116,6 @@ def _folder(run: str) -> str:
 
 
 def _document(store: Store) -> Document:
-    """Return the document in a run's folder."""
     try:
         data = store.read_bytes(JSON_NAME)
     except (FileNotFoundError, NotADirectoryError):

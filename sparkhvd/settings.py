@@ -51,7 +51,7 @@ def knob(
 
 
 def variables_of(f: Field[object]) -> list[str]:
-    """Return the environment variables of a setting; the first one that is set counts."""
+    """The first variable that is set counts."""
     return [name for name in (f.metadata["env"], f.metadata["alias"]) if name]
 
 
@@ -109,7 +109,7 @@ def check(f: Field[object], value: object, source: str) -> None:
 
 
 def parse_place(text: str) -> tuple[str, int] | None:
-    """Return host and port of `host:port` or `[host]:port`; None if invalid."""
+    """Parse `host:port` or `[host]:port`; None if invalid."""
     host, colon, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     is_good = bool(host) and colon == ":" and port.isdecimal() and 0 < int(port) < 65536
@@ -117,14 +117,14 @@ def parse_place(text: str) -> tuple[str, int] | None:
 
 
 def may_be_caught(number: int) -> bool:
-    """Return True if a program may handle the signal, and for 0. Uses Linux's numbers."""
+    """Whether a program may handle the signal, by Linux's numbers. True for 0."""
     faults = {4, 6, 7, 8, 11}  # ILL, ABRT, BUS, FPE, SEGV: the process cannot continue
     reserved = {9, 19, 32, 33}  # KILL, STOP, and two of libc's
     return 0 <= number <= 64 and number not in faults | reserved
 
 
 def parse_port_range(text: str) -> range | None:
-    """Return the ports of `first-last`; `range(1)` for no text; None if invalid."""
+    """Parse `first-last`; `range(1)` for no text, None if invalid."""
     if not text:
         return range(1)
     first, dash, last = text.partition("-")
@@ -135,7 +135,7 @@ def parse_port_range(text: str) -> range | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number; a bool is not."""
+    """A bool is not a number here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -416,12 +416,12 @@ class Settings:
 
     @property
     def tuning(self) -> str:
-        """Settings that may be tuned: "" for none, "on" for those that cannot change bits, "all" for all."""
+        """Settings that may be tuned: "" for no setting, "on" for settings that cannot change bits, "all" for all."""
         return {"": "", "0": "", "1": "on"}.get(self.autotune, self.autotune)
 
     @property
     def ports(self) -> range:
-        """Ports that a listener may take; `range(0, 1)` means any free one."""
+        """Ports that a listener may take; `range(0, 1)` means any free port."""
         ports = parse_port_range(self.port_range)
         assert ports is not None
         return ports
@@ -464,7 +464,7 @@ class Settings:
         return replace(settings, **{**in_conf, **given})
 
     def overridden(self, variables: Mapping[str, str], keep: Collection[str] = ()) -> Settings:
-        """Return these settings with the values of environment variables.
+        """Copy these settings with the values of environment variables.
 
         Args:
             variables: values by name; names that are not settings are ignored. An empty value means the default.
@@ -486,7 +486,7 @@ class Settings:
         return replace(self, **values)
 
     def to_json(self) -> str:
-        """Return JSON from which `from_json` rebuilds these settings on another machine."""
+        """JSON for `from_json`, also on another machine."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -496,7 +496,7 @@ class Settings:
 
 
 def conf_keys() -> list[str]:
-    """Return the keys of the Spark conf that hold settings."""
+    """Keys of the Spark conf for settings, and for their variables on executors."""
     keys = [CONF_PREFIX + f.name for f in fields(Settings)]
     return keys + [_EXECUTOR_ENV + name for f in fields(Settings) for name in variables_of(f)]
 
@@ -530,7 +530,7 @@ def read_variables(
 
 
 def markdown_table() -> str:
-    """Return the settings as the Markdown table of docs/settings.md."""
+    """Table of docs/settings.md."""
     lines = ["| setting | environment | default | unit | meaning |", "|---|---|---|---|---|"]
     for f in fields(Settings):
         names = f"`{f.metadata['env']}`"
@@ -559,7 +559,7 @@ class JobSettings:
     fixed: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return JSON from which `from_json` rebuilds this on another machine."""
+        """JSON for `from_json`, also on another machine."""
         return json.dumps([self.values.to_json(), self.fixed])
 
     @classmethod
@@ -595,7 +595,7 @@ class RankSettings:
         self._before = dict(os.environ if before is None else before)
 
     def current(self) -> Settings:
-        """Return the current settings.
+        """Settings of the job, with the variables that have changed in this rank.
 
         Raises:
             InvalidArgumentError: the value of a variable is not allowed, or is too late to have an effect.
@@ -615,6 +615,6 @@ class RankSettings:
 
 
 def setting_variables() -> dict[str, str]:
-    """Return the variables of settings that are set in this process."""
+    """Variables that are set in this process."""
     names = {name for f in fields(Settings) for name in variables_of(f)}
     return {name: os.environ[name] for name in names if name in os.environ}

@@ -73,19 +73,19 @@ class SparkShim:
         self.session.sparkContext.pythonExec = sys.executable
 
     def _has_executors_here(self) -> bool:
-        """Return True if the master runs executors on the driver's host: `local[...]` and `local-cluster[...]`."""
+        """Whether the master runs executors on the driver's host: `local[...]` and `local-cluster[...]`."""
         return not self.is_connect and self.session.sparkContext.master.startswith("local")
 
     def is_served_here(self) -> bool:
-        """Return True if this process has Spark's driver: a classic session, or a session of a Connect server that it started."""
+        """Whether this process has Spark's driver: of a classic session, or of a Connect server that it started."""
         return not self.is_connect or is_served_here(self.session)
 
     def runs_this_python(self) -> bool:
-        """Return True if Spark's workers are on this host and run the Python of this process."""
+        """Whether Spark's workers are on this host and run the Python of this process."""
         return self._has_executors_here() and self.worker_python() == sys.executable
 
     def conf(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return the values of the keys that are set."""
+        """Values of the keys that are set."""
         names = list(keys)
         values: Iterable[tuple[str, str | None]]
         if self.is_connect:
@@ -99,13 +99,13 @@ class SparkShim:
         return {key: value for key, value in values if value is not None}
 
     def application(self) -> str:
-        """Return the id of the application."""
+        """Id of the application."""
         if self.is_connect:
             return str(self.session.conf.get("spark.app.id", "connect"))
         return str(self.session.sparkContext.applicationId)
 
     def own_addresses(self) -> tuple[str, str]:
-        """Return the address at which this process can listen for executors, and its host as they reach it."""
+        """Address for this process to listen on, and its host as executors reach it."""
         if self.is_connect:
             # Towards the server; executors on other hosts may be unable to reach it.
             address = address_towards(server_host(self.session))
@@ -117,15 +117,15 @@ class SparkShim:
         return own.strip("[]"), host.strip("[]")
 
     def profile_scope(self) -> str:
-        """Return the key of the sessions whose stages can share a resource profile; on classic all of the application."""
+        """Sessions of one key can share a resource profile: on classic, all sessions of the application."""
         return session_key(self.session) if self.is_connect else self.application()
 
     def is_over(self) -> bool:
-        """Return True if the session (on classic: its application) has been stopped."""
+        """Whether the session (on classic: its application) has been stopped."""
         return is_stopped(self.session)
 
     def registered_slots(self, profile: ResourceProfile | None = None) -> int | None:
-        """Return the number of barrier tasks that the registered executors can run at once; None if unknown."""
+        """Number of barrier tasks that the registered executors can run at once; None if unknown."""
         if self.is_connect:
             return None
         context = self.session.sparkContext._jsc.sc()
@@ -138,7 +138,7 @@ class SparkShim:
         return int(context.maxNumConcurrentTasks(chosen))
 
     def decommissioned(self, executors: Iterable[str]) -> set[str]:
-        """Return the executors that Spark is decommissioning; empty over Connect, which does not report them."""
+        """Empty over Connect, which does not report them."""
         if self.is_connect:
             return set()
         scheduler = self.session.sparkContext._jsc.sc().taskScheduler()
@@ -166,7 +166,7 @@ class SparkShim:
         return profile
 
     def worker_python(self) -> str:
-        """Return the Python that Spark's workers run; for messages, so it never raises."""
+        """For messages, so it never raises."""
         with contextlib.suppress(Exception):
             if self.is_connect:
                 return str(self.session.conf.get(_PYTHON_CONF, "python3"))
@@ -187,7 +187,10 @@ class SparkShim:
         *,
         is_barrier: bool = True,
     ) -> DataFrame:
-        """Return the DataFrame whose `collect` runs `task` in a stage of `size` tasks, which start together or as slots become free."""
+        """`collect` on the result runs `task` in a stage of `size` tasks.
+
+        The tasks start together if `is_barrier`, else as slots become free.
+        """
         rows: DataFrame = self.session.range(0, size, 1, numPartitions=size)
         given = {} if profile is None else {"profile": profile}
         return rows.mapInArrow(task, schema, barrier=is_barrier, **given)
@@ -379,7 +382,7 @@ def cancel_until_over(
 
 
 def job_thread(shim: SparkShim, target: Callable[[], None], name: str) -> threading.Thread:
-    """Return a daemon thread; on classic Spark its jobs inherit the properties of this thread."""
+    """Daemon thread. On classic Spark its jobs inherit the properties of this thread."""
     if shim.is_connect:
         return threading.Thread(target=target, name=name, daemon=True)
     from pyspark import InheritableThread
@@ -426,7 +429,7 @@ def check_session(spark: object) -> None:
 
 
 def is_stopped(session: Any) -> bool:
-    """Return True if a session (on classic: its application) has been stopped."""
+    """Whether a session (on classic: its application) has been stopped."""
     if is_connect(session):
         return bool(getattr(session, "is_stopped", False))
     return session.sparkContext._jsc is None
@@ -456,12 +459,11 @@ def check_dataframe(call: str, value: object) -> None:
 
 
 def is_connect(spark: SparkSession) -> bool:
-    """Return True for a session of Spark Connect."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def session_key(spark: SparkSession) -> str:
-    """Return the key of a session; two objects of one session have the same key."""
+    """Two objects of one session have the same key."""
     session: Any = spark
     if is_connect(spark):
         return str(session.session_id)
@@ -469,7 +471,7 @@ def session_key(spark: SparkSession) -> str:
 
 
 def has_died(spark: SparkSession) -> bool:
-    """Return True if a classic driver's JVM no longer answers."""
+    """Whether a classic driver's JVM no longer answers."""
     if is_connect(spark):
         return False
     from py4j.protocol import Py4JError
@@ -506,7 +508,7 @@ def running_tasks(spark: SparkSession, tag: str) -> tuple[int, int] | None:
 
 
 def ml_context(spark: SparkSession) -> SparkSession | SparkContext:
-    """Return the argument of Spark ML's readers and writers of metadata: the session, before pyspark 4 its context."""
+    """Argument of Spark ML's readers and writers of metadata: the session, before pyspark 4 its context."""
     import pyspark
 
     return spark.sparkContext if pyspark.__version__.startswith("3.") else spark
@@ -536,7 +538,7 @@ def needs_pyspark(what: str) -> Iterator[None]:
 
 
 def active_session() -> SparkSession:
-    """Return the active session of this thread, classic or Connect.
+    """Active session of this thread, or else the default session; classic or Connect.
 
     Raises:
         InvalidArgumentError: there is no active session.
@@ -562,7 +564,7 @@ def active_session() -> SparkSession:
 
 
 def connect_session() -> SparkSession | None:
-    """Return the active session of Spark Connect in this process, or None."""
+    """Active or default session of Spark Connect in this process, or None."""
     module = sys.modules.get("pyspark.sql.connect.session")
     if module is None:
         return None
@@ -576,7 +578,7 @@ def connect_session() -> SparkSession | None:
 
 
 def is_dataframe(value: object) -> TypeIs[DataFrame]:
-    """Return True for a DataFrame, classic or Connect."""
+    """Whether it is a DataFrame, classic or Connect."""
     return hasattr(value, "sparkSession") and hasattr(value, "schema")
 
 
@@ -585,7 +587,7 @@ def is_dataframe(value: object) -> TypeIs[DataFrame]:
 
 
 def server_host(session: Any) -> str:
-    """Return the host of a session's server, a name or an address.
+    """A name or an address.
 
     Raises:
         OSError: the session's channel does not provide it.
@@ -599,7 +601,7 @@ def server_host(session: Any) -> str:
 
 
 def is_served_here(session: Any) -> bool:
-    """Return True if this process has started the session's server, as it does for `remote("local[*]")`."""
+    """Whether this process has started the session's server, as it does for `remote("local[*]")`."""
     context = sys.modules.get("pyspark.core.context") or sys.modules.get("pyspark.context")
     served: Any = context and context.SparkContext._active_spark_context
     return bool(served) and served.applicationId == session.conf.get("spark.app.id", None)

@@ -12,7 +12,7 @@ _CONTROL = re.compile(
 
 
 def visible(text: str) -> str:
-    r"""Return a line with control characters as text: a bell as `\x07`."""
+    r"""Show the control characters of a line as text: a bell as `\x07`."""
     if text.isprintable():  # most lines; the search takes longer than the rest of a line
         return text
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

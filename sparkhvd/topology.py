@@ -52,7 +52,7 @@ class Topology:
 
 
 def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
-    """Return the place of `rank` if rank r runs on `hosts[r]`.
+    """Place of `rank` if rank r runs on `hosts[r]`.
 
     Args:
         rank: the rank to describe.
@@ -84,7 +84,7 @@ def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
 
 
 def horovod_variables(place: Topology, host: str) -> dict[str, str]:
-    """Return Horovod's variables of a rank.
+    """Values of `HOROVOD_NAMES` for a rank.
 
     Args:
         place: of the rank.
@@ -131,7 +131,7 @@ _installed: list[RankContext] = []
 
 
 def context() -> RankContext | None:
-    """Return the place of this process in its job; None in a process that the runner did not start.
+    """Place of this process in its job; None in a process that the runner did not start.
 
     Known before `init()`, so a rank can choose its device or its files first.
     """

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def frame_of(payload: bytes) -> bytes:
-    """Return a payload with its length."""
+    """Put the length before a payload."""
     return LENGTH.pack(len(payload)) + payload
 
 
@@ -68,7 +68,7 @@ def read_frame(fd: int) -> bytes | None:
 
 
 def checked_size(size: int, most_bytes: int | None) -> int:
-    """Return the size of a payload; raises ValueError if it is more than `most_bytes`."""
+    """Raise ValueError if the size of a payload is more than `most_bytes`."""
     if most_bytes is not None and size > most_bytes:
         raise ValueError(f"a message of {size} bytes")
     return size
@@ -88,7 +88,7 @@ def _read_exactly(fd: int, size: int) -> bytes | None:
 def read_json(
     text: str | bytes, *, is_strict: bool = False, most_bytes: int | None = MOST_BYTES
 ) -> Any:
-    """Return the value of a text in JSON.
+    """Parse JSON within limits of size and depth.
 
     Args:
         text: of a file or a message.
@@ -127,7 +127,7 @@ def _check_depth(value: object) -> None:
 
 
 def parse(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object of another process.
+    """Parse the JSON object of another process.
 
     Raises:
         ValueError: it is no object, nests too deeply, or has NaN or infinity, which are outside JSON.
@@ -163,12 +163,11 @@ class Message:
 
 
 def pack(kind: str, data: bytes, values: Mapping[str, object]) -> bytes:
-    """Return the payload of a message."""
     return json.dumps([kind, values]).encode() + b"\n" + data
 
 
 def unpack(payload: bytes) -> Message:
-    """Return the message of a payload.
+    """Parse the payload of a message.
 
     Raises:
         ValueError: it is invalid.
@@ -186,7 +185,7 @@ def unpack(payload: bytes) -> Message:
 
 
 def rebuild(kind: type[T], values: object, *, is_strict: bool = True) -> T:
-    """Return a dataclass with the fields of a JSON object, or another value by its annotation.
+    """Make a dataclass from the fields of a JSON object, or another value by its annotation.
 
     Args:
         kind: the class, or an annotation.
@@ -205,7 +204,7 @@ def rebuild(kind: type[T], values: object, *, is_strict: bool = True) -> T:
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """Return a function from a JSON value to a value of an annotation; it raises ValueError for any other."""
+    """Return a function from JSON values to values of an annotation. It raises ValueError for any other value."""
     if kind in (Any, object):
         return lambda value: value
     if kind is bytes:
@@ -229,7 +228,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 @functools.cache
 def _readers(kind: type) -> dict[str, tuple[Callable[[Any], Any], bool]]:
-    """Return the reader of each field, and whether it must be given."""
+    """Reader of each field, and whether the field must be given."""
     hints = typing.get_type_hints(kind)
     return {
         f.name: (_reader(hints[f.name]), f.default is MISSING and f.default_factory is MISSING)

@@ -71,14 +71,14 @@ def column_to_numpy(
 
 
 def fill_of(column: Column) -> float | None:
-    """Return the number that takes the place of a null: NaN under "keep"; None counts nulls as invalid."""
+    """Number in place of a null: NaN under "keep". With None, nulls count as invalid."""
     if column.invalid[0] == "keep":
         return math.nan
     return column.invalid[1] if column.invalid[0] == "fill" else None
 
 
 def usable_rows(array: pa.Array, column: Column) -> Array | None:
-    """Return a mask (rows,) of rows that are not null and hold neither null nor an invalid number; None means all."""
+    """Mask (rows,), false for a null and for rows with a null or an invalid number; None if all are usable."""
     bad = np.zeros(len(array), np.bool_)
     if array.null_count:
         bad |= numbers(array.is_null())
@@ -160,7 +160,7 @@ def _fixed_width(
 def _one_width(
     widths: Array, invalid_rows: InvalidRowCounts, inner: tuple[int, ...] = ()
 ) -> int | None:
-    """Return the common width of all rows, above 0, or None; count the shapes (width, *inner)."""
+    """None if widths differ, or the width is 0. Count the shapes (width, *inner) in `invalid_rows`."""
     different, rows = np.unique(widths, return_counts=True)
     invalid_rows.shapes.update(
         {(int(w), *inner): int(n) for w, n in zip(different, rows, strict=True)}
@@ -268,7 +268,6 @@ class InvalidRowCounts:
         return not any(self.counts().values()) and len(self.shapes) <= 1 and has_elements
 
     def counts(self) -> dict[str, int]:
-        """Return the counts of unusable rows by their names."""
         return {name: getattr(self, name) for name in _COUNTS}
 
     def add(self, other: InvalidRowCounts) -> None:
@@ -285,7 +284,7 @@ class InvalidRowCounts:
             self.examples.setdefault(name, f"{values[bad].flat[0].item()!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values from which `from_dict` rebuilds the findings."""
+        """Plain values, for `from_dict`."""
         shapes = [[list(k), v] for k, v in self.shapes.items()]
         return {**self.counts(), "shapes": shapes, "examples": self.examples}
 
@@ -296,7 +295,7 @@ class InvalidRowCounts:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """Return a row's shape in words: "3", "2 x 3", or "2 x ?" for lengths that differ inside the row."""
+    """Shape in words: "3", "2 x 3"; "?" is an axis that varies inside the row, as in "2 x ?"."""
     return " x ".join("?" if n < 0 else str(n) for n in shape)
 
 
@@ -360,7 +359,7 @@ def problems(
 
 
 def _instead_of_nan(column: Column) -> str:
-    """Return the policies for a column with NaN, as the rest of a sentence."""
+    """End of a sentence: the policies for a column with NaN."""
     policies = ", or give handle_invalid='skip' or {column: value}"
     if not column.holds_nan:
         return policies

@@ -107,7 +107,7 @@ def warn_of_large_batches(df: DataFrame, elements: Mapping[str, int]) -> None:
 
 
 def arrow_row_bytes(schema: StructType) -> tuple[int, int]:
-    """Return the bytes per row as Arrow of columns whose types give it, and the number of other columns.
+    """Bytes per row as Arrow of the columns with a known size, and the number of the other columns.
 
     A vector's length is in its column's metadata if a VectorAssembler wrote it.
     """

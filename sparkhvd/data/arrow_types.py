@@ -54,7 +54,7 @@ _PLAIN_TYPES: tuple[tuple[Callable[[pa.DataType], bool] | None, str, str], ...] 
 
 
 def spark_type(kind: pa.DataType) -> SparkType:
-    """Return the Spark type of an Arrow type, for `check_schema`."""
+    """Without pyspark, for `check_schema`."""
     t = pa.types
     if t.is_dictionary(kind):
         return spark_type(kind.value_type)
@@ -137,13 +137,13 @@ def _is_any_list(kind: pa.DataType) -> bool:
 
 
 def _is(kind: pa.DataType, name: str) -> bool:
-    """Return True for a type of this name, which older pyarrows may lack."""
+    """Whether the type has this name; False if this pyarrow lacks the name."""
     test = getattr(pa.types, f"is_{name}", None)
     return test is not None and bool(test(kind))
 
 
 def _is_view(kind: pa.DataType) -> bool:
-    """Return True for view layouts of other libraries (polars), whose values are scattered."""
+    """Whether the type is a view, the layout with scattered values of other libraries (polars)."""
     return any(
         _is(kind, name) for name in ("string_view", "binary_view", "list_view", "large_list_view")
     )
@@ -201,7 +201,7 @@ def _fixed_bytes(array: pa.FixedSizeBinaryArray) -> pa.Array:
 
 
 def _order(kind: pa.DataType) -> tuple[int, ...] | None:
-    """Return the stored axis of each axis of a fixed-shape tensor; None for the natural order."""
+    """Stored axis of each axis of a fixed-shape tensor; None is the natural order."""
     order = tuple(getattr(kind, "permutation", None) or ())
     return None if order == tuple(range(len(order))) else order
 
@@ -226,7 +226,7 @@ def _tensor(
 
 
 def _nulls(array: pa.Array) -> Mask | None:
-    """Return a mask (rows,) of nulls, or None."""
+    """Mask (rows,); None without nulls."""
     return array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
 
 
@@ -242,7 +242,7 @@ def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], nulls: Mask | None)
 
 
 def _validity(nulls: Mask | None) -> pa.Buffer | None:
-    """Return Arrow's validity bits; None if no row is null."""
+    """Arrow's validity bits; None if no row is null."""
     return None if nulls is None else pa.py_buffer(np.packbits(~nulls, bitorder="little"))
 
 
@@ -271,7 +271,7 @@ def nested(values: Array) -> pa.Array:
 
 
 def text_to_array(text: str) -> pa.Array:
-    """Return an Arrow array of one string."""
+    """Array of one string."""
     data = text.encode()
     offsets = pa.py_buffer(np.array([0, len(data)], dtype=np.int32))
     return pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(data)])
@@ -324,12 +324,12 @@ def _without_decimals(array: pa.Array) -> pa.Array:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Return True for lists of any length, with offsets of either size."""
+    """Whether rows are lists of any length, with 32-bit or 64-bit offsets; not views, not fixed-size lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def flattened(lists: pa.ListArray) -> tuple[Array, pa.Array]:
-    """Return elements per row, and all elements; a null list must be empty, as in Spark."""
+    """Elements per row, and all elements. A null list must be empty, as in Spark."""
     if not len(lists):
         return np.empty(0, np.int64), lists.values.slice(0, 0)
     offsets = numbers(lists.offsets)
@@ -384,7 +384,7 @@ def _widened(array: pa.Array, *, is_whole: bool) -> pa.Array:
 
 
 def holds(dtype: np.dtype[Any], value: float) -> bool:
-    """Return True if an integer type can hold this number, or if it is within a floating type's range."""
+    """Whether an integer type has exactly this number, or a floating type's range includes it, as NaN and infinity."""
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return bool(
@@ -405,7 +405,7 @@ _DENSE = 1
 
 
 def vector_columns(schema: StructType) -> tuple[bool, ...]:
-    """Return for each column of a Spark schema True if it has ML vectors."""
+    """For each column of a Spark schema, whether it has ML vectors."""
     return tuple(type(field.dataType).__name__ == "VectorUDT" for field in schema.fields)
 
 

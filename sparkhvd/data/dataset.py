@@ -210,7 +210,7 @@ def load(store: Store | str | PathLike[str], path: str) -> Dataset:
 
 
 def place() -> tuple[int, int]:
-    """Return rank and size of this process from `hvd`, torch.distributed or the launcher; (0, 1) if unknown.
+    """Rank and size of this process from `hvd`, else torch.distributed, else the launcher; (0, 1) if unknown.
 
     Raises:
         InvalidArgumentError: two launchers contradict each other.
@@ -235,7 +235,7 @@ def _check_whole(name: str, value: Any, least: int | None = None) -> None:
 
 
 def _names(columns: Sequence[str]) -> list[str]:
-    """Return the names of columns as a list."""
+    """Reject text, an empty list and repeated names."""
     names = [columns] if isinstance(columns, str) else list(columns)
     if isinstance(columns, str) or not names or len(set(names)) < len(names):
         raise InvalidArgumentError(
@@ -245,7 +245,7 @@ def _names(columns: Sequence[str]) -> list[str]:
 
 
 def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Return the given rank and size, or those of this process."""
+    """Check rank and size; if both are None, take those of this process."""
     if (rank is None) != (size is None):
         raise InvalidArgumentError(
             f"loader: rank is {rank} and size {size}. Give both, or neither for those of the launcher."
@@ -278,7 +278,7 @@ def _check_fraction(schema: DataSchema, validation: float | None) -> None:
 
 
 def _known_subset(schema: DataSchema, subset: str | None, validation: float | None) -> str:
-    """Return the given subset, or the training subset."""
+    """Check the subset. None means "train" if there are validation rows, else "all"."""
     has_validation = schema.validation is not None or bool(validation)
     if subset is None:
         return "train" if has_validation else "all"
@@ -295,7 +295,7 @@ def _known_subset(schema: DataSchema, subset: str | None, validation: float | No
 
 
 def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunctions) -> None:
-    """Reject columns that do not exist, or that need a decoder and have none."""
+    """Reject columns that do not exist, or lack a decoder that they need."""
     for name in names:
         if schema.column(name).has_decoder and name not in functions.decoders:
             raise InvalidArgumentError(
@@ -474,7 +474,7 @@ class Loader(IterableDataset[Any]):
         return sum(stage.rows for stage in self._before)
 
     def _continue(self, size: int, batch_size: int) -> None:
-        """Begin a stage after the rows returned by one of other sizes."""
+        """End the stage of the rows returned so far, with these sizes."""
         if self._handed_out:
             self._before = (*self._before, Stage(size, batch_size, self._handed_out))
         self._handed_out = 0
@@ -594,7 +594,7 @@ class Loader(IterableDataset[Any]):
 
 
 def _stages(given: object) -> tuple[Stage, ...] | None:
-    """Return the stages of a state; None if it has others than a loader writes."""
+    """None if no loader writes such stages."""
     try:
         stages = rebuild(tuple[tuple[int, int, int], ...], given)
     except ValueError:

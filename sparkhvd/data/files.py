@@ -39,7 +39,7 @@ class OpenFiles(Generic[Key, File]):
         self._files: OrderedDict[Key, File] = OrderedDict()
 
     def get(self, key: Key) -> File:
-        """Return the file of a key, opened if necessary."""
+        """Open the file unless it is open; close the least recently used beyond `LIMIT`."""
         file = self._files.get(key)
         if file is None:
             file = self._files[key] = self._open_file(key)
@@ -62,7 +62,7 @@ Empty = Callable[[str, tuple[int, ...], npt.DTypeLike], Array]
 
 
 def fresh(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Return a new array."""
+    """Allocate an array; its name has no effect."""
     del name
     return np.empty(shape, dtype)
 
@@ -77,7 +77,7 @@ class Buffers:
         self._held: dict[str, Array] = {}
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Return an array in the memory of this name."""
+        """Reuse the memory of this name if it is large enough; the values are arbitrary."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         held = self._held.get(name)
         if held is None or held.nbytes < size:

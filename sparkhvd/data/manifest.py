@@ -37,7 +37,7 @@ Range = tuple[int, int]
 
 
 def joined_ranges(parts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, Range]:
-    """Return the range of each column over all parts that have one."""
+    """Least and greatest value of each column over the parts; a part may lack a column."""
     joined: dict[str, Range] = {}
     for part in parts:
         for name, (least, most) in part.items():
@@ -47,12 +47,12 @@ def joined_ranges(parts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, Ran
 
 
 def packed_rows(are_kept: npt.NDArray[np.bool_]) -> str:
-    """Return a mask (rows,) of a file's rows as text, at most a sixth of a byte per row."""
+    """Encode a mask (rows,) of a file's rows in at most a sixth of a byte per row."""
     return base64.b64encode(zlib.compress(np.packbits(are_kept).tobytes())).decode()
 
 
 def unpacked_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
-    """Return the mask (rows,) of `packed_rows`.
+    """Decode the mask (rows,) of `packed_rows`.
 
     Raises:
         ValueError: the text is no mask of so many rows.
@@ -138,12 +138,11 @@ class TableVersion:
         return f"{self.format} {self.uuid} {self.version} {self.where}".strip()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes, for JSON."""
         return asdict(self)
 
 
 def committed_at(milliseconds: int | None) -> str:
-    """Return a time in ms since 1970 as ISO 8601, UTC; "" if unknown."""
+    """Convert ms since 1970 to ISO 8601, UTC; None gives ""."""
     if milliseconds is None:
         return ""
     moment = datetime.fromtimestamp(milliseconds / 1000, timezone.utc)
@@ -200,14 +199,14 @@ class Manifest:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def row_bytes(self, names: Iterable[str]) -> int:
-        """Return the bytes that a row of these columns uses in memory, on average if rows differ."""
+        """Memory for a row of these columns, an average if rows differ."""
         columns = [self.schema.column(name) for name in names]
         fixed = sum(c.row_bytes if c.is_fixed else 16 for c in columns)
         variable = sum(self.variable_bytes.get(c.name, 0) for c in columns if not c.is_fixed)
         return fixed + -(-variable // max(self.num_rows, 1))
 
     def to_json(self) -> str:
-        """Return the text from which `from_json` rebuilds the manifest, with its checksum."""
+        """JSON with a checksum, for `from_json`."""
         values = {
             "format_version": self.format_version,
             "num_rows": self.num_rows,

@@ -256,7 +256,7 @@ def _without_skipped(
 
 
 def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
-    """Return the manifest of the files of all tasks.
+    """Join the tasks' outcomes into one manifest.
 
     Raises:
         InvalidArgumentError: the data cannot be used; the message lists every reason.

@@ -58,7 +58,7 @@ def add_application(app_id: str, is_over: Callable[[], bool]) -> None:
 
 
 def directory_of(name: str, app_id: str) -> str:
-    """Return this process's directory for data of a key."""
+    """Folder for data of a key, of this process alone."""
     return f"data/{name}/{_safe(app_id)}-{os.getpid()}-{_owned.token}"
 
 
@@ -76,13 +76,13 @@ def key_lock(store: Store, name: str) -> Iterator[None]:
 
 
 def is_kept(store: Store, data_dir: str) -> bool:
-    """Return True if the user keeps a directory."""
+    """Whether the user keeps a directory; False without a lease."""
     lease = lease_of(store, data_dir)
     return lease is not None and lease.keep
 
 
 def new_lease(store: Store, app_id: str, keep: bool) -> Lease:
-    """Return a lease that begins now."""
+    """Begin a lease of a day now; without direct access to the store, of a week."""
     return Lease(app_id, time.time() + (0.0 if store.is_seen else _UNSEEN_S), keep)
 
 

@@ -86,7 +86,7 @@ class ReuseScope:
         self._directories: set[tuple[Store, str]] = set()
 
     def key(self, df: DataFrame, schema: DataSchema) -> str:
-        """Return the key of one DataFrame's data with these columns, valid in this scope only."""
+        """Equal for equal columns of the same DataFrame object; valid in this scope only."""
         with self._lock:
             # Kept alive, so that no other DataFrame reuses its address.
             if not any(df is frame for frame in self._frames):
@@ -204,14 +204,14 @@ def prepare(
 
 
 def plan_key(df: DataFrame, schema: DataSchema, data_key: str | None) -> tuple[str | None, str]:
-    """Return the key of a DataFrame's data, or None if unknown, and the reason; equal keys mean equal data."""
+    """Key, or None if unknown, and the reason. Equal keys mean equal data."""
     return _key_of(df, schema, data_key)[:2]
 
 
 def _key_of(
     df: DataFrame, schema: DataSchema, data_key: str | None
 ) -> tuple[str | None, str, tuple[TableVersion, ...]]:
-    """Return also the versions of the tables that the plan reads, if known."""
+    """As `plan_key`, and the versions of the tables that the plan reads, if known."""
     parts: dict[str, object] = {
         "columns": schema.to_dict(),
         "format_version": FORMAT_VERSION,

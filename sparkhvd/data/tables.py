@@ -81,7 +81,7 @@ def _found(df: DataFrame, store: Store) -> Iterator[tuple[str, str]]:
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """Split a Hadoop path or URL, which has no quoting, into scheme and host, and the path."""
+    """Split a Hadoop path or URL, both without quoting, into scheme and host, and the path."""
     match = _URL.fullmatch(url)
     assert match is not None
     return match[1] or "", posixpath.normpath(match[2]) if match[2] else ""
@@ -228,7 +228,7 @@ def plan_facts(df: DataFrame) -> PlanFacts:
 
 
 def has_small_partitions(df: DataFrame) -> bool:
-    """Return True if a local master has few rows in many partitions, each of which costs a task and a file.
+    """Whether a local master has few rows in many partitions; each costs a task and a file.
 
     Only where the plan says so: the partitions are numbered by `repartition` or `range`, nothing above that is the user's
     code, and the sources are small. One task for all of them then takes less time than the many; on a cluster, where
@@ -316,7 +316,7 @@ def _class_name(java_object: JavaObject) -> str:
 
 
 def _text(plan: JavaObject) -> str:
-    """Return the whole text of a plan; its `toString` ends after 25 columns."""
+    """Whole text of a plan; its `toString` ends after 25 columns."""
     from py4j.protocol import Py4JError
 
     whole = (True, False, 2**31 - 1, False)  # verbose, suffix, most fields, operator ids
@@ -328,7 +328,7 @@ def _text(plan: JavaObject) -> str:
 
 
 def _structure(canonical: JavaObject, session: SparkSession) -> str:
-    """Return the plan as JSON: its text quotes no string and names no type, so '1' and 1 look alike."""
+    """Plan as JSON. In the plan's text '1' and 1 look alike: it has no quotes and no types."""
     from py4j.protocol import Py4JJavaError
 
     try:
@@ -391,7 +391,7 @@ def _items(sequence: JavaObject) -> Iterator[JavaObject]:
 
 
 def _leaf(leaf: JavaObject) -> tuple[str, bool]:
-    """Return the name of a leaf's source, and True if its content can be identified."""
+    """Name of a leaf's source, and whether its content can be identified."""
     if _is_iceberg(leaf):
         return _ICEBERG, True
     if not _is_relation(leaf):
@@ -437,7 +437,7 @@ def _is_delta(leaf: JavaObject) -> bool:
 
 
 def _table_scans(df: DataFrame, plan: JavaObject) -> list[tuple[TableVersion, str]]:
-    """Return the version of every scanned table, with the columns of the scan and their ids.
+    """Version of every scanned table, with the columns of the scan and their ids.
 
     Raises:
         _UnknownVersionError: a scan has none.
@@ -468,10 +468,10 @@ def _table_scans(df: DataFrame, plan: JavaObject) -> list[tuple[TableVersion, st
 
 
 def _iceberg_scans(df: DataFrame) -> list[tuple[TableVersion, str]]:
-    """Return the snapshot of each scan of an Iceberg table.
+    """Snapshot of each scan of an Iceberg table, and the scan's text.
 
-    Only the optimized plan has the scans, which know time travel by options, SQL, branch and tag. The table's current
-    snapshot is another one then.
+    Only the optimized plan has the scans, with time travel by options, SQL, branch and tag. The table's current
+    snapshot may be another.
     """
     found = []
     for leaf in _items(df._jdf.queryExecution().optimizedPlan().collectLeaves()):
@@ -498,7 +498,7 @@ def _iceberg_scans(df: DataFrame) -> list[tuple[TableVersion, str]]:
 
 
 def _field(java_object: JavaObject, name: str) -> JavaObject:
-    """Return a private field of a Java object or its base classes."""
+    """Read a private field of a Java object, also of a base class."""
     kind = java_object.getClass()
     while kind is not None:
         for field in kind.getDeclaredFields():
@@ -510,7 +510,7 @@ def _field(java_object: JavaObject, name: str) -> JavaObject:
 
 
 def _delta_scan(leaf: JavaObject) -> tuple[TableVersion, str]:
-    """Return the version that a scan of a Delta table reads, by Delta's public accessors; not tried with its jar."""
+    """Version read by a scan of a Delta table, by Delta's public accessors. Not tried with Delta's jar."""
     index = leaf.relation().location()
     snapshot = index.getSnapshot()
     metadata = snapshot.metadata()
@@ -532,7 +532,7 @@ def _contains(plan: JavaObject, patterns: JavaPackage, name: str) -> bool:
 
 
 def _is_ml_code(plan: JavaObject, patterns: JavaPackage) -> bool:
-    """Return True if every Scala function in a plan belongs to Spark ML."""
+    """Whether every Scala function in a plan belongs to Spark ML."""
     scala = patterns.SCALA_UDF()
 
     def is_ml(expression: JavaObject) -> bool:
@@ -563,7 +563,7 @@ def _caches(df: DataFrame) -> list[str | int]:
 
 
 def _file_state(df: DataFrame, url: str) -> tuple[int, int] | None:
-    """Return size and time of change of a source file, or None if unknown."""
+    """Size of a source file, and time of change: in ns of a local file, else in ms. None if unknown."""
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
         try:

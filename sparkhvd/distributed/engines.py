@@ -50,7 +50,7 @@ class EngineGroups:
         self._named = 0
 
     def name(self, torchs: str) -> str:
-        """Return the name of a new group, the same on all of its ranks.
+        """Name a new group, the same on all of its ranks.
 
         Torch's names are numbers if every rank creates the group. Since torch 2.14 groups that only their members create count, too,
         but only on the members, so that later numbers differ between ranks.
@@ -63,7 +63,7 @@ class EngineGroups:
     def world(
         self, store: Store, name: str, rank: int, size: int, timeout: timedelta
     ) -> EngineGroup:
-        """Return all ranks, in the engine that this process shares with `hvd`."""
+        """All ranks, in the engine that this process shares with `hvd`."""
         try:
             deadline = time.monotonic() + timeout.total_seconds()
             self._world = self._share(store, name, rank, size, timeout)
@@ -102,7 +102,7 @@ class EngineGroups:
     def subset(
         self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
     ) -> EngineGroup | None:
-        """Return the ranks of a group inside the default group; None if this rank is not a member.
+        """The ranks of a group inside the default group; None if this rank is not a member.
 
         They are a process set, for which every rank must call this. They have their own engine if torch calls this on the
         members alone (`use_local_synchronization`, recognized by a name that is not a number), if they are not in rank order, or
@@ -135,7 +135,7 @@ class EngineGroups:
 
 
 def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> EngineGroup:
-    """Return ranks in a separate engine; every one of these ranks must call this."""
+    """Connect these ranks in a separate engine; each of them must call this."""
     deadline = time.monotonic() + timeout.total_seconds()
     try:
         rendezvous = meet(store, name, rank, size, timeout)
@@ -185,7 +185,7 @@ def _state(rank: int, size: int) -> str:
 
 
 def _generation() -> int:
-    """Return the number of default groups so far in the engine that this process shares with `hvd`."""
+    """The number of default groups so far in the engine that this process shares with `hvd`."""
     return _generations.get(context.context().engine, 0) if context.is_initialized() else 0
 
 
@@ -319,7 +319,7 @@ def _left(deadline: float) -> float:
 
 
 def _own_address(store: Store, settings: Settings) -> str:
-    """Return this host's address towards the host of the store; loopback if the store is not a server."""
+    """This host's address towards the host of the store; loopback if the store is not a server."""
     if settings.interfaces:
         return address_on(settings.interfaces)
     while isinstance(store, PrefixStore):
@@ -337,7 +337,7 @@ def _key_between_hosts(
     settings: Settings,
     timeout: timedelta,
 ) -> bytes:
-    """Return the job's key, the same on every rank."""
+    """The job's key, the same on every rank."""
     what = f"init_process_group('sparkhvd') with {len(endpoints)} ranks on several hosts (or users of one)"
     gather.check_addresses(endpoints, what)
     key = gather.network_key(settings, what)

@@ -85,7 +85,7 @@ class PowerSGDState:
         self._buckets: dict[tuple[int, ...], LowRankBucket] = {}
 
     def entry(self, param: Tensor) -> GradientSlot:
-        """Return the entry of a parameter; ranks must ask for parameters in the same order."""
+        """The entry of a parameter. Ranks must ask for parameters in the same order."""
         found = self._entries.get(id(param))
         if found is None:
             number = len(self._entries)
@@ -95,7 +95,7 @@ class PowerSGDState:
         return found
 
     def low_rank(self, entries: list[GradientSlot], group: Group) -> LowRankBucket:
-        """Return the reduction of these parameters as two matrices each."""
+        """The reduction of these parameters as two matrices each."""
         key = tuple([entry.index for entry in entries])
         if key not in self._buckets:
             team = group.launcher.team
@@ -172,7 +172,7 @@ def _second_round(low: LowRankBucket, engine: Engine, rest: Work) -> None:
 
 
 def _first(work: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return the future of a work's only tensor, as DDP expects it."""
+    """The future of a work's only tensor, as DDP expects it."""
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda done: done.value()[0]
     )
@@ -237,6 +237,6 @@ def _register(group: Group, bucket: GradBucket) -> None:
 
 
 def _alone(grad: Tensor) -> Tensor:
-    """Return the same memory in a tensor that shares no storage: results may be written there."""
+    """Wrap the same memory in a tensor that shares no storage: results may be written there."""
     memory = (ctypes.c_char * grad.nbytes).from_address(grad.data_ptr())
     return torch.frombuffer(memory, dtype=grad.dtype).view(grad.shape)

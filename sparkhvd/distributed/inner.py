@@ -80,7 +80,7 @@ FACTORIES: dict[str, tuple[Any, Factory]] = {
 
 
 class NestedBackends:
-    """Torch's own groups inside one of ours; every rank that uses a group creates it at its first use.
+    """Torch's own groups inside a group of ours. Every rank that uses such a group creates it at its first use.
 
     Args:
         owner: our group, by which torch finds the configuration.
@@ -96,7 +96,7 @@ class NestedBackends:
         self.cpu_is_ours = False  # known to be
 
     def of(self, device: str) -> Any:
-        """Return torch's group for tensors of a type of device; None for the engine's tensors.
+        """Torch's group for tensors of a type of device; None for the engine's tensors.
 
         Raises:
             InvalidArgumentError: the group has no backend for them, or it cannot be created.
@@ -116,7 +116,7 @@ class NestedBackends:
             return self._groups[backend]
 
     def devices(self) -> list[str]:
-        """Return the types of devices with a backend in the group, a library in torch, and for CUDA a GPU on this host."""
+        """The types of devices with a backend in the group, a library in torch, and for CUDA a GPU on this host."""
         return [
             device
             for device, backend in self._read().items()
@@ -124,7 +124,7 @@ class NestedBackends:
         ]
 
     def backend(self) -> str:
-        """Return the name of the group's backend: ours, if any device is ours."""
+        """The name of the group's backend: ours, if any device is ours."""
         names = list(self._read().values())
         return OURS if OURS in names else names[0]
 
@@ -189,17 +189,17 @@ class NestedBackends:
 
 @functools.cache
 def _has_nccl() -> bool:
-    """Return True if NCCL can run: torch builds with CUDA have the library on hosts without a GPU, too."""
+    """Whether NCCL can run: torch builds with CUDA have the library on hosts without a GPU, too."""
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def _torchs(backend: str) -> str:
-    """Return torch's backend for a device that ours was requested for and cannot serve."""
+    """Torch's backend for a device that ours was requested for and cannot serve."""
     return "nccl" if backend == OURS else backend
 
 
 def device_of(items: Iterable[object]) -> str | None:
-    """Return the type of device of the first tensor in nested lists; None without a tensor."""
+    """The type of device of the first tensor in nested lists; None without a tensor."""
     for item in items:
         if isinstance(item, Tensor):
             return item.device.type

@@ -150,7 +150,7 @@ class Launcher:
         return Work((), outputs, None, OperationNames(name), self.passes, start)
 
     def failed(self, error: BaseException, outputs: Sequence[Tensor]) -> Work:
-        """Return a work that has failed, for a backward pass: DDP refuses later steps if a hook raises."""
+        """Make a work that has failed, for a backward pass: DDP refuses later steps if a hook raises."""
 
         def start() -> Sequence[Operation]:
             raise error
@@ -247,13 +247,13 @@ class Flat(NamedTuple):
 
     @property
     def view(self) -> TensorView:
-        """Return the numbers as input and output."""
+        """The numbers as input and output."""
         address = self.numbers.data_ptr()
         return TensorView(address, address, (self.numbers.numel(),))
 
     @property
     def shaped(self) -> TensorView:
-        """Return `view` in the caller's shape, which the engine compares across ranks."""
+        """`view` in the caller's shape, because the engine compares it across ranks."""
         address = self.numbers.data_ptr()
         shape = (self.numbers.numel(),) if self.shape is None else self.shape
         return TensorView(address, address, shape)
@@ -271,7 +271,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def moved(tensor: Tensor) -> Flat:
-    """Return a tensor for an operation that only moves: complex numbers are pairs, unknown types bytes."""
+    """Prepare a tensor for an operation that only moves: complex numbers are pairs, unknown types bytes."""
     _check_dense(tensor)
     plain = tensor.detach()
     shape = tensor.shape if width(tensor) == 1 else (*tensor.shape, width(tensor))
@@ -282,7 +282,7 @@ def moved(tensor: Tensor) -> Flat:
 
 
 def reduced(what: str, tensor: Tensor) -> Flat:
-    """Return a tensor for a reduction.
+    """Prepare a tensor for a reduction.
 
     Raises:
         InvalidArgumentError: the engine does not reduce its type.
@@ -296,7 +296,7 @@ def reduced(what: str, tensor: Tensor) -> Flat:
 
 
 def numbers_of(plain: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as numbers in one dimension."""
+    """View a contiguous tensor's memory as numbers in one dimension."""
     flat = plain.view(-1)
     if flat.dtype in DTYPES:
         return flat
@@ -304,7 +304,7 @@ def numbers_of(plain: Tensor) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's memory, or a copy, as bytes in one dimension."""
+    """View a dense tensor's memory, or a copy, as bytes in one dimension."""
     return tensor.contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
 
 
@@ -318,14 +318,14 @@ def _check_dense(tensor: Tensor) -> None:
 
 
 def width(tensor: Tensor) -> int:
-    """Return the count of numbers per element."""
+    """The count of numbers per element."""
     if tensor.dtype in DTYPES:
         return 1
     return 2 if tensor.is_complex() else tensor.dtype.itemsize
 
 
 def only(what: str, items: Sequence[_Item]) -> _Item:
-    """Return the only item of a list: torch's interface has one per device."""
+    """Require a list of one item: torch's interface has one per device."""
     if len(items) != 1:
         raise InvalidArgumentError(
             f"{what}: got {len(items)} tensors for one rank. Give one; the coalesced forms take several."
@@ -334,7 +334,7 @@ def only(what: str, items: Sequence[_Item]) -> _Item:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the numbers of several tensors, concatenated in new memory."""
+    """Concatenate the numbers of several tensors in new memory."""
     parts = [moved(tensor).numbers for tensor in tensors]
     return torch.cat(parts) if parts else torch.empty(0)
 
@@ -362,7 +362,7 @@ def reading_into(source: Tensor, target: Tensor) -> TensorView:
 
 
 def owners(flats: Sequence[Flat]) -> object:
-    """Return the memory of tensors, which must live until the engine has finished."""
+    """Return the memory of tensors, for the caller to keep until the engine has finished."""
     return lend(*[each.numbers for each in flats])
 
 
@@ -400,12 +400,12 @@ def by_dtype(flats: Sequence[Flat]) -> list[tuple[DType, list[Flat]]]:
 
 
 def room_for(like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return memory for the numbers of several tensors."""
+    """Allocate memory for the numbers of several tensors."""
     return like.new_empty(sum([tensor.numel() * width(tensor) for tensor in tensors]))
 
 
 def received_numbers(work: Operation, dtype: torch.dtype) -> Tensor:
-    """Return a copy of the engine's result."""
+    """Copy the engine's result."""
     output = work.output()
     if not output.num_bytes:
         return torch.empty(0, dtype=dtype)

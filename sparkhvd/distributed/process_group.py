@@ -134,7 +134,7 @@ class CallSignature(NamedTuple):
         return [*tensors, *args[len(tensors) : count], *self._last(args[count:], named)]
 
     def tensor_names(self) -> list[tuple[str, ...]]:
-        """Return the keywords of each argument before the options, in all versions of torch."""
+        """The keywords of each argument before the options, in all versions of torch."""
         sides = ("output", "input") if len(self.depths) == 2 else ("",)
         names = [tuple([name.format(side).lstrip("_") for name in _TENSOR_NAMES]) for side in sides]
         more = [("output_split_sizes",), ("input_split_sizes",)]
@@ -325,11 +325,9 @@ class Group(_ProcessGroup):
             self._set_default_backend(kind)
 
     def rank(self) -> int:
-        """Return this process's rank in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return self._size
 
     getRank, getSize = rank, size  # noqa: N815 - C++'s names
@@ -337,13 +335,12 @@ class Group(_ProcessGroup):
     # Names, which C++ reads through the names of its own methods
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
-        """Return the backend's name."""
         return self.inner.backend()
 
     name = _get_backend_name = getBackendName
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's
-        """Return torch's name of this group, for compiled code."""
+        """Torch's name of this group, for compiled code."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's
@@ -353,7 +350,6 @@ class Group(_ProcessGroup):
     _set_group_name = setGroupName
 
     def getGroupDesc(self) -> str:  # noqa: N802 - torch's
-        """Return torch's description of this group."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's
@@ -874,7 +870,7 @@ class Group(_ProcessGroup):
         return c10d.Backend.Options(OURS, timedelta(seconds=self.launcher.timeout_s))
 
     def get_error(self) -> Any:
-        """Return the state of the engine as torch's error type; of a group that reconfigures, not its own abort."""
+        """The state of the engine as torch's error type. A group that reconfigures does not report its own abort."""
         if self._reconfiguration and (self._is_aborted or not self._is_connected()):
             return c10d.ErrorType.SUCCESS
         try:
@@ -900,7 +896,7 @@ class Group(_ProcessGroup):
     register_post_hook = register_pre_hook
 
     def supports_tensor_alloc(self, _: torch.device) -> bool:
-        """Return False: torch allocates tensors itself."""
+        """Always False: torch allocates tensors itself."""
         return False
 
     def monitored_barrier(
@@ -930,7 +926,6 @@ class Group(_ProcessGroup):
             raise as_torch(error) from None
 
     def get_group_store(self) -> Store:
-        """Return this group's store."""
         return self._store
 
     def _set_sequence_number_for_group(self) -> None:
@@ -1017,7 +1012,7 @@ class Group(_ProcessGroup):
         return self._reconfiguration is not None
 
     def get_reconfigure_handle(self) -> str:
-        """Return the text by which other ranks name this one in `reconfigure`; it stays the same.
+        """The text by which other ranks name this one in `reconfigure`; it stays the same.
 
         Raises:
             InvalidArgumentError: the group does not reconfigure.

@@ -153,7 +153,7 @@ def _reported(store: Store, rank: int) -> Iterator[None]:
 
 
 def _position(what: str, own_handle: str, ordered: list[str]) -> int:
-    """Return this process's position among handles; check them."""
+    """This process's position among the checked handles."""
     strange = [each for each in ordered if not _HANDLE.fullmatch(each)]
     if strange:
         raise InvalidArgumentError(

@@ -46,13 +46,13 @@ class OperationNames:
         self.count = 0
 
     def name(self) -> str:
-        """Return the next name."""
+        """Create the next name."""
         name = f"{self._prefix}.{self.count}"
         self.count += 1
         return name
 
     def child(self) -> OperationNames:
-        """Return the scope of the next callback. It counts separately, because a callback may launch before or after another is added."""
+        """The scope of the next callback. It counts separately: a callback may launch before or after others."""
         self._callbacks += 1
         return OperationNames(f"{self._prefix}.then{self._callbacks}")
 
@@ -65,7 +65,7 @@ _current = _Current()
 
 
 def current_scope() -> OperationNames | None:
-    """Return the scope of the callback that this thread runs."""
+    """The scope of the callback that this thread runs."""
     return _current.scope
 
 
@@ -397,11 +397,11 @@ class Work(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error; None while it runs and after success."""
+        """None while it runs and after success."""
         return self._error if self.is_completed() else None
 
     def result(self) -> list[Tensor]:
-        """Return the tensors of the result, once it has ended."""
+        """The tensors of the result, once it has ended."""
         return self._outputs
 
     def synchronize(self) -> None:
@@ -409,7 +409,7 @@ class Work(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Return the sender of a received tensor."""
+        """The sender of a received tensor."""
         if self.source is None:
             raise RuntimeError("source_rank(): only a finished receive has one. Wait for it first.")
         return self.source
@@ -426,7 +426,6 @@ class Work(dist.Work):
         return self._in_pass
 
     def get_future(self) -> Future:
-        """Return the future of the results."""
         with self._lock:
             if self._future is None:
                 default = self._outputs[0] if len(self._outputs) == 1 else self._outputs

@@ -375,7 +375,7 @@ class CoordinatorSide:
 
 
 def party(key: bytes, job_id: str, number: int | None) -> CoordinatorSide:
-    """Return the coordinator's side (None), or a member's.
+    """Side of a member, or of the coordinator if `number` is None.
 
     Args:
         key: of the job.
@@ -412,7 +412,6 @@ def dial(
 
 
 def pack(message: Message) -> bytes:
-    """Return the bytes of a message."""
     return frame_of(json.dumps(to_dict(message)).encode())
 
 
@@ -458,7 +457,7 @@ class JoinToken:
     meet_s: float
 
     def to_dict(self) -> dict[str, object]:
-        """Return a JSON object that includes the key, of which `rebuild` makes the token."""
+        """JSON object with the key, for `rebuild`."""
         return {
             **vars(self),
             "key": self.key.hex(),
@@ -477,7 +476,7 @@ class MemberLink:
         self._pid = os.getpid()
 
     def arrive(self) -> int:
-        """Return the size of the running generation; 0 if none runs.
+        """Ask for the size of the running generation; 0 without a running generation.
 
         Raises:
             ElasticError: the job cannot continue, or the coordinator is gone.
@@ -513,7 +512,7 @@ class MemberLink:
             self._send(MemberReport(kind, generation))
 
     def news(self) -> Update | None:
-        """Return the pending update of the members, or None; does not wait.
+        """Pending update of the members, or None. Does not wait.
 
         Raises:
             LeftOutError: the others continued without this member.

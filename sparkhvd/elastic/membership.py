@@ -167,7 +167,7 @@ class Membership:
         self._decide(now)
 
     def next_step_at(self) -> float | None:
-        """Return when `step` is due; None for not before the next message."""
+        """Time at which `step` is due. None: not before the next message."""
         if self._began is None:
             return None
         if self._running:
@@ -178,11 +178,11 @@ class Membership:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a member's function has returned and it has not started another one: no process joins."""
+        """Whether a member's function has returned without the start of another function: no process joins."""
         return bool(self._finished)
 
     def waiting(self) -> tuple[int, ...]:
-        """Return the members with an unanswered request."""
+        """Numbers of members with an unanswered request."""
         return tuple(sorted(self._asked))
 
     # --- Asking. ---
@@ -260,7 +260,7 @@ class Membership:
         return tuple(number for number in self.members if number not in self._gone)
 
     def _holder(self) -> int | None:
-        """Return the member to be removed that must stay, because it alone has the state that new members need."""
+        """Return a member to keep despite its removal, because no remaining member has the state."""
         here = self._here()
         if self.is_finished or self._with_state & set(here) - self._removing.keys():
             return None
@@ -296,7 +296,7 @@ class Membership:
         self._form(candidates)
 
     def _candidates(self) -> tuple[int, ...]:
-        """Return the candidates by rank: first those with the newest state, then in the order of the previous generation."""
+        """Candidates by rank: the newest state first, then the order of the previous generation."""
         newest = max((ask.version for ask in self._asked.values() if ask.has_state), default=0)
         places = {number: rank for rank, number in enumerate(self.members)}
 
@@ -475,7 +475,6 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Return a JSON object."""
     return {"message": _NAMES[type(message)], **dataclasses.asdict(message)}
 
 

@@ -113,7 +113,7 @@ class ElasticRendezvous:
         return self._now().sync
 
     def arrive(self) -> Topology | None:
-        """Return the provisional topology of this process until it joins a running generation; None if none runs.
+        """Provisional topology of this process until it joins a running generation; None without a running generation.
 
         The others continue while it loads data and builds a model; `connect` joins them. Its provisional rank follows
         theirs, and its local rank is its slot. Only the first call asks; later calls return None.
@@ -156,7 +156,7 @@ class ElasticRendezvous:
             return connections
 
     def should_change(self) -> tuple[bool, bool]:
-        """Return whether the members should change, and whether that only removes members; does not wait.
+        """Return whether the members should change, and whether the change only removes members. Does not wait.
 
         Raises:
             LeftOutError: the others continued without this member.
@@ -217,7 +217,7 @@ class ElasticRendezvous:
         )
 
     def _job(self, decision: Decision) -> Job:
-        """Return the ranks of a generation as a job with its own key: proofs of another generation are invalid in it."""
+        """Each generation has its own key, so proofs of another generation are invalid in it."""
         name = f"{self._join_token.job_id} generation {decision.generation}"
         members = ",".join(map(str, decision.members))
         return Job(

@@ -78,7 +78,7 @@ class Metrics:
         return "\n".join(shown)
 
     def prometheus(self) -> str:
-        """Return the counters in Prometheus' text format, one sample per line, labelled with the rank."""
+        """The counters in Prometheus' text format, one sample per line, labelled with the rank."""
         return "".join(f"{line}\n" for line in self._samples())
 
     def _samples(self) -> Iterator[str]:
@@ -125,7 +125,7 @@ class Metrics:
 
 
 def quantile(histogram: Sequence[int], fraction: float) -> int:
-    """Return the upper end, in us, of the bin with the `fraction` quantile; bin i ends at 2**i."""
+    """Upper end, in us, of the bin with the `fraction` quantile. Bin i ends at 2**i."""
     wanted = fraction * sum(histogram)
     seen = 0
     for power, count in enumerate(histogram):

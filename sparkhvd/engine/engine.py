@@ -178,11 +178,11 @@ class Engine:
             raise self._state.to_exception(status, buffer)
 
     def losses(self) -> dict[int, Loss]:
-        """Return the ranks that are lost, and how, as far as this rank knows."""
+        """Lost ranks, and how, as far as this rank knows."""
         return self._state.losses()
 
     def counters(self) -> dict[str, Any]:
-        """Return this rank's counters since the engine was made (docs/monitoring.md); also after a shutdown.
+        """Counted since the engine was made (docs/monitoring.md). Also works after a shutdown.
 
         Raises:
             NotInitializedError: the engine is gone, or was made before a fork.
@@ -432,7 +432,7 @@ class Engine:
         numbers: tuple[int, ...] = (),
         device: int = DEVICE_CPU,
     ) -> Call:
-        """Return a call of these tensors for `start` or `run`; reuses an idle call with equal arguments.
+        """Prepare a call for `start` or `run`. Reuses an idle call with equal arguments.
 
         `Collective` describes the tensors and numbers of each kind, `Call` the other arguments.
         """
@@ -517,7 +517,7 @@ class Engine:
         request.timeout_s = -1.0 if timeout_s is None else max(0.0, timeout_s)
 
     def _adopt(self, call: Call, name: str, keep: object) -> Work:
-        """Return the submitted operation as a Work; the call is free again."""
+        """Make a Work of the submitted operation. The call is free again."""
         handle = call.work.value
         assert handle is not None
         # Ctrl-C may come with every call, also after the Work was made, which then is dropped and releases its

@@ -415,7 +415,6 @@ _ERRORS: dict[int, type[SparkhvdError]] = {
 
 
 def to_exception(status: int, buffer: ctypes.Array[ctypes.c_char]) -> SparkhvdError:
-    """Return the exception for a status and its message."""
     message = buffer.value.decode("utf-8", errors="replace")
     return _ERRORS.get(status, InternalError)(message or f"The library gave status {status}.")
 
@@ -482,7 +481,6 @@ def is_sealed_against_shrinking(descriptor: int) -> bool:
 
 
 def library_path() -> Path:
-    """Return the path of the compiled library."""
     return Path(__file__).parents[1] / "lib" / "libsparkhvd.so"
 
 
@@ -530,7 +528,7 @@ class EngineHandles:
             raise NotInitializedError(f"{what}: the engine was shut down. Create a new one.")
 
     def losses(self) -> dict[int, Loss]:
-        """Return the ranks that are lost, and how, as far as this rank knows; none once the engine is gone."""
+        """Lost ranks, and how, as far as this rank knows; empty once the engine is gone."""
         if self.destroyed or self.pid != os.getpid():
             return {}
         found = self.library.engine_lost(self.handle, None, 0)
@@ -539,14 +537,14 @@ class EngineHandles:
         return {entry.rank: Loss(entry.kind) for entry in entries[:found]}
 
     def to_exception(self, status: int, buffer: ctypes.Array[ctypes.c_char]) -> SparkhvdError:
-        """Return the exception for a status of an operation and its message."""
+        """A `CollectiveError` gets the lost ranks."""
         error = to_exception(status, buffer)
         if isinstance(error, CollectiveError):
             error.lost = {rank: loss.name.lower() for rank, loss in self.losses().items()}
         return error
 
     def reap(self, patience: int | None = None) -> None:
-        """Release dropped works that have finished, until `patience` unfinished ones were seen; None = all."""
+        """Release dropped works that have finished, until `patience` unfinished works were seen; None means all."""
         pending = 0
         for _ in range(len(self.orphans)):
             try:

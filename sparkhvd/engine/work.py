@@ -108,7 +108,7 @@ class Work:
             state.release(self._handle)  # only frees
 
     def done(self) -> bool:
-        """Return True if the operation has finished; never blocks and drives nothing.
+        """Whether the operation has finished. Never blocks and drives nothing.
 
         Raises:
             MismatchError: the ranks disagreed.
@@ -198,7 +198,7 @@ class Work:
             state.waiting.discard(token)
 
     def output(self) -> GatherOutput:
-        """Return the result of a finished allgather, alltoall, join or new process set.
+        """Result of a finished allgather, alltoall, join or new process set.
 
         Raises:
             InvalidArgumentError: the operation has not finished, or its result is in the caller's memory.
@@ -216,7 +216,7 @@ class Work:
         )
 
     def buffer(self) -> Buffer:
-        """Return the memory of a finished registration; once.
+        """Memory of a finished registration. Call it once.
 
         Raises:
             InvalidArgumentError: the operation has not finished, or is not a registration.

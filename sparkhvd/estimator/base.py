@@ -215,13 +215,12 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         return [*models.values()]
 
     def _open_table(self, choice: TableChoice, spark: SparkSession) -> FitSources:
-        """Return the source of `fit_on_table`."""
         return open_table_source(self._options(), choice, spark)
 
     def _open_parquet(
         self, places: DataPaths, spark: SparkSession
     ) -> tuple[FitSources, dict[str, Any] | None]:
-        """Return the sources of `fit_on_parquet` and the decoders of the fit."""
+        """Sources of `fit_on_parquet`, and the decoders of the fit."""
         return open_sources(self._options(), places, spark)
 
     def _options(self) -> FitOptions:

@@ -194,7 +194,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _train(
         self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> tuple[TorchModel, int]:
-        """Return the model and the epoch of its weights."""
+        """Prepare the data and train; return the model and the epoch of its weights."""
         with contextlib.nullcontext(self._scope) if self._scope else ReuseScope() as scope:
             options = request.options
             target = Target(
@@ -241,7 +241,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     # -- run ------------------------------------------------------------------------------------------
 
     def _prewarm(self, request: FitRequest) -> Prewarm | None:
-        """Return the prewarm for the tasks that write the data, or None if ranks do not run in Spark tasks."""
+        """Prewarm for the tasks that write the data; None if ranks do not run in Spark tasks."""
         cluster = request.cluster
         if not self._takes_slots():
             return None
@@ -295,7 +295,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         return report
 
     def _takes_slots(self) -> bool:
-        """Return True if ranks run in Spark tasks."""
+        """Whether ranks run in Spark tasks."""
         return True
 
     def _run_ranks(
@@ -377,7 +377,7 @@ def _complete(
 
 
 def _trained_loss(request: FitRequest, module: nn.Module, trained: Checkpoint) -> object:
-    """Return the loss with its trained state, or None with a warning if it cannot be copied: the model must not be lost."""
+    """Copy the loss with its trained state. A failure is a warning and gives None: the model must not be lost."""
     model, is_changed = request.program.model, has_losses(trained.changes)
     try:
         return returned_loss(request.losses, model, module, trained.others, is_changed=is_changed)

@@ -124,7 +124,7 @@ class ClassificationSummary(_Summary):
 
 
 def _mean(measured: Iterable[tuple[int, float]]) -> float:
-    """Return the mean of measures, weighted by rows; NaN without rows."""
+    """Mean weighted by rows; NaN without rows."""
     pairs = list(measured)
     rows = sum(count for count, _ in pairs)
     return sum(count * value for count, value in pairs) / rows if rows else math.nan
@@ -191,7 +191,7 @@ class TrainingSummary:
 
     @property
     def objectiveHistory(self) -> list[float]:  # noqa: N802 - Spark's name
-        """Training loss of each epoch, except epochs without one from a custom loop."""
+        """Training loss of each epoch, except epochs of a custom loop without a loss."""
         losses = [record.get("loss") for record in self.history]
         return [float(loss) for loss in losses if isinstance(loss, (int, float))]
 
@@ -206,7 +206,7 @@ class TrainingSummary:
 
 
 def horovod_history(history: History, num_labels: int) -> History:
-    """Return the records with training and validation numbers apart, as in Horovod.
+    """Separate training and validation numbers of the records, as in Horovod.
 
     Args:
         history: flat records; records already in this shape are kept.

@@ -120,7 +120,7 @@ def permutation_importance(
 
 
 def _parts(field: StructField, value: Any) -> list[_Part]:
-    """Return the features in a column, by its first value."""
+    """Features in a column: each element of its first value, or the column as a whole."""
     if not isinstance(value, (Vector, list)) or len(value) == 1:
         return [_Part(field.name, field.name, None)]
     names = {index: f"{field.name}[{index}]" for index in range(len(value))}
@@ -146,9 +146,9 @@ def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> DataFrame:
 def _permuted(
     sampled: DataFrame, schema: StructType, parts: Sequence[_Part], repeats: int
 ) -> DataFrame:
-    """Return the rows, then `repeats` copies per feature with its values permuted, each with its number.
+    """Number the rows as copy 0, and append `repeats` numbered copies per feature with its values permuted.
 
-    Spark's own expressions make the copies: rows from the driver would be as many times as large as there are copies.
+    Spark's own expressions make the copies, so that the driver sends only the sampled rows.
 
     Args:
         sampled: the rows with columns c0, c1, ..., `row` and `others`: per copy the row that gives the value.
@@ -184,7 +184,7 @@ def _permuted(
 
 
 def _replaced(value: Column, other: Column, element: Column, is_vector: bool) -> Column:
-    """Replace one element of a vector or list by that of another row."""
+    """Replace one element of a vector or list by the element of another row."""
     if is_vector:
         value, other = vector_to_array(value), vector_to_array(other)
     mixed = F.transform(value, lambda x, i: F.when(i == element, F.get(other, i)).otherwise(x))

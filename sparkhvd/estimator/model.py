@@ -82,7 +82,7 @@ class Report:
         self.html = render(self.document)
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, which isolates its style from the notebook's."""
+        """The page in a frame, to isolate its style from the notebook's."""
         return f'<iframe srcdoc="{escape(self.html)}" sandbox style="width:100%;height:800px;border:0"></iframe>'
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -224,7 +224,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self._records()
 
     def _records(self) -> list[dict[str, Any]]:
-        """Return `history`, a Param in the classes under Horovod's name."""
+        """`history`, also in classes with Horovod's names, where `history` is a Param."""
         return [dict(record) for record in self._require_fitted().history]
 
     def history_frame(self) -> pd.DataFrame:
@@ -547,7 +547,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return ModelWriter(self)
 
     def _for_mlflow(self) -> Any:
-        """Return the object that MLflow's flavour `spark` can save in this session."""
+        """Object that MLflow's flavour `spark` can save in this session."""
         if not is_connect(active_session()):
             return self
         from sparkhvd.estimator.saving.local_pipeline import LocalPipeline
@@ -626,7 +626,7 @@ def _copy_of(loss: object) -> object:
 
 
 def _weights(fitted: TrainedState, spark: SparkSession, options: PredictOptions) -> Weights:
-    """Return small weights for the closure, or large weights as a file of the store, written once."""
+    """Small weights for the closure; large weights as a file of the store, written once."""
     if fitted.weights.data is not None:
         return fitted.weights
     store = default_store(spark, options.store)

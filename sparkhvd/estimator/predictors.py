@@ -41,7 +41,7 @@ class TorchPredictionModel(TorchModel):
 
     @classmethod
     def _known_link(cls, link: str, *, has_function: bool) -> str:
-        """Return the link of the model's output from the link of the loss.
+        """Derive the link of the model's output from the link of the loss.
 
         Raises:
             InvalidArgumentError: the loss does not define it.
@@ -50,7 +50,7 @@ class TorchPredictionModel(TorchModel):
 
     @classmethod
     def _width_problem(cls, link: str, width: int) -> str:
-        """Return why an output of this width does not fit the class, or ""."""
+        """Reason why an output of this width does not fit the class; "" if it fits."""
         raise NotImplementedError
 
     def _check_outputs(self, fitted: TrainedState) -> None:
@@ -83,7 +83,7 @@ class TorchPredictionModel(TorchModel):
         return float(self._compute("prediction", value)[0])
 
     def _named(self, param: str) -> str:
-        """Return the column that a Param names."""
+        """Column named by a Param; "" is an error."""
         name: str = self._get(param)
         if not name:
             raise InvalidArgumentError(
@@ -121,7 +121,7 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         return super()._train(request, recorder, fanout)
 
     def _link(self, request: FitRequest) -> str:
-        """Return the link of the model's output; raises if the loss does not define it."""
+        """Link of the model's output; an error if the loss does not define it."""
         has_function = request.options.output_fn is not None
         return self._model_class._known_link(request.links[0], has_function=has_function)
 

@@ -166,7 +166,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             optimizer.momentum = momentum * after / before
 
     def _optimizer(self) -> Any:
-        """Return the optimizer that steps: the inner one of a loss-scaling optimizer."""
+        """The optimizer that steps: the inner one of a loss-scaling optimizer."""
         optimizer = self.model.optimizer
         return getattr(optimizer, "inner_optimizer", optimizer)
 

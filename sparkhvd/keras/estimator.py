@@ -225,7 +225,7 @@ class KerasParams(IgnoredParams, PredictParams):
             )
 
     def _compiling(self) -> dict[str, Any]:
-        """Return the compile arguments of the ranks.
+        """The compile arguments of the ranks.
 
         Raises:
             InvalidArgumentError: there is no optimizer, or no loss.
@@ -368,11 +368,10 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         )
 
     def _variables(self) -> dict[str, str]:
-        """Return the environment variables of the ranks."""
         return {**(self._get("backend_env") or {}), "KERAS_BACKEND": "torch"}
 
     def _columns(self) -> tuple[list[str], list[str], str | None]:
-        """Return the columns of features, of labels, and of weights."""
+        """Columns of features, of labels, and of weights."""
         return self._get("feature_cols"), self._get("label_cols"), self._get("sample_weight_col")
 
     def _prepared(
@@ -444,13 +443,13 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         return _FitData(training, validation, seen, functions, transformations, transformed)
 
     def _full_step(self, options: FitOptions) -> int:
-        """Return the minimum of training rows; if unknown here, the ranks check it."""
+        """The minimum of training rows; if unknown here, the ranks check it."""
         if not options.drop_last or options.group_col:
             return 1
         return (fixed_num_proc(options, "KerasEstimator") or 1) * options.batch_size
 
     def _training(self, options: FitOptions, data: _FitData) -> dict[str, Any]:
-        """Return the training options of the ranks."""
+        """The training options of the ranks."""
         get = self._get
         return {
             "columns": self._columns(),
@@ -517,7 +516,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         return model
 
     def write(self) -> MLWriter:
-        """Return a writer: `estimator.write().overwrite().save(path)`."""
+        """A writer: `estimator.write().overwrite().save(path)`."""
         that = self.copy()
         if (model := self._get("model")) is not None:
             # Keras' own pickle lacks the classes of user-defined layers.
@@ -560,7 +559,6 @@ def _dataset(store: Store, data: PreparedData) -> Dataset:
 def _by_role(
     schema: DataSchema, features: Sequence[str], labels: Sequence[str], weight: str | None
 ) -> DataSchema:
-    """Return the columns by their roles in the training."""
     return DataSchema(
         tuple(schema.column(name) for name in features),
         tuple(schema.column(name) for name in labels),

@@ -35,7 +35,7 @@ class KerasModel(TorchModel):
         return super().setModel(module if isinstance(module, Network) else Network(module))
 
     def getHistory(self) -> Any:  # noqa: N802
-        """Return the metrics in the form of Keras' `History`: lists by name, with an element per epoch."""
+        """The metrics in the form of Keras' `History`: lists by name, with an element per epoch."""
         records = self._records()
         names = {name: None for record in records for name in record if name != "epoch"}
         return {name: [record[name] for record in records if name in record] for name in names}
@@ -56,7 +56,7 @@ _VALUES = ("mean_squared_error", "mean_absolute_error", "huber", "log_cosh")
 
 
 def link_of(loss: Any, shape: Sequence[int | None]) -> str:
-    """Return the link from outputs to probabilities for a model trained with this loss; identity if unknown.
+    """The link from outputs to probabilities for a model trained with this loss; identity if unknown.
 
     Args:
         loss: as of `compile`: a loss, its name, or several of them.

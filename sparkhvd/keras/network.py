@@ -38,7 +38,7 @@ class Network(nn.Module):
         self.variables = nn.ParameterList([variable.value for variable in model.variables])
 
     def forward(self, *columns: Tensor) -> Any:
-        """Return the model's output, or a tuple of them.
+        """Compute the model's output, or a tuple of outputs.
 
         Args:
             columns: (rows, *shape) each, in the order of the model's inputs.
@@ -101,7 +101,7 @@ def _rebuild(text: str, custom_objects: Mapping[str, Any], values: Sequence[Tens
 
 
 def arranged(model: Any, columns: Sequence[Tensor]) -> Any:
-    """Return feature columns as the model's inputs: one each, or all joined for a single input.
+    """Arrange feature columns as the model's inputs: one each, or all joined for a single input.
 
     Raises:
         InvalidArgumentError: the model has another number of inputs.

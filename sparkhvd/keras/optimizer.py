@@ -31,7 +31,7 @@ _Gradients = Sequence["Tensor | None"]
 
 
 def follows_schedule(optimizer: Any) -> bool:
-    """Return True if the learning rate of an optimizer is a schedule, and so cannot be set."""
+    """Whether the learning rate of an optimizer is a schedule, and so cannot be set."""
     schedule = keras.optimizers.schedules.LearningRateSchedule
     return isinstance(getattr(optimizer, "_learning_rate", None), schedule)
 
@@ -85,7 +85,7 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], **options: Any) -> Any:
-        """Return a plain optimizer, the form for pickling and saving."""
+        """Make a plain optimizer, the form for pickling and saving."""
         return cls._plain_class.from_config(config, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -183,7 +183,7 @@ class Distributed:
         self._ended("optimizer")
 
     def _add_up(self, grads: _Gradients, options: _Options) -> _Gradients | None:
-        """Return the sums of the gradients of `backward_passes_per_step` batches, or None before the last of them."""
+        """Add up the gradients of `backward_passes_per_step` batches; None before the last of them."""
         if options.passes == 1:
             return grads
         before = self._sums or (None,) * len(grads)

@@ -192,7 +192,7 @@ def _compiled(order: KerasTrainSpec) -> Any:
 
 
 def _batches(order: KerasTrainSpec, model: Any) -> tuple[KerasBatches, KerasBatches | None]:
-    """Return the batches of training, and of validation if any row validates.
+    """Make the batches of training, and of validation if any row validates.
 
     Raises:
         InvalidArgumentError: no training step is full, and only full steps are allowed.
@@ -308,7 +308,7 @@ class KerasBatches(IterableDataset[Any]):
         self.spare: dict[str, Tensor] | None = None
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch, equal on every rank."""
+        """The number of steps of an epoch, equal on every rank."""
         steps = len(self._loader)
         return steps if self._max_steps is None else min(steps, self._max_steps)
 
@@ -346,7 +346,6 @@ class KerasBatches(IterableDataset[Any]):
         return self._loader.num_broken
 
     def for_keras(self) -> DataLoader[Any]:
-        """Return the batches as a data loader for Keras."""
         return DataLoader(self, batch_size=None, collate_fn=_same)
 
     def close(self) -> None:
@@ -384,7 +383,7 @@ def merge_states(model: Any) -> None:
 
 
 def _share(variable: Any) -> float:
-    """Return the factor of this rank's state in the sum."""
+    """The factor of this rank's state in the sum."""
     kind = getattr(variable, "aggregation", "sum") if _TELLS else "sum"
     if kind == "mean":
         return 1 / hvd.size()
@@ -508,7 +507,6 @@ class ProgressFile:
 
     @classmethod
     def of(cls, store: Store, run_dir: str) -> ProgressFile:
-        """Return the file of a run's folder."""
         return cls(store, run_dir.removeprefix("keras_runs/"))
 
     @property
@@ -525,7 +523,7 @@ class ProgressFile:
         self.store.write_bytes(self.path, buffer.getvalue())
 
     def num_epochs(self) -> int:
-        """Return the number of completed epochs; 0 for a new run."""
+        """The number of completed epochs; 0 for a new run."""
         if not self.store.exists(self.path):
             return 0
         found = weights.Weights("", self.store.read_bytes(self.path)).load()

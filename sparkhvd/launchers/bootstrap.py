@@ -141,7 +141,7 @@ def _on_several_hosts(place: LauncherEnv, settings: Settings) -> _GatherPlan:
 
 
 def _directory(place: LauncherEnv, settings: Settings, what: str) -> tuple[str, tuple[int, ...]]:
-    """Return host and ports at which rank 0 waits: not MASTER_PORT itself, which torch's store uses."""
+    """Return host and ports at which rank 0 waits: not MASTER_PORT itself, because torch's store uses it."""
     if given := parse_place(settings.directory):
         return given[0], (given[1],)
     if place.master is None:
@@ -226,7 +226,7 @@ class Handover:
         return f"process {values['number']}" if self.is_elastic else f"rank {values['rank']}"
 
     def to_descriptor(self) -> int:
-        """Return a memory descriptor from which `take` reads this once."""
+        """Write it to a memory descriptor, from which `take` reads it once."""
         descriptor = os.memfd_create(_NAME)
         os.write(descriptor, json.dumps(vars(self)).encode())
         os.lseek(descriptor, 0, os.SEEK_SET)  # a lock starts there
@@ -244,7 +244,7 @@ class Handover:
         return made if listener is None else replace(made, listener=listener)
 
     def listen(self) -> Listener:
-        """Return the rank's listener, which takes over the descriptors."""
+        """The listener takes over the descriptors."""
         return Listener.from_filenos(*self.listener, rebuild(Endpoint, self.endpoint))
 
     def enter(self, listener: Listener) -> Rendezvous:
@@ -276,7 +276,7 @@ class Handover:
 
 
 def is_handover(descriptor: int) -> bool:
-    """Return True if a descriptor of this process is from `Handover.to_descriptor`."""
+    """Whether a descriptor of this process is from `Handover.to_descriptor`."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME}")
     except OSError:

@@ -62,7 +62,7 @@ _PMI = "MPI"
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of a launcher's variables. In each tuple the first one that is set is used."""
+    """Names of a launcher's variables. In each tuple the first name that is set is used."""
 
     name: str
     mark: str  # set under this launcher only
@@ -119,7 +119,7 @@ _LAST_PORT = 65535
 
 
 def place_in(variables: Mapping[str, str], parent: int) -> LauncherEnv | None:
-    """Return a process's place from its variables; None without a launcher, or with one process.
+    """None without a launcher, or with one process.
 
     A launcher started by another one wins: torchrun over MPI and Slurm, MPI over Slurm, each over torch's variables
     alone. torchrun and MPI together are nested by mistake, unless one of them has a single process, and so are two MPIs
@@ -256,7 +256,7 @@ _CHOICES = {
 
 
 def is_mpi(variables: Mapping[str, str] | None = None) -> bool:
-    """Return True if an MPI launcher has started this process.
+    """Whether an MPI launcher has started this process.
 
     Args:
         variables: environment; None means this process's.
@@ -266,7 +266,7 @@ def is_mpi(variables: Mapping[str, str] | None = None) -> bool:
 
 
 def note_of(variables: Mapping[str, str] | None = None) -> str:
-    """Return one line about Horovod's transport variables; "" without them.
+    """One line about Horovod's transport variables; "" without them.
 
     Args:
         variables: environment; None means this process's.
@@ -322,7 +322,7 @@ def end_with_launcher(place: LauncherEnv | None = None) -> None:
 
 
 def launcher_of(place: LauncherEnv) -> int:
-    """Return the pid of the process on this host that started this rank."""
+    """Pid of this rank's launcher on this host."""
     number = os.getppid()
     with contextlib.suppress(OSError):  # a wrapper that has just ended
         while number > 1 and _is_of_rank(number, place):
@@ -332,7 +332,7 @@ def launcher_of(place: LauncherEnv) -> int:
 
 
 def _is_of_rank(number: int, place: LauncherEnv) -> bool:
-    """Return True for a process with the variables of this rank."""
+    """Whether process `number` has the variables of this rank."""
     found = None
     with contextlib.suppress(
         OSError, InvalidArgumentError

@@ -84,11 +84,11 @@ class MeetingPoint:
         return f"{self.host}, port {self.ports[0]}{last}"
 
     def job(self, rank: int, size: int) -> Job:
-        """Return the ranks as a job, for the handshake."""
+        """The ranks as a job, for the handshake."""
         return Job(self.key, self.name, 0, rank, size, (Endpoint("", 0, "", ""),) * size)
 
     def addresses(self) -> list[tuple[int, Address]]:
-        """Return families and addresses at which rank 0 may listen.
+        """Socket families and addresses at which rank 0 may listen.
 
         Raises:
             OSError: the host has no address (yet).
@@ -100,7 +100,7 @@ class MeetingPoint:
         return [(f, (a[0], port, *a[2:])) for port in self.ports for f, a in places]
 
     def listen(self) -> tuple[socket.socket, str]:
-        """Return rank 0's listening socket, and the problem with the host's name; "" without one.
+        """Listen as rank 0. Return the socket, and the problem with the host's name or "".
 
         Raises:
             OSError: every port is taken.
@@ -138,12 +138,12 @@ def _serve(family: int, address: Address) -> socket.socket:
 
 
 def on_this_host(name: str) -> MeetingPoint:
-    """Return an abstract Unix socket; the handshake distinguishes jobs, and the kernel users."""
+    """Meet at an abstract Unix socket. The handshake distinguishes jobs, and the kernel users."""
     return MeetingPoint(name, hashlib.sha256(name.encode()).digest())
 
 
 def name_of(key: str, job_id: str, attempt: int) -> str:
-    """Return the name of the socket, which only processes with the attempt's key can compute."""
+    """Name of the socket. Only processes with the attempt's key can compute it."""
     text = f"sparkhvd tasks {job_id} {attempt}".encode()
     return "sparkhvd-tasks-" + hmac.digest(bytes.fromhex(key), text, "sha256").hex()
 
@@ -151,7 +151,7 @@ def name_of(key: str, job_id: str, attempt: int) -> str:
 def gather(
     point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float, advice: str = _ADVICE
 ) -> list[str]:
-    """Return the texts of all ranks, by rank. All ranks must call it.
+    """Exchange texts; every rank gets all of them, by rank. All ranks must call it.
 
     Args:
         point: where rank 0 waits; the same on every rank.
@@ -372,13 +372,13 @@ def _read_message(sock: socket.socket) -> Generator[Wait, None, str]:
 
 
 def is_one_host(endpoints: Sequence[Endpoint]) -> bool:
-    """Return True if all ranks reach each other by Unix sockets of one host and user."""
+    """Whether all ranks reach each other by Unix sockets of one host and user."""
     hosts = {endpoint.host_key for endpoint in endpoints}
     return len(hosts) == 1 and all(each.host_key and each.unix_name for each in endpoints)
 
 
 def network_key(settings: Settings, what: str) -> bytes | None:
-    """Return the user's key for ranks on several hosts; None if the network is trusted instead.
+    """The user's key for ranks on several hosts; None if the network is trusted instead.
 
     Args:
         settings: name its file.

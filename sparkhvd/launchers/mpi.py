@@ -55,22 +55,22 @@ class Communicator(Protocol):
     """Used methods of mpi4py's communicator."""
 
     def Get_rank(self) -> int:
-        """Return the number of this process."""
+        """Number of this process."""
 
     def Get_size(self) -> int:
-        """Return the number of processes."""
+        """Number of processes."""
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Return what every process gave, by rank."""
+        """Exchange a value with every process; the list is by rank."""
 
 
 def is_communicator(value: object) -> TypeGuard[Communicator]:
-    """Return True for communicators of mpi4py and objects with their methods, also for a null communicator."""
+    """Whether it has the methods of mpi4py's communicators; a null communicator has them too."""
     return all(callable(getattr(value, name, None)) for name in _METHODS)
 
 
 def place_of(what: str, comm: Communicator) -> tuple[int, int]:
-    """Return rank and size of this process in a communicator.
+    """Rank and size of this process in a communicator.
 
     Args:
         what: the call, for errors.
@@ -96,7 +96,7 @@ def place_of(what: str, comm: Communicator) -> tuple[int, int]:
 
 
 def are_others(comm: Communicator, other: Communicator) -> bool:
-    """Return True if the processes of two communicators differ, or their order; False if that is unknown."""
+    """Whether the processes of two communicators differ, or their order; False if unknown."""
     module = sys.modules.get(type(comm).__module__)
     with contextlib.suppress(Exception):  # no communicator of mpi4py, or a freed one
         found = type(comm).Compare(comm, other)  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def are_others(comm: Communicator, other: Communicator) -> bool:
 
 
 def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[str]:
-    """Return the texts of all ranks, by rank; every process of the communicator must call this.
+    """Exchange texts; the list is by rank. Every process of the communicator must call this.
 
     Raises:
         PreflightError: a rank did not call this within `timeout_s`, if the communicator has `Iallgather`.
@@ -129,7 +129,7 @@ def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[s
 
 
 def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
-    """Return the rendezvous of a communicator's processes, with its ranks; all of them must call this.
+    """Join a communicator's processes, with its ranks. All of them must call this.
 
     Args:
         comm: intracommunicator of any size.
@@ -180,7 +180,7 @@ class _Step:
             self._timeout_s = Settings.resolve().start_timeout_s
 
     def share(self, step: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the step's result of each rank, by rank.
+        """Run the step, and return the result of every rank, by rank.
 
         Raises:
             SparkhvdError: it failed here.
@@ -202,7 +202,7 @@ class _Step:
 
 
 def _host() -> dict[str, Any]:
-    """Return the facts that the others need before this rank listens."""
+    """Facts about this host for the other ranks, before this rank listens."""
     Settings.resolve()  # a wrong variable of one rank is an error on all
     name = socket.gethostname()
     return {
@@ -216,7 +216,7 @@ def _host() -> dict[str, Any]:
 
 
 def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
-    """Return the address at which this rank listens: of the chosen interface, or of the one towards another host.
+    """Address for this rank's listener: of the chosen interface, or of the interface towards another host.
 
     The other host is found by its name, or else by its addresses.
 

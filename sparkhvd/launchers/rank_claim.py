@@ -66,7 +66,7 @@ class RankClaim:
         threading.Thread(target=self._serve, name="sparkhvd-place", daemon=True).start()
 
     def variables(self, env: Mapping[str, str], *, is_inherited: bool) -> dict[str, str]:
-        """Return the rank's variable with which a program finds the place.
+        """A program finds the place by this variable of the rank.
 
         Args:
             env: all other variables of the rank.
@@ -140,7 +140,7 @@ class RankClaim:
 
 
 def _launcher_in(env: Mapping[str, str]) -> str:
-    """Return the job in a launcher's variables, such as torch's of every rank; "" without them."""
+    """Job in a launcher's variables, such as torch's of every rank; "" without them."""
     with contextlib.suppress(InvalidArgumentError):
         place = place_in(env, 0)
         return "" if place is None else place.job
@@ -172,7 +172,7 @@ def _forget() -> None:
 
 
 def claim() -> None:
-    """Claim the place that this process holds, if it does.
+    """Claim this process's place, if it holds a place.
 
     Raises:
         InvalidArgumentError: a program that it has started has claimed it.
@@ -182,7 +182,10 @@ def claim() -> None:
 
 
 def receive() -> Rendezvous | None:
-    """Become the rank whose place `sparkhvdrun` has passed to this process by a descriptor; None without one, or if it was claimed."""
+    """Become the rank of a place passed by `sparkhvdrun` in a descriptor.
+
+    None without a place, or if another process has claimed it.
+    """
     text = os.environ.get(VARIABLE)  # noqa: TID251 - the launcher's own
     number = (text or "-1").partition(" ")[0]
     descriptor = int(number) if number.isdecimal() else -1
@@ -197,7 +200,7 @@ def receive() -> Rendezvous | None:
 
 
 def inherit() -> Rendezvous | None:
-    """Become the rank that started this program; None without such a rank, or if it started a launcher, whose rank this is.
+    """Become the rank that started this program. None without a rank, or if it started this program's launcher.
 
     If the rank has called `init()`, a multiprocessing process becomes a job of its own, and a line reports that.
 

@@ -160,7 +160,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         )
 
     def _wrap(self, options: FitOptions) -> Callable[[TrainFnContext], Any] | None:
-        """Return a function that makes the LightningModule of a rank from its module, or None for a LightningModule.
+        """None for a LightningModule, else a function that makes a rank's LightningModule from the module.
 
         Raises:
             InvalidArgumentError: it is no LightningModule.
@@ -170,7 +170,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         return None
 
     def _refused(self) -> Mapping[str, str]:
-        """Return the Params without effect, and what to do instead."""
+        """The Params without effect, and what to do instead."""
         return MODULE_OR_TRAINER
 
     def _refuse(self, options: FitOptions) -> None:
@@ -214,7 +214,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         )
 
     def _loading(self, options: FitOptions) -> dict[str, Any]:
-        """Return arguments of the data module that only Horovod's own readers use."""
+        """Arguments of the data module that only Horovod's own readers use."""
         return {
             "num_reader_epochs": None,
             "reader_pool_type": "thread",
@@ -227,6 +227,6 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         }
 
     def _row_function(self, options: FitOptions) -> RowFunction | None:
-        """Return a function on rows that the ranks run instead of `transformation_fn`."""
+        """A function on rows that the ranks run instead of `transformation_fn`."""
         del options
         return None

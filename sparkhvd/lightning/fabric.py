@@ -99,7 +99,7 @@ class Strategy(_Base):  # type: ignore[misc]
 
 @functools.cache
 def register(package: Any) -> type[Any]:
-    """Return the strategy's class for a package of Fabric, and register it there by its name."""
+    """Make the strategy's class for a package of Fabric, and register it there by its name."""
     strategies = package.strategies
     kind: Any = type(
         "FabricStrategy",

@@ -136,7 +136,7 @@ class LightningLoop:
         return {"limit_val_batches": 0} if has_none else {}
 
     def _data(self, ctx: TrainFnContext) -> dict[str, Any]:
-        """Return the arguments of `Trainer.fit` that provide the batches."""
+        """The arguments of `Trainer.fit` that provide the batches."""
         if self.data_module is not None:
             return {"datamodule": self.data_module(**self._horovod_arguments(ctx))}
         loaders = {"train_dataloaders": self._batches(ctx, ctx.train_loader)}
@@ -181,7 +181,7 @@ class LightningLoop:
 
 
 def _url(files: Store | None, store: Store, folder: str) -> str:
-    """Return the URL of files read in place, or of a folder of packed files."""
+    """The URL of files read in place, or of a folder of packed files."""
     return store.full_url(folder) if files is None else files.url
 
 
@@ -195,7 +195,7 @@ def _move(loggers: Any, folder: str) -> None:
 
 @contextlib.contextmanager
 def _log_folder(ctx: TrainFnContext) -> Iterator[str]:
-    """Provide the folder of the run's logs; if the store is no local folder, a temporary one."""
+    """Provide the folder of the run's logs; a temporary folder if the store is no local folder."""
     path = ctx.store.local_path(f"{ctx.run_dir}/logs")
     if path is not None:
         yield path
@@ -257,7 +257,7 @@ class RunFiles:
         self.sums: dict[str, str] = {}
 
     def name_of(self, path: str) -> str:
-        """Return the name of a file by its path; "" outside the folder."""
+        """The name of a file by its path; "" outside the folder."""
         folder, _, name = os.fspath(path).rpartition("/")
         return name if folder == self.folder else ""
 
@@ -301,8 +301,9 @@ class RunFiles:
 
 
 def checkpoint_io(package: Any, files: RunFiles) -> Any:
-    """Return a `CheckpointIO` of a package of Lightning: `IN_MEMORY` as its attribute `state`, files of the run, and default
-    handling of others.
+    """Make a `CheckpointIO` of a package of Lightning.
+
+    `IN_MEMORY` is its attribute `state`. Files of the run go to `files`, others to Lightning's default.
     """
 
     class RunCheckpointIO(package.plugins.io.TorchCheckpointIO):  # type: ignore[misc]  # of either package
@@ -337,7 +338,7 @@ def checkpoint_io(package: Any, files: RunFiles) -> Any:
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """Return a state with plain containers and numbers.
+    """Convert a state to plain containers and numbers.
 
     Raises:
         InvalidArgumentError: a part is not supported in a checkpoint.
@@ -391,7 +392,7 @@ class RunState:
         return self._io.state is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the trainer's state; every rank must call it."""
+        """The trainer's state; every rank must call it."""
         logged: dict[str, Any] = {}
         if self.trainer is not None:
             self.trainer.save_checkpoint(IN_MEMORY, weights_only=False)
@@ -425,18 +426,18 @@ class RunState:
 
 
 def results_of(trainer: Any) -> dict[str, Any]:
-    """Return Lightning's running results of `self.log(on_epoch=True)` by name, except torchmetrics, which the module holds."""
+    """Lightning's running results of `self.log(on_epoch=True)` by name, except torchmetrics: the module holds these."""
     found = getattr(trainer, "_results", None) or {}
     return {name: each for name, each in found.items() if each.is_tensor and each.meta.on_epoch}
 
 
 def sums_of(result: Any) -> tuple[Any, Any]:
-    """Return the sum of a result, and its number of rows."""
+    """The sum of a result, and its number of rows."""
     return result.value.cpu(), getattr(result, "cumulated_batch_size", None)
 
 
 def add_sums(result: Any, sums: tuple[Any, Any]) -> None:
-    """Add earlier sums to those of a result."""
+    """Add earlier sums to a result's sums."""
     value, rows = sums[0].to(result.value.device), sums[1]
     if result.meta.is_max_reduction or result.meta.is_min_reduction:
         result.value = result.meta.reduce_fx(result.value, value)
@@ -460,7 +461,7 @@ class EmptyBatches:
             self._before = {name: sums_of(each) for name, each in results_of(trainer).items()}
 
     def leave_out(self, trainer: Any) -> None:
-        """Remove the values logged in such a batch."""
+        """Remove the values logged in a padding batch."""
         before, self._before = self._before, None
         if before is not None:
             for name, each in results_of(trainer).items():
@@ -472,7 +473,7 @@ class EmptyBatches:
 
 
 def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
-    """Return the callback that fails a fit when a loss is not finite."""
+    """Fail a fit when a loss is not finite, by a callback of Lightning."""
 
     class FiniteLosses(package.Callback):  # type: ignore[misc]  # of either package
         def on_train_batch_end(
@@ -489,19 +490,19 @@ def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the loss from Lightning's argument of `on_train_batch_end`; None for a step without a loss."""
+    """The loss from Lightning's argument of `on_train_batch_end`; None for a step without a loss."""
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
 
 def _shown(trainer: Any, outputs: Any) -> dict[str, float]:
-    """Return the loss of a step and the module's values for the progress bar."""
+    """The loss of a step and the module's values for the progress bar."""
     shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
     loss = _loss_of(outputs)
     return shown if loss is None else {"loss": float(loss), **shown}
 
 
 def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
-    """Return the callback of a Lightning package that writes history and checkpoints of a run."""
+    """Write history and checkpoints of a run, by a callback of a Lightning package."""
     empty = EmptyBatches(ctx)
 
     class Bridge(package.callbacks.Checkpoint):  # type: ignore[misc]  # of either package; runs after all other callbacks
@@ -571,7 +572,7 @@ _AHEAD = 2
 
 
 def encoded(value: str | bytes) -> Any:
-    """Return the bytes of a text or binary value as numbers: a decoder, for columns read by a row function."""
+    """A decoder for columns read by a row function: the bytes of a text or binary value as numbers."""
     data = value.encode() if isinstance(value, str) else value
     return np.frombuffer(data, np.uint8)
 
@@ -597,7 +598,7 @@ class RowFunction:
     num_workers: int = field(default=1)
 
     def row(self, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Return the function's result for a row of a batch, with the types in `fields`."""
+        """Call the function on a row of a batch. The result has the types in `fields`."""
         given = {name: self._value(name, column[number]) for name, column in batch.items()}
         result = dict(self.function(given))
         for name in self.removed:
@@ -745,7 +746,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _first_row(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch of one row, or of zeros without rows. Other collated values are returned unchanged."""
+    """A batch of one row, or of zeros without rows. Other collated values are unchanged."""
     return {name: _first(value) for name, value in batch.items()}
 
 

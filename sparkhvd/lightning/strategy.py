@@ -156,7 +156,10 @@ class Strategy(_Base):  # type: ignore[misc]
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Move the module to this rank's device, with rank 0's parameters and buffers; frozen ones equal on all ranks are not sent."""
+        """Move the module to this rank's device, with rank 0's parameters and buffers.
+
+        Frozen parameters equal on all ranks are not sent.
+        """
         self.model.to(self.root_device)
         if self.world_size > 1:
             tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -203,7 +206,7 @@ class Strategy(_Base):  # type: ignore[misc]
         self._share_buffers()
 
     def on_train_end(self) -> None:
-        """Broadcast rank 0's buffers, the ones in checkpoints."""
+        """Broadcast rank 0's buffers: checkpoints hold these."""
         super().on_train_end()
         self._share_buffers()
 
@@ -229,13 +232,13 @@ class Strategy(_Base):  # type: ignore[misc]
     # --- Collectives. ---
 
     def barrier(self, *args: Any, **options: Any) -> None:
-        """Wait for all ranks; not after an exception, which the others do not know about."""
+        """Wait for all ranks, except after an exception here: the other ranks do not know about it."""
         module = self.lightning_module
         if module is None or module.trainer.state.status != "interrupted":
             hvd.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object on every rank."""
+        """Send rank `src`'s object to every rank."""
         return hvd.broadcast_object(obj, root_rank=src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -266,7 +269,7 @@ class Strategy(_Base):  # type: ignore[misc]
 
 @functools.cache
 def register(package: Any) -> type[Any]:
-    """Return the strategy's class for a package of Lightning, and register it there by its names."""
+    """Make the strategy's class for a package of Lightning, and register it there by its names."""
     kind = type(
         "SparkhvdStrategy",
         (Strategy, package.strategies.ParallelStrategy),
@@ -319,7 +322,7 @@ def check_size(
 
 
 def own_device(devices: Sequence[torch.device], place: Topology) -> torch.device:
-    """Return this rank's device.
+    """This rank's device.
 
     Args:
         devices: of the trainer.
@@ -405,7 +408,6 @@ class _Environment:
 
 @functools.cache
 def environment_of(package: Any) -> type[Any]:
-    """Return the class of environments for a package of Lightning."""
     base = importlib.import_module(f"{package.__name__}.plugins.environments").ClusterEnvironment
     return type("SparkhvdEnvironment", (_Environment, base), {"__module__": __name__})
 
@@ -470,7 +472,7 @@ def distribute(
     module: nn.Module,
     options: Mapping[str, Any],
 ) -> list[Optimizer]:
-    """Return the optimizers, each as a `DistributedOptimizer`, and attach schedulers to them; every rank must call it.
+    """Wrap each optimizer in a `DistributedOptimizer`, and attach schedulers to it; every rank must call it.
 
     Args:
         optimizers: of the module; distributed optimizers are unchanged.
@@ -585,7 +587,7 @@ def _check_place(engine: Engine) -> None:
 
 
 def _store(engine: Engine) -> Store:
-    """Return a store of all ranks, served by rank 0."""
+    """A store of all ranks, served by rank 0."""
     if engine.size == 1:
         return HashStore()
     served = address = None
@@ -608,7 +610,7 @@ def _store(engine: Engine) -> Store:
 
 
 def _address(engine: Engine) -> str:
-    """Return this rank's first address, at which the others reach it."""
+    """This rank's first address. The others reach it there."""
     if len(set(engine.topology.hosts)) == 1:
         return loopback()
     launched = rendezvous.current_rendezvous()
@@ -625,7 +627,7 @@ FABRICS = ("lightning.fabric", "lightning_fabric")  # each is installed with the
 
 
 def find(names: tuple[str, ...] = NAMES) -> list[Any]:
-    """Return the imported packages of these names, or else the first installed one.
+    """The imported packages of these names, or else the first installed one.
 
     Raises:
         ImportError: no package is installed.
@@ -645,13 +647,13 @@ def find(names: tuple[str, ...] = NAMES) -> list[Any]:
 
 
 def is_module(module: Any) -> bool:
-    """Return True for a LightningModule of either package."""
+    """Whether it is a LightningModule of either package."""
     packages = filter(None, map(sys.modules.get, NAMES))  # the module's class has imported its own
     return any(isinstance(module, package.LightningModule) for package in packages)
 
 
 def package_of(module: Any) -> Any:
-    """Return the package whose LightningModule a module is.
+    """The package whose LightningModule a module is.
 
     Raises:
         InvalidArgumentError: it is no LightningModule.

@@ -1,5 +1,4 @@
-"""Observe and tune a job: timeline and autotune, which need only the engine; the report of a fit and its loggers, which need
-neither.
+"""Observe and tune a job. Timeline and autotune need only the engine; a fit's report and loggers do without it.
 
 Threads: the engine writes its events; a rank has a thread that samples its load (`system`), the driver one per logger of a fit.
 Failure: a file that cannot be written is an error at once. A timeline is valid JSON

@@ -58,7 +58,7 @@ class TunedKnob:
 
     @classmethod
     def powers(cls, name: str, start: int, *, low: int, high: int) -> TunedKnob:
-        """Return a knob of the powers of two from `low` to `high`, and of `start`."""
+        """A knob of the powers of two from `low` to `high`, and of `start`."""
         values = {1 << p for p in range(low.bit_length() - 1, high.bit_length())}
         return cls(name, tuple(sorted({v for v in values if low <= v <= high} | {start})), start)
 
@@ -334,7 +334,7 @@ class Tuner:
             raise
 
     def _load(self) -> dict[str, int] | None:
-        """Return the choice of an earlier run with the same ranks and knobs, or None."""
+        """The choice of an earlier run with the same ranks and knobs, or None."""
         if not self._file or not Path(self._file).exists():
             return None
         try:
@@ -358,7 +358,7 @@ class Tuner:
 
 
 def knobs(engine: Engine) -> list[TunedKnob]:
-    """Return the knobs that may be tuned between these ranks, by their settings."""
+    """The knobs that may be tuned between these ranks, by their settings."""
     settings, topology = engine.settings, engine.topology
     hosts = len(set(topology.hosts)) if settings.shared_memory else topology.size
     may_change_bits = settings.tuning == "all"

@@ -62,7 +62,7 @@ class LivePlot:
 
 
 def _notebook() -> Any:
-    """Return `IPython.display` in a Jupyter kernel, else None."""
+    """`IPython.display` in a Jupyter kernel, else None."""
     ipython: Any = sys.modules.get("IPython")
     if getattr(ipython and ipython.get_ipython(), "kernel", None) is None:
         return None
@@ -109,7 +109,7 @@ def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F
 
 
 def _picture(figure: Figure) -> bytes:
-    """Return a figure as a PNG file."""
+    """Draw a figure as a PNG file."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     return picture.getvalue()

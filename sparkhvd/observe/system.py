@@ -71,7 +71,7 @@ class LoadMonitor:
             self._thread.start()
 
     def take(self) -> list[Sample]:
-        """Return the samples since the last call."""
+        """The samples since the last call."""
         samples, self._samples = self._samples, []
         return samples
 
@@ -122,7 +122,7 @@ class Gpu:
 
     @classmethod
     def find(cls, uuid: str, load: Callable[[str], Any] = ctypes.CDLL) -> Gpu | None:
-        """Return the GPU with a UUID, such as "GPU-1234..."; None if the library is missing or does not know it."""
+        """Find the GPU with a UUID, such as "GPU-1234..."; None if the library is missing or does not know it."""
         try:
             library, handle = load("libnvidia-ml.so.1"), ctypes.c_void_p()
             if library.nvmlInit_v2():
@@ -134,7 +134,7 @@ class Gpu:
         return cls(library, handle)
 
     def __call__(self) -> tuple[float, float]:
-        """Return percent and megabytes in use."""
+        """Percent and megabytes in use."""
         rates, memory = _Utilization(), _Memory()
         percent = megabytes = math.nan
         if not self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(rates)):

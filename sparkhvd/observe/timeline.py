@@ -113,7 +113,7 @@ def start(
 
 
 def stop(engine: Engine) -> None:
-    """End the timeline, if there is one. Collective if it was started with `all_ranks`.
+    """End the timeline, if any. Collective if it was started with `all_ranks`.
 
     Raises:
         InvalidArgumentError: rank 0 could not write the merged file (raised on every rank).
@@ -161,7 +161,7 @@ def _forget(engine: Engine) -> None:
 
 
 def _origin_ns(file: IO[bytes]) -> int:
-    """Return time 0 of the engine's timeline, by `time.monotonic_ns`."""
+    """Time 0 of the engine's timeline, by `time.monotonic_ns`."""
     found = _ORIGIN.search(os.pread(file.fileno(), _HEAD_BYTES, 0))
     if found is None:
         raise OSError("the timeline has no beginning")
@@ -174,7 +174,7 @@ def _origin_ns(file: IO[bytes]) -> int:
 def clock_offset(
     own: Sequence[tuple[int, int]], reference: Sequence[tuple[int, int]]
 ) -> tuple[int, int]:
-    """Return how far a rank's clock is ahead of the reference's, from the times at which both passed the same barriers.
+    """How far a rank's clock is ahead of the reference's, from the times at which both passed the same barriers.
 
     Args:
         own: (entered, left) of the rank, one per barrier, ns of its clock.
@@ -250,13 +250,13 @@ def _write(path: str, pieces: Iterable[str]) -> None:
 
 
 def _name(engine: Engine) -> str:
-    """Return a new name for an operation, equal on every rank."""
+    """A new name for an operation, equal on every rank."""
     counter = _numbers.setdefault(engine, itertools.count())
     return f"sparkhvd.timeline.{next(counter)}"
 
 
 def _exchange(engine: Engine, value: bytes) -> list[bytes]:
-    """Return every rank's `value`, by rank."""
+    """Every rank's `value`, by rank."""
     source = ctypes.create_string_buffer(value, len(value) or 1)
     view = TensorView(ctypes.addressof(source), 0, (len(value),))
     work = engine.allgather(view, name=_name(engine), dtype=DType.UINT8, keep=source)
@@ -284,7 +284,7 @@ def _measure_offsets(engine: Engine) -> list[int]:
 def _gather(
     engine: Engine, own: Sequence[IO[bytes]], opened: contextlib.ExitStack
 ) -> list[IO[bytes]]:
-    """Return every rank's `own` files joined, by rank, on rank 0, open as long as `opened`; empty elsewhere."""
+    """On rank 0 every rank's `own` files joined, by rank, open as long as `opened`; empty elsewhere."""
     chunk = max(4096, _ROUND_BYTES // engine.size)
     own[0].seek(0)
     files: list[IO[bytes]] = []
@@ -374,7 +374,7 @@ class Spans:
             self.close()
 
     def rewound(self) -> IO[bytes] | None:
-        """Stop recording; return the file of its lines, at their beginning, which the caller closes."""
+        """Stop recording; return the file of its lines, at their beginning. The caller closes it."""
         file, self._file = self._file, None
         if file is not None:
             file.seek(0)

@@ -47,7 +47,7 @@ class EventLoop:
         self._resume(task, task.__next__)
 
     def is_idle(self) -> bool:
-        """Return True if every task has ended."""
+        """Whether every task has ended."""
         return not self._tasks
 
     def run(self, done: Callable[[], bool]) -> None:
@@ -167,7 +167,7 @@ def open_connection(
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Return True if the peer of a Unix socket runs as this user, according to the kernel."""
+    """Whether the peer of a Unix socket runs as this user, according to the kernel."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.getuid())

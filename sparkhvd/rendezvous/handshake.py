@@ -53,7 +53,7 @@ WELCOME = b"\1"
 
 @dataclass(frozen=True, order=True)
 class ConnectionPhase:
-    """Generation and phase of a connection; one for a later phase than the listener's waits."""
+    """Generation and phase of a connection. A connection waits if its phase is later than the listener's."""
 
     generation: int
     phase: int
@@ -71,7 +71,7 @@ def proof_of(
     stage: ConnectionPhase,
     nonces: bytes,
 ) -> bytes:
-    """Return the proof of the client (b"C") or the server (b"S")."""
+    """`role` is the client (b"C") or the server (b"S")."""
     job_id = job.job_id.encode()
     context = struct.pack(
         f"!16s1s1sIIIIIIIB{len(job_id)}s",
@@ -109,7 +109,7 @@ class Notice:
     about: int
 
     def to_bytes(self, job: HandshakeSide, to: int) -> bytes:
-        """Return the message for rank `to`."""
+        """Add a proof for rank `to`."""
         proof = self._proof(job, to)
         return NOTICE.pack(NOTICE_MAGIC, self.teller, self.generation, self.kind, self.about, proof)
 
@@ -122,7 +122,7 @@ class Notice:
         return notice if is_genuine and notice.is_valid(job) else None
 
     def is_valid(self, job: HandshakeSide) -> bool:
-        """Return True if it reports a failure of ranks of the job: even a peer with the key may be wrong."""
+        """Whether it reports a failure of ranks of the job. Even a peer with the key may be wrong."""
         return self.kind in (NEWS_LOST, NEWS_LATE) and max(self.teller, self.about) < job.size
 
     def _proof(self, job: HandshakeSide, to: int) -> bytes:
@@ -214,7 +214,6 @@ class Endpoint:
     unix_name: str
 
     def to_dict(self) -> dict[str, str | int]:
-        """Return a JSON object."""
         return dict(vars(self))
 
     def __post_init__(self) -> None:
@@ -289,7 +288,7 @@ class Job:
             )
 
     def to_json(self) -> str:
-        """Return JSON that includes the key: pass it by pipe, never in argv, the environment or a log."""
+        """The text includes the key: pass it by pipe, never in argv, the environment or a log."""
         values = {**vars(self), "key": self.key.hex()}
         values["endpoints"] = [endpoint.to_dict() for endpoint in self.endpoints]
         return json.dumps(values)

@@ -68,15 +68,13 @@ class Listener:
         return cls(socket.socket(fileno=tcp_fd), unix, endpoint)
 
     def endpoint(self) -> Endpoint:
-        """Return the address at which other ranks reach this one."""
         return self._endpoint
 
     def filenos(self) -> tuple[int, int]:
-        """Return the descriptors for a child process (TCP, Unix or -1); close this listener afterwards."""
+        """TCP and Unix descriptors for a child process; -1 without a Unix listener. Close this listener afterwards."""
         return self._tcp.fileno(), -1 if self._unix is None else self._unix.fileno()
 
     def sockets(self) -> list[socket.socket]:
-        """Return the listening sockets."""
         return [self._tcp] if self._unix is None else [self._tcp, self._unix]
 
     def close(self) -> None:
@@ -142,12 +140,15 @@ def _bind_unix() -> tuple[socket.socket | None, str]:
 
 
 def unix_address(name: str) -> bytes:
-    """Return the abstract address of an endpoint's `unix_name`: no file, and gone with the process."""
+    """Abstract address, without a file and gone with the process. `name` is an endpoint's `unix_name`."""
     return b"\0sparkhvd-" + name.encode()
 
 
 def host_key() -> str:
-    """Return boot, network namespace and user: processes that share them reach each other's abstract Unix sockets."""
+    """Boot, network namespace and user; "" if unknown.
+
+    Processes with the same key reach each other's abstract Unix sockets.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
@@ -156,7 +157,7 @@ def host_key() -> str:
 
 
 def tcp_place(endpoint: Endpoint) -> tuple[int, Address]:
-    """Return the address family and the address that `connect` takes."""
+    """Address family, and address for `connect`."""
     info = socket.getaddrinfo(
         endpoint.address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
     )
@@ -260,7 +261,7 @@ def _per_rank(streams: int) -> int:
 
 
 def most_ranks(limit: int, streams: int) -> int:
-    """Return the most ranks of a job if each may open `limit` files."""
+    """Each rank may open `limit` files."""
     return max(1, (limit - _OTHERS) // _per_rank(streams))
 
 

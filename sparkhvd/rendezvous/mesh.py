@@ -126,7 +126,7 @@ class MeshBuilder:
         return Connections(self.job.rank, self.job.size, hosts, sockets, joined(further))
 
     def _meet(self, peers: frozenset[int]) -> dict[int, PeerLink]:
-        """Return links to `peers` for the current phase; in the first phase with the row of each."""
+        """Connect with `peers` in the current phase. In the first phase, links have the rows of their peers."""
         self.peers = peers
         self.links = {}
         for early in [p for p in self.early if p.stage == self.stage]:
@@ -295,7 +295,7 @@ class MeshBuilder:
         yield from self._reach(peer)
 
     def _may_reach_again(self, peer: int, link: PeerLink, error: OSError) -> bool:
-        """Return True if the accepting side may have ended a link before it read this rank's proof.
+        """Whether the accepting side may have ended a link before it read this rank's proof.
 
         It does so when it has just completed an earlier generation; the next one accepts the connection.
         """
@@ -493,12 +493,12 @@ def detach(links: Mapping[int, PeerLink], size: int) -> list[int]:
 
 
 def own_row(job: Job, links: Mapping[int, PeerLink]) -> bytes:
-    """Return, by rank, 1 if it shares memory with this one."""
+    """A byte per rank: 1 if it shares memory with this rank."""
     return bytes(rank == job.rank or links[rank].shares_memory for rank in range(job.size))
 
 
 def agree_on_hosts(job: Job, links: Mapping[int, PeerLink]) -> tuple[int, ...]:
-    """Return the host index of every rank; a host whose ranks do not all share memory is split into one host per rank.
+    """Number the hosts, by rank. If the ranks of a host do not all share memory, each rank counts as a host.
 
     Every rank computes the same, because every rank has the same rows.
 
@@ -567,7 +567,7 @@ class RendezvousErrors:
     timeout_s: float
 
     def reported(self, notice: Notice) -> MeshError:
-        """Return the error for a failure that another rank has reported."""
+        """Another rank has reported the failure."""
         teller, about = notice.teller, notice.about
         if notice.kind == NEWS_LATE:
             return self.late([about], [f"rank {teller} gave up waiting for rank {about}"])
@@ -576,7 +576,7 @@ class RendezvousErrors:
         return self.lost({about: f"rank {teller} reports it"})
 
     def lost(self, causes: Mapping[int, object]) -> MeshError:
-        """Return the error for ranks that are gone; `causes` holds the evidence by rank."""
+        """`causes` holds the evidence by rank."""
         lines = [
             f"rank {peer} at {self.job.endpoints[peer]} is gone ({cause})"
             for peer, cause in sorted(causes.items())
@@ -594,7 +594,7 @@ class RendezvousErrors:
         rows: Mapping[int, bytes | None],
         last_errors: Mapping[int, object],
     ) -> MeshError:
-        """Return the error for missing ranks, or else for connected ranks that still wait for others.
+        """Name the missing ranks, or else the connected ranks that still wait for others.
 
         Args:
             peers: all ranks that must connect.
@@ -615,7 +615,7 @@ class RendezvousErrors:
         return f"{who} has not connected ({error or 'its port is open'})"
 
     def late(self, ranks: Sequence[int], lines: Sequence[str]) -> MeshError:
-        """Return the error for late ranks, with a line about each; the notice names the first."""
+        """`lines` has a line about each rank. The notice names the first rank."""
         text = (
             f"Rendezvous of rank {self.job.rank} at {self.endpoint}: not all of "
             f"{self.job.size} ranks came within {self.timeout_s:g} s: {'; '.join(lines)}. Make sure that "
@@ -749,7 +749,7 @@ def check_memory(sock: socket.socket, until: float) -> Generator[Wait, None, boo
 
 
 def _has_room(descriptor: int) -> bool:
-    """Return True if the file holds both tokens and cannot shrink, which would kill a process that has mapped it."""
+    """Whether the file holds both tokens and cannot shrink. Shrinking would kill a process that has mapped it."""
     return (
         is_sealed_against_shrinking(descriptor) and os.fstat(descriptor).st_size >= 2 * TOKEN_BYTES
     )

@@ -71,7 +71,7 @@ class SocketRendezvous:
         return self._made
 
     def among(self, ranks: Sequence[int]) -> SocketRendezvous:
-        """Return the rendezvous of some of the ranks: a separate job, whose ranks are their positions in the list.
+        """Make a separate job of some ranks, numbered by their positions in the list.
 
         Each of them must pass the same list. Because they share the listener, another such job may start only when this
         one has ended.
@@ -131,7 +131,7 @@ class SingleRendezvous:
         self.settings = settings
 
     def connect(self) -> Connections:
-        """Return no connections."""
+        """There are no peers."""
         return Connections(0, 1, (0,), [-1], [-1] * self.settings.streams)
 
 
@@ -202,7 +202,7 @@ class _InProcessRendezvous:
 def in_process(
     size: int, hosts: Sequence[int] | None = None, settings: Settings | None = None
 ) -> list[Rendezvous]:
-    """Return the rendezvous of ranks that are threads of this process, by rank.
+    """Ranks are threads of this process. The list is by rank.
 
     Args:
         size: number of ranks.
@@ -231,7 +231,7 @@ def install_rendezvous(rendezvous: Rendezvous | None) -> None:
 
 
 def current_rendezvous() -> Rendezvous | None:
-    """Return the rendezvous of this process; None if it was not launched as a rank.
+    """None if this process was not launched as a rank.
 
     Raises:
         NotInitializedError: this process is a fork of a launched one.

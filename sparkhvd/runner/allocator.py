@@ -29,7 +29,9 @@ _TUNABLES = "GLIBC_TUNABLES"
 
 
 def start_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that a process needs before it calls `keep_freed_memory`.
+    """A process must start with them if it calls `keep_freed_memory` later.
+
+    Empty if glibc does not need them, or the user has configured its allocator.
 
     Args:
         environ: the other variables of the process.

@@ -388,7 +388,7 @@ def pickle_main_by_value(dumps: Callable[[object], bytes]) -> None:
 
 
 def _is_importable(value: type | FunctionType) -> bool:
-    """Return True if `__main__` has the object under its name, as pickle expects."""
+    """Whether `__main__` has the object under its name, as pickle expects."""
     named: object = sys.modules["__main__"]
     for name in value.__qualname__.split("."):
         named = getattr(named, name, None)

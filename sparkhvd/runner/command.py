@@ -308,7 +308,7 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
 
 
 def _hosts(parsed: argparse.Namespace, slots: int) -> list[Host]:
-    """Return the hosts of the flags; without them, this host with `slots` slots."""
+    """Without flags, this host with `slots` slots."""
     if parsed.hostfile is not None:
         return read_hostfile(parsed.hostfile)
     if parsed.hosts is not None:
@@ -323,12 +323,11 @@ def _report_flags_without_effect(parsed: argparse.Namespace) -> None:
 
 
 def _name_of(flag: str) -> str:
-    """Return the name of a flag's value in the parser."""
+    """Name of the flag's value in the parser."""
     return flag.removeprefix("--").replace("-", "_")
 
 
 def _variables(parsed: argparse.Namespace) -> dict[str, str]:
-    """Return the variables that the flags set."""
     found = {}
     for name, (variable, factor) in _SETTINGS.items():
         if (value := getattr(parsed, name)) is not None:

@@ -35,7 +35,7 @@ def listen(shim: SparkShim) -> tuple[socket.socket, str]:
 
 
 def address_of_one_interface(shim: SparkShim) -> str:
-    """Return the numeric address at which ranks reach the driver; its host's address if it listens on every interface.
+    """Numeric address at which ranks reach the driver; if it listens on every interface, its host's address.
 
     Raises:
         OSError: a name has no address.
@@ -90,7 +90,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def proof_between(purpose: str, key: str, job_id: str, attempt: int, own: int, size: int) -> Job:
-    """Return a job whose ranks are the driver (0) and its tasks, for the handshake between them.
+    """Return a job for the handshake between the driver, its rank 0, and its tasks.
 
     Args:
         purpose: of the port. A proof for one purpose is invalid for others, and for ranks.

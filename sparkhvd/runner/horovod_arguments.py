@@ -31,7 +31,7 @@ def warn_of(stacklevel: int = 3, **given: object) -> None:
 
 
 def check_executable(executable: str | None, python: str, remedy: str) -> None:
-    """Reject a Python for the ranks other than the one that they run.
+    """Reject a Python that the ranks do not run.
 
     Raises:
         InvalidArgumentError: `executable` differs from `python`.
@@ -59,7 +59,7 @@ def check_hosts(hosts: str | None, num_proc: int) -> None:
 
 
 def join_interfaces(names: Iterable[str] | str | None) -> str:
-    """Return interfaces in the form of `Settings.interfaces`; "" without names.
+    """Join names in the form of `Settings.interfaces`; "" without names.
 
     Raises:
         InvalidArgumentError: a name is not text.
@@ -73,7 +73,7 @@ def join_interfaces(names: Iterable[str] | str | None) -> str:
 
 
 def choose_stream(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
-    """Return the stream for the output of the ranks; None if neither is given.
+    """`stdout` wins, with a warning if `stderr` is another stream. None if neither is given.
 
     Raises:
         InvalidArgumentError: a stream cannot be written to.

@@ -43,7 +43,7 @@ class HostSlots:
 
 
 def is_here(name: str, *, by_ssh: bool = False) -> bool:
-    """Return True for names of this host and addresses of its interfaces.
+    """Whether it is a name of this host or an address of its interfaces.
 
     Args:
         name: of a host.
@@ -185,7 +185,7 @@ _OWN = {
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks on other hosts get without `-x`."""
+    """Ranks on other hosts get these variables without `-x`."""
     return {
         name: value
         for name, value in environ.items()
@@ -194,7 +194,7 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def given_variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `-x NAME=VALUE`, and of `-x NAME` with this process's value.
+    """Parse `-x NAME=VALUE`, and `-x NAME` for this process's value.
 
     Raises:
         InvalidArgumentError: NAME without a value is not set here.

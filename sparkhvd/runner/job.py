@@ -93,7 +93,7 @@ def launch(
 def prewarm(
     shim: SparkShim, num_proc: int, options: LaunchOptions, *, is_barrier: bool = True
 ) -> Prewarm | None:
-    """Return the prewarm of a launch for tasks before it; None if zygotes are off.
+    """Return what tasks before a launch need to start its zygotes; None if zygotes are off.
 
     Args:
         shim: of the session.
@@ -126,7 +126,6 @@ class _Failure:
     spark_text: str
 
     def error(self, size: int) -> SparkhvdError:
-        """Return the exception for the caller."""
         return error_of(self.cause, size, others=self.outcomes, spark_text=self.spark_text)
 
 
@@ -300,14 +299,14 @@ class LaunchPlan:
         return self.is_local and self.shim.is_served_here()
 
     def slots(self) -> int | None:
-        """Return the slots of the registered executors, on Spark Connect the configured ones."""
+        """Slots of the registered executors; if unknown, as on Spark Connect, the configured slots."""
         registered = self.shim.registered_slots(self.options.profile)
         return self.configured_slots if registered is None else registered
 
     def spec(
         self, size: int, attempt: Attempt, driver_at: tuple[str, int] | None, live: LiveOutput
     ) -> task.TaskSpec:
-        """Return the specification of an attempt for its tasks.
+        """What the tasks of an attempt need.
 
         Args:
             size: range of rank numbers.
@@ -339,7 +338,6 @@ class LaunchPlan:
         )
 
     def live_output(self, attempt: Attempt) -> LiveOutput:
-        """Return the live output of an attempt."""
         choice = self.settings.values.live_output
         return LiveOutput(self.shim, self.options, choice, attempt, on_terminal=self.is_terminal)
 
@@ -426,7 +424,7 @@ def _settings(
 
 
 def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -> int | None:
-    """Return the threads per rank: the user's number, or on `local[N]` an equal share; None if the task decides."""
+    """Threads per rank: the user's number, or on `local[N]` an equal share. None if the task decides."""
     if options.threads_per_rank is not None:
         return options.threads_per_rank
     threads = local_slots(conf.get("spark.master", ""), cpus.jvm_processors())
@@ -442,7 +440,7 @@ def print_line(verbose: int, text: str) -> None:
 
 
 def no_progress(error: SparkhvdError, losses: int, progress: object) -> SparkhvdError:
-    """Return the error of a job whose ranks were lost twice at the same progress."""
+    """Return the error with a line about repeated losses at the same progress."""
     text = f"{error}\nNot relaunched: {losses} losses without progress in between (still at {progress})."
     if not isinstance(error, RankError):
         return error

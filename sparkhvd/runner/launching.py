@@ -79,13 +79,13 @@ def _unpicklable(
 
 
 def _at(name: str, value: object) -> str:
-    """Return where in a value the part is that cannot be pickled, as the end of a sentence; "" if it is the value."""
+    """Name the part of a value that cannot be pickled, as the end of a sentence. "" if it is the whole value."""
     path = failing_path(value, unpicklable)
     return f", at {name}{path}" if path else ""
 
 
 def check_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks' environment variables, including the name `horovod` if this process has it.
+    """Check the ranks' variables, and add the name `horovod` if this process has it.
 
     Raises:
         InvalidArgumentError: a name or value is not text.
@@ -106,7 +106,7 @@ THREAD_CONF_KEYS = (
 
 
 def thread_variables(conf: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of threads that the user has set: in Spark's conf for executors, else in this process's environment.
+    """Threads that the user has set: in Spark's conf for executors, else in this process's environment.
 
     Spark's workers have OMP_NUM_THREADS in any case, so its value there says nothing.
     """
@@ -148,7 +148,7 @@ _SCAN_BYTES = 1 << 20
 
 
 def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
-    """Return the slow modules that a pickled call mentions, to import while the ranks connect.
+    """Return the slow modules of a pickled call, to import while the ranks connect.
 
     An optimization: other modules are imported when the function needs them.
     """
@@ -162,12 +162,11 @@ def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
 
 
 def environ() -> dict[str, str]:
-    """Return this process's variables."""
     return dict(os.environ)  # noqa: TID251 - ranks on other hosts get some of them
 
 
 def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:
-    """Return the frame for a trainer once all ranks are known.
+    """Call it once all ranks are known.
 
     Args:
         job: ranks of the job, and this one.
@@ -198,7 +197,7 @@ def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: Own
 def own_address(
     host: str, hosts: Sequence[str], choice: str = "", *, is_local: bool = False
 ) -> str:
-    """Return the numeric address of this host for ranks on other hosts.
+    """Numeric address of this host for ranks on other hosts.
 
     Args:
         host: Spark's name or address of this host.
@@ -298,6 +297,6 @@ def write_to(stream: TextIO, text: str) -> None:
 
 
 def line_of(text: str, *, timestamp: bool) -> str:
-    """Return a line with its newline, prefixed with the local time if requested."""
+    """Add a newline and, if requested, the local time in front."""
     now = f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} " if timestamp else ""
     return f"{now}{text}\n"

@@ -283,7 +283,7 @@ def _configuration(session: Any) -> Any:
 
 
 def _java_class(session: Any, name: str) -> Any:
-    """Return a class of log4j without a call of py4j for each part of its name."""
+    """Find a class of log4j without a call of py4j for each part of its name."""
     from py4j.java_gateway import JavaClass
 
     return JavaClass(f"org.apache.logging.log4j.{name}", session._sc._gateway._gateway_client)

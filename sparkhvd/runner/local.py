@@ -132,7 +132,7 @@ def collect(take: Callable[[float], Outcome], size: int) -> list[Outcome]:
 
 
 def results_of(outcomes: Sequence[Outcome], results: Sequence[bytes]) -> list[R]:
-    """Return the ranks' results.
+    """Unpickle the results if every rank has succeeded.
 
     Args:
         outcomes: of the ranks.

@@ -147,7 +147,7 @@ class LocalProcesses:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What a rank is started with.
+    """Everything for the start of a rank.
 
     Attributes:
         rank: its number.
@@ -177,7 +177,7 @@ def _handed_over(
 
 
 def words_of(command: Sequence[str]) -> list[str]:
-    """Return program and arguments without a leading `--`.
+    """Remove a leading `--`.
 
     Raises:
         InvalidArgumentError: there is no command.
@@ -248,7 +248,7 @@ def hand_over_member(
     slot: int,
     num_threads: int,
 ) -> HandedOver:
-    """Return what a member of an elastic job receives.
+    """Prepare what a member of an elastic job receives.
 
     Args:
         listener: of the member; closed with its claim.
@@ -275,7 +275,7 @@ def hand_over_member(
 
 
 def member_variables(slot: int) -> dict[str, str]:
-    """Return the variables of a member before its first generation: its slot, and so its GPU, is fixed; its rank is not."""
+    """Before its first generation a member has a slot, and with it a GPU, but no rank."""
     return {
         **{"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)},
         "HOROVOD_HOSTNAME": socket.gethostname(),
@@ -283,7 +283,7 @@ def member_variables(slot: int) -> dict[str, str]:
 
 
 def _variables(place: Topology, master: tuple[str, int]) -> dict[str, str]:
-    """Return the variables of Horovod and torch.distributed for a rank."""
+    """Variables of Horovod and of torch.distributed."""
     torch = {
         **{"RANK": place.rank, "WORLD_SIZE": place.size},
         **{"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size},

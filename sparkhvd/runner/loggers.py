@@ -26,7 +26,7 @@ from sparkhvd.wire import read_json
 
 
 def metrics_of(entry: str) -> list[Metric]:
-    """Return the numbers in an entry of `log_metrics`; empty if it is invalid."""
+    """Parse an entry of `log_metrics`; empty if it is invalid."""
     try:
         fields = read_json(entry)
         step, moment = int(fields["step"]), float(fields["time"])
@@ -42,7 +42,9 @@ def attach_loggers(
     params: Mapping[str, object],
     verbose: int,
 ) -> Iterator[tuple[Callable[[int, str], None] | None, Callable[..., Any]]]:
-    """Attach loggers to a call on ranks; yield what takes a rank and its entries of `log_metrics`, and the function for the ranks.
+    """Attach loggers to a call on ranks.
+
+    Yields a function that takes a rank and its entries of `log_metrics`, and the function for the ranks.
 
     Args:
         loggers: of the call, or a function that takes numbers; without loggers entries are lines of output, and the function is unchanged.

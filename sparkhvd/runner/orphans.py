@@ -89,13 +89,16 @@ class OrphanReaper:
 
 
 def marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
-    """Append a mark, whose parts are separated by dots, to the variables; "" appends nothing."""
+    """Append a mark to the variables; "" appends nothing. Dots separate the parts of a mark."""
     marks = ":".join(filter(None, [env.get(_VARIABLE, ""), mark]))
     return {**env, **({_VARIABLE: marks} if marks else {})}
 
 
 def kill(mark: str) -> None:
-    """Kill this user's processes that have a mark, or one that starts with it and a dot; never this process."""
+    """Kill this user's processes with this mark, or with a mark that continues it after a dot.
+
+    Never kills this process.
+    """
     deadline = time.monotonic() + _LIMIT_S
     # The next round finds what they start in between.
     while any([_kill(number, mark) for number in _processes()]) and time.monotonic() < deadline:

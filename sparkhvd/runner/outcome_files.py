@@ -53,7 +53,7 @@ def await_cause(files: SharedFiles | None, run_dir: str, size: int, own: Outcome
 def read_outcomes(
     files: SharedFiles | None, run_dir: str, attempt: int, job_id: str, size: int
 ) -> list[Outcome]:
-    """Return the outcomes that ranks of this launch have written so far; empty without a shared store.
+    """Read what ranks of this launch have written so far; empty without a shared store.
 
     Outcomes of an earlier fit with the same run_id, which also counted its attempts from 0, are ignored.
     """

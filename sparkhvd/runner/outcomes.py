@@ -100,7 +100,6 @@ class Outcome:
     num_parts: int = field(default=0, compare=False)  # describes the transfer, not the rank
 
     def to_json(self) -> str:
-        """Return JSON from which `from_json` rebuilds this outcome."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -128,7 +127,7 @@ _TOKEN = re.compile(r"\[sparkhvd-outcome:[^\]\s]*\]?")
 
 
 def embed(outcome: Outcome) -> str:
-    """Return a token for the text of an exception, from which `find_embedded` rebuilds the outcome.
+    """Return a token for the text of an exception. `find_embedded` rebuilds the outcome from it.
 
     Traceback and output are shortened, because Spark Connect shortens long messages.
     """
@@ -147,13 +146,13 @@ def embed(outcome: Outcome) -> str:
 
 
 def refer(outcome: Outcome) -> str:
-    """Return a token that refers to an outcome in the run's folder; `find_referred` finds it."""
+    """Return a token for an outcome in the run's folder. `find_referred` finds it."""
     facts = (outcome.kind, outcome.rank, outcome.exit, outcome.error)
     return f"[sparkhvd-outcome:{outcome.job_id}:{':'.join(map(str, facts))}]"
 
 
 def find_embedded(text: str) -> list[Outcome]:
-    """Return the outcomes embedded in a text, each once, in order of appearance."""
+    """Outcomes in tokens of `embed`, each once, in order of appearance."""
     outcomes = []
     for _, packed in dict.fromkeys(_EMBEDDED.findall(text)):
         try:
@@ -165,7 +164,7 @@ def find_embedded(text: str) -> list[Outcome]:
 
 
 def find_referred(text: str) -> list[Outcome]:
-    """Return the outcomes to which a text refers, each once, as far as the text describes them."""
+    """Outcomes in tokens of `refer`, each once, as far as the text describes them."""
     outcomes: dict[str, Outcome] = {}
     for match in _REFERENCE.finditer(text):
         job_id, kind, rank, exit_, error = match.groups()
@@ -214,7 +213,7 @@ _CANCELLED = ("cancelled part of cancelled job tag", "OPERATION_CANCELED", "canc
 
 
 def from_spark_failure(text: str, worker_python: str = "a Python") -> Outcome:
-    """Return the outcome described by Spark's error text, if no rank has reported."""
+    """Derive an outcome from Spark's error text, for a job without a report of a rank."""
     task = _TASK.search(text)
     rank = int(task.group(1)) if task else None
     summary = _summary(text)
@@ -247,7 +246,7 @@ _PREAMBLE = re.compile(r".*?finished unsuccessfully\.\s*", re.DOTALL)
 
 
 def _summary(text: str) -> str:
-    """Return Spark's error without its wrappers, Java frames and package names."""
+    """Shorten Spark's error: without wrappers, Java frames and Spark's package name."""
     text = _TOKEN.sub("", _PREAMBLE.sub("", text, count=1))
     lines = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
     return _middle_cut("\n".join(lines).replace("org.apache.spark.", ""))
@@ -257,7 +256,7 @@ def _summary(text: str) -> str:
 
 
 def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Return the failure that explains the others: an exception, then a crash, then a lost peer; None if all succeeded.
+    """Prefer an exception to a crash, and a crash to a lost peer. None if all ranks have succeeded.
 
     Ties prefer a traceback with the user's code, because ranks may raise an error of one rank together, then
     the lowest rank, so that the result does not depend on timing.
@@ -272,14 +271,14 @@ def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
 
 
 def is_retryable(cause: Outcome) -> bool:
-    """Return True if launching the job again may help: a process, executor or host was lost."""
+    """Whether another launch may help: a process, executor or host was lost."""
     return cause.kind in (OutcomeKind.CRASH, OutcomeKind.LOST, OutcomeKind.COLLECTIVE)
 
 
 def error_of(
     cause: Outcome, size: int, *, others: Sequence[Outcome] = (), spark_text: str = ""
 ) -> SparkhvdError:
-    """Return the exception that the driver raises for a root cause.
+    """The driver raises this exception.
 
     Args:
         cause: the root cause.
@@ -314,7 +313,7 @@ def error_of(
 
 
 def _consequences(cause: Outcome, size: int, others: Sequence[Outcome]) -> list[str]:
-    """Return a line for each of the first other failed ranks, and one for the rest."""
+    """Return a line for each of the first other failed ranks, and lines that count the rest."""
     failed = [o for o in others if o.kind != OutcomeKind.OK and o.rank != cause.rank]
     same = [o for o in failed if (o.error, o.message) == (cause.error, cause.message) != ("", "")]
     failed = [o for o in failed if o not in same]
@@ -380,5 +379,5 @@ def exit_text(status: int | None) -> str:
 
 
 def all_ok(outcomes: Sequence[Outcome], size: int) -> bool:
-    """Return True if every rank has reported success."""
+    """Whether every rank has reported success."""
     return len(outcomes) == size and all(outcome.kind == OutcomeKind.OK for outcome in outcomes)

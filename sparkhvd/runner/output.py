@@ -80,7 +80,7 @@ class LineReader:
             self._lock.release()
 
     def _wait_ms(self) -> float | None:
-        """Return how long pending text may wait for its newline; None if nothing is pending."""
+        """Longest wait of pending text for its newline; None without pending text."""
         if not self._pending.replace(_UP, b""):
             return None
         wait_s = _REDRAWN_S if is_redrawn(self._pending) else _OPEN_S
@@ -154,17 +154,17 @@ class Tail:
         return self._lines[-1]
 
     def lines(self) -> tuple[str, ...]:
-        """Return the texts, from any thread."""
+        """May be called from any thread."""
         return tuple(self._lines)
 
 
 def is_redrawn(line: bytes) -> bool:
-    """Return True for a line without newline that returns to its start: a progress bar."""
+    """Whether a line without newline returns to its start, as a progress bar does."""
     return b"\r" in line and not line.endswith(b"\n")
 
 
 def shown(line: bytes) -> str:
-    """Return the text of a line that a terminal shows: the last redraw, without cursor moves."""
+    """Return a line as a terminal shows it: the last redraw, without cursor moves."""
     text = line.decode(errors="replace").rstrip("\r\n")
     if "\x1b" in text:
         text = _MOVE.sub("", text)

@@ -59,7 +59,7 @@ _CUDA_LIBRARIES = (
 
 
 def address_space_limit() -> int:
-    """Return the address space limit of this process and its children in bytes; 0 means no limit."""
+    """Limit of this process and its children in bytes; 0 means no limit."""
     try:
         import resource  # absent on Windows, where a Connect client may run
     except ImportError:
@@ -90,12 +90,12 @@ def check_worker() -> None:
 
 
 def mebibytes(size: int) -> int:
-    """Return bytes as MiB, rounded up."""
+    """Convert bytes to MiB, rounded up."""
     return -(-size >> 20)
 
 
 def address_space_needed(modules: Iterable[str], slots_bytes: int) -> int:
-    """Return the least address space in which a trainer with these modules can train, in bytes; 0 if unknown.
+    """Least address space of a trainer with these modules, in bytes; 0 if unknown.
 
     Its model and data are extra. With a GPU it needs much more: CUDA reserves address space for the whole device.
 
@@ -114,7 +114,7 @@ def address_space_needed(modules: Iterable[str], slots_bytes: int) -> int:
 
 
 def _torch_libraries_bytes() -> int:
-    """Return the size of the libraries that `import torch` maps, in bytes; 0 without torch."""
+    """Size of the libraries that `import torch` maps; 0 without torch."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -175,7 +175,6 @@ class RankFacts:
         return 0 < self.limit_bytes < self.needed_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the facts as JSON-able data."""
         return asdict(self)
 
 
@@ -216,7 +215,7 @@ _NO_CUDA = re.compile(r"^cuda\b[^=\n]*= *None *$", re.MULTILINE)
 
 
 def _cpu_torch() -> str:
-    """Return the version of torch if it is built without CUDA, else "" (also if unknown); does not import it.
+    """Version of torch if it is built without CUDA, else "", also if unknown. Does not import it.
 
     The version alone is not enough: builds from PyPI have CUDA and no tag.
     """
@@ -285,7 +284,7 @@ def check_ranks(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
 
 
 def patch_warning(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
-    """Return a warning if the driver and ranks differ in the patch version of torch, or ranks in that of numpy, else ""."""
+    """Warning about patch versions: of torch between driver and ranks, of numpy among ranks. "" if they are equal."""
     for rank, facts in enumerate(ranks):
         if facts.numpy != ranks[0].numpy:
             return (
@@ -411,19 +410,16 @@ class SharedFiles(Protocol):
         """Write a file atomically."""
         ...
 
-    def exists(self, path: str) -> bool:
-        """Return True if the file exists."""
-        ...
+    def exists(self, path: str) -> bool: ...
 
 
 def token_path(run_dir: str, attempt: int, rank: int | None) -> str:
-    """Return the path of the token of a rank (None: of the driver)."""
+    """A `rank` of None is the driver."""
     owner = "driver" if rank is None else f"rank-{rank}"
     return f"{run_dir}/attempts/{attempt}/token-{owner}"
 
 
 def outcome_path(run_dir: str, attempt: int, rank: int) -> str:
-    """Return the path of the outcome of a rank."""
     return f"{run_dir}/attempts/{attempt}/rank-{rank}.json"
 
 
@@ -461,7 +457,7 @@ def check_tokens(
 
 
 def describe_shared(shared: SharedFiles) -> str:
-    """Return the store's address if it has one."""
+    """The store's `url`, or else its text."""
     return str(getattr(shared, "url", shared))
 
 
@@ -482,7 +478,7 @@ PREFLIGHT_CONF_KEYS = (_DYNAMIC, _SQL_IDLE, _SQL_KILL, _CORE_IDLE, _CORE_KILL)
 
 
 def is_dynamic(conf: Mapping[str, str]) -> bool:
-    """Return True under dynamic allocation of executors."""
+    """Whether Spark allocates executors dynamically."""
     return conf.get(_DYNAMIC, "").lower() == "true"
 
 
@@ -522,7 +518,7 @@ def _seconds(text: str) -> int:
 
 
 def databricks_runtime() -> str:
-    """Return the version of Databricks' runtime; "" elsewhere."""
+    """Version of Databricks' runtime; "" elsewhere."""
     return os.environ.get("DATABRICKS_RUNTIME_VERSION", "")  # noqa: TID251 - Databricks' own
 
 

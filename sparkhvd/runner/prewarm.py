@@ -54,7 +54,7 @@ class Prewarm:
 
 
 def share_zygote() -> None:
-    """Share a zygote with the other Python workers of this executor, whose parent process outlives them."""
+    """Share a zygote with the other Python workers of this executor: their parent process outlives them."""
     of_this_process.share(os.getppid())
 
 
@@ -63,7 +63,7 @@ _IDLE_S = 60.0
 
 
 def zygote_idle_s(settings: Settings) -> float:
-    """Return how long an idle zygote of an executor stays; 0 for no zygote."""
+    """Lifetime of an idle zygote on an executor; 0 for no zygote."""
     return 0.0 if settings.nursery == "0" else settings.nursery_idle_s or _IDLE_S
 
 
@@ -75,7 +75,7 @@ def task_prologue(
     gpu_mode: str,
     preload: tuple[str, ...],
 ) -> Prologue:
-    """Return the prologue of a trainer that this Spark task starts, without a listener.
+    """Prologue of a trainer that this Spark task starts, without a listener.
 
     Args:
         context: of the task.

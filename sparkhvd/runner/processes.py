@@ -1,4 +1,4 @@
-"""Processes that a launch starts: fresh ones, or forks of a zygote; each ends with everything that it has started.
+"""Processes of a launch: fresh, or forks of a zygote. Each ends with everything that it has started.
 
 **Ownership**: a trainer takes over the descriptors of `InheritedPipes`, and the parent closes its copies. The pid of a
 process stays reserved until `reap`, so no signal can reach another process.
@@ -48,7 +48,7 @@ class ProcessStat(NamedTuple):
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """Return facts about a process; None if it does not exist or is invisible."""
+    """None if the process does not exist or is invisible."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -226,7 +226,10 @@ class ForkedProcess:
 
 
 def python_of(module: str) -> list[str]:
-    """Return the start of a command that runs a module without the working directory in the search path, where a `random.py` is not Python's."""
+    """Start of a command that runs a module.
+
+    From Python 3.11 on, the search path leaves out the working directory, where a `random.py` is not Python's.
+    """
     # Python 3.10 cannot leave the directory out.
     safe = ["-P"] if sys.version_info >= (3, 11) else []
     return [os.path.abspath(sys.executable), *safe, "-m", module]

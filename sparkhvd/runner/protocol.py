@@ -73,16 +73,16 @@ class Prologue:
     endpoint: dict[str, str | int] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Return the variables of the process; numerical libraries default to `num_threads` threads."""
+        """Numerical libraries default to `num_threads` threads."""
         return {**dict.fromkeys(THREAD_VARIABLES, str(self.num_threads)), **self.env}
 
     def to_bytes(self) -> bytes:
-        """Return the payload of a frame."""
+        """Payload of a frame."""
         return json.dumps(asdict(self)).encode()
 
 
 def own_threads(env: Mapping[str, str]) -> int | None:
-    """Return the threads that the user has set by OMP_NUM_THREADS in a rank's variables; None without a number."""
+    """Threads from the user's OMP_NUM_THREADS in a rank's variables; None without a number."""
     first = env.get(THREAD_VARIABLES[0], "").partition(",")[0].strip()  # more are of nested regions
     return (int(first) or None) if first.isdigit() else None
 
@@ -110,7 +110,7 @@ class JobFrame:
     is_elastic: bool = False
 
     def to_bytes(self) -> bytes:
-        """Return the payload of a frame."""
+        """Payload of a frame."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -167,7 +167,7 @@ def read_report(
 
 
 def cloudpickle() -> Any:
-    """Return pyspark's cloudpickle, or else the package of that name."""
+    """Module of pyspark, or else the package of that name."""
     try:
         return importlib.import_module("pyspark.cloudpickle")
     except ImportError:
@@ -197,7 +197,9 @@ _MOST_PARTS, _DEEPEST = 1_000, 32
 
 
 def failing_path(value: object, fails: Callable[[object], bool]) -> str:
-    """Return the way from a value that cannot be pickled to its innermost such part: ".encoder.lock", ": variable 'lock'", or "".
+    """Name the innermost part that cannot be pickled, as a path: ".encoder.lock" or ": variable 'lock'".
+
+    "" if it is the value itself.
 
     Args:
         value: any object.
@@ -216,7 +218,7 @@ def failing_path(value: object, fails: Callable[[object], bool]) -> str:
 
 
 def unpicklable(value: object) -> bool:
-    """Return True if an object cannot be pickled by value."""
+    """Whether an object cannot be pickled by value."""
     try:
         dumps(value)
     except Exception:  # noqa: BLE001 - pickling runs methods of the user's classes
@@ -225,7 +227,7 @@ def unpicklable(value: object) -> bool:
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """Yield the parts of an object that its pickle holds, each with its step of a path."""
+    """Yield the pickled parts of an object, each with its step of a path."""
     if isinstance(value, dict):
         yield from ((f"[{key!r:.50}]", each) for key, each in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -246,7 +248,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield the variables of a function that its pickle holds: of its closure, defaults, and globals that it names."""
+    """Yield the pickled variables of a function: of its closure, its defaults, and the globals in its code."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # empty
@@ -261,7 +263,7 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
-    """Yield the state and the arguments by which an object is pickled; modules of torch have their parts by name."""
+    """Yield the state and the arguments in an object's pickle. Modules of torch have their parts by name."""
     try:
         reduced = value.__reduce_ex__(4)
     except Exception:  # noqa: BLE001 - it is the part that fails
@@ -277,7 +279,7 @@ def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _inside(fn: Callable[..., object]) -> Callable[..., object] | None:
-    """Return the function that a callable without code wraps, if known."""
+    """Return the function inside a callable without code of its own; None if unknown."""
     if isinstance(fn, functools.partial):
         return fn.func
     return None if hasattr(fn, "__code__") else getattr(fn, "__wrapped__", None)
@@ -326,7 +328,7 @@ _KEPT = 4
 
 
 def bytes_of(payload: Payload) -> bytes:
-    """Return the bytes of a payload, in a task."""
+    """Call it in a task."""
     return payload if isinstance(payload, bytes) else payload.value
 
 
@@ -345,7 +347,7 @@ def carried(shim: SparkShim, data: bytes) -> Iterator[Payload]:
 
 
 def kept_carried(shim: SparkShim, data: bytes) -> Payload:
-    """Return a payload that a DataFrame may need at any later time.
+    """Return a payload that stays available: a DataFrame may need it at any later time.
 
     Equal bytes share a broadcast variable while they are among the last few. Older ones are deleted once no plan of the
     JVM uses them, which each call checks.
@@ -367,7 +369,7 @@ class _Variables:
         self._left: list[tuple[str, str, Any]] = []
 
     def get(self, context: SparkContext, data: bytes) -> Broadcast[bytes]:
-        """Return the broadcast variable of these bytes. Pickle a function with it before the next garbage collection."""
+        """Pickle a function with the variable before the next garbage collection."""
         application = str(context.applicationId)
         key = (application, hashlib.sha256(data).hexdigest())
         with self._lock:

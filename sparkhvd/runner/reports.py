@@ -32,7 +32,6 @@ def dump_result(value: object) -> bytes:
 
 
 def report_of_exit(error: SystemExit) -> dict[str, Any]:
-    """Return the report on a function that has called `sys.exit`."""
     if error.code is None or error.code == 0:
         return {"kind": "ok", "exit": "ok"}
     code = error.code if isinstance(error.code, int) else 1
@@ -41,7 +40,7 @@ def report_of_exit(error: SystemExit) -> dict[str, Any]:
 
 
 def report_of(error: BaseException, own_file: str) -> dict[str, Any]:
-    """Return the report on a function that has raised.
+    """Describe a function's exception for the driver.
 
     Args:
         error: the exception.
@@ -65,7 +64,7 @@ def report_of(error: BaseException, own_file: str) -> dict[str, Any]:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Return True if an exception exists only because another rank was lost."""
+    """Whether an exception exists only because another rank was lost."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -84,7 +83,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException, own_file: str) -> str:
-    """Return the traceback without the frames of the calling file."""
+    """Leave out the frames of the calling file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == own_file:
         frames = frames.tb_next
@@ -95,7 +94,7 @@ def traceback_of(error: BaseException, own_file: str) -> str:
 
 
 def peak_rss() -> int:
-    """Return the largest resident memory of this process in bytes; 0 where the system does not report it."""
+    """Largest resident memory of this process in bytes; 0 if the system does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -49,7 +49,7 @@ class ResultChunks:
 
 
 def pieces_for(conf: Mapping[str, str], size: int) -> ResultChunks:
-    """Return the piece sizes for the results of `size` ranks under Spark's limit."""
+    """Fit the results of `size` ranks into Spark's limit."""
     match = _SIZE.fullmatch(conf.get(LIMIT_KEY, "").strip().lower())
     limit = int(match[1]) << 10 * " kmgtp".index(match[2] or " ") if match else _DEFAULT_LIMIT
     if not limit:  # 0 means no limit in Spark
@@ -61,7 +61,7 @@ def pieces_for(conf: Mapping[str, str], size: int) -> ResultChunks:
 
 
 def row_schema() -> StructType:
-    """Return the schema of `rows_of`. As a text Spark's JVM would have to parse it, which takes 7 ms per launch."""
+    """Schema of `rows_of`. Spark's JVM would take 7 ms per launch to parse it as text."""
     from pyspark.sql.types import BinaryType, IntegerType, StructField, StructType
 
     columns = {"rank": IntegerType(), "part": IntegerType(), "data": BinaryType()}
@@ -110,7 +110,7 @@ def collect(
 
 
 def is_of_rest(tags: str | None, tag: str) -> bool:
-    """Return True in a task that Spark started again for the rows of a finished rank, which were lost with an executor.
+    """Whether Spark repeats this task for the rows of a finished rank, lost with an executor.
 
     Args:
         tags: of the task's job, as Spark has them.

@@ -47,12 +47,12 @@ class Slots:
 
 
 def is_local(master: str) -> bool:
-    """Return True if a master is one process on the driver's host (`local`, `local[N]`, `local[*]`)."""
+    """Whether a master is one process on the driver's host: `local`, `local[N]`, `local[*]`."""
     return _LOCAL.match(master.strip()) is not None
 
 
 def local_slots(master: str, num_cpus: int) -> int | None:
-    """Return the task threads of a `local` master; None for any other."""
+    """Task threads of a `local` master; None for other masters."""
     match = _LOCAL.match(master.strip())
     if match is None:
         return None
@@ -61,7 +61,7 @@ def local_slots(master: str, num_cpus: int) -> int | None:
 
 
 def executor_cores(conf: Mapping[str, str]) -> int | None:
-    """Return the cores of one executor; None if the configuration does not determine them."""
+    """None if the configuration does not determine them."""
     master = conf.get("spark.master", "").strip()
     cores = conf.get("spark.executor.cores")
     cluster = _LOCAL_CLUSTER.match(master)
@@ -144,7 +144,7 @@ def _of_executors(
 
 
 def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
-    """Return the requested number of ranks if it can ever run, or by default all configured slots.
+    """Reject a number of ranks that can never run. By default, all configured slots.
 
     Raises:
         InvalidArgumentError: `num_proc` is not a positive whole number, or is None while the slots have no bound.
@@ -176,7 +176,7 @@ def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
 
 
 def threads_per_rank(task_cpus: int, allowed: float, fixed: int | None = None) -> int:
-    """Return the threads of one rank: the cores of its task, bounded by the processors of its process.
+    """Cores of the rank's task, bounded by the processors of its process; at least 1.
 
     Args:
         task_cpus: cores of the Spark task.
@@ -323,6 +323,6 @@ def launch_ticket(
 
 
 def is_launched(application: str) -> bool:
-    """Return True if a job of this process holds or awaits slots of the application."""
+    """Whether a job of this process holds or awaits slots of the application."""
     with _changed:
         return any(launch.application == application for launch in _turns)

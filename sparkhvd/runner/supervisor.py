@@ -137,12 +137,12 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
 
 
 def first_cause(failed: Sequence[F], screen: Screen) -> F:
-    """Return the first failure that is not a consequence of another, or else the first."""
+    """Find the first failure that is not a consequence of another, or else the first failure."""
     return next((one for one in failed if not _is_consequence(one, screen)), failed[0])
 
 
 def _is_consequence(failure: RankEnded | HostLost, screen: Screen) -> bool:
-    """Return True if the rank failed because another one did."""
+    """Whether the rank failed because another rank did."""
     return isinstance(failure, RankEnded) and any(
         _CONSEQUENCE.match(line) for line in screen.tail(failure.rank)
     )
@@ -214,11 +214,11 @@ class ShutdownSequence:
         return bool(self._steps)
 
     def next_step_at(self) -> float | None:
-        """Return when the next step is due; None for never."""
+        """None if no step is left."""
         return self._steps[0][0] if self._steps else None
 
     def next_step_s(self) -> float | None:
-        """Return the time until the next step is due; None for never."""
+        """None if no step is left."""
         at = self.next_step_at()
         return None if at is None else max(0.0, at - time.monotonic())
 
@@ -297,7 +297,6 @@ class Screen:
                 )
 
     def tail(self, rank: int) -> tuple[str, ...]:
-        """Return the last lines of a rank."""
         with self._lock:
             return self._tails[rank].lines()
 

@@ -100,7 +100,6 @@ class TaskSpec:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
 
     def to_json(self) -> str:
-        """Return JSON from which `from_json` rebuilds this."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -295,7 +294,7 @@ def _start(
 def _facts(
     spec: TaskSpec, chosen: JobSettings, started: _Started, error: str, *, num_ranks_here: int
 ) -> RankFacts:
-    """Return this rank's facts, which the checks of all ranks compare."""
+    """Facts of this rank, for the checks of all ranks."""
     uuids, gpu_error = ((), "") if started.trainer is None else started.trainer.gpus()
     facts = preflight.rank_facts(
         spec.requirements,
@@ -350,7 +349,6 @@ def _refuse_if(problem: str) -> None:
 
 
 def output_of(spec: TaskSpec, rank: int, files: SharedFiles | None) -> RankOutput:
-    """Return the output routes of a rank, as specified."""
     way = None if spec.live is None else rebuild(OutputRoute, spec.live)
     return RankOutput(
         rank,
@@ -371,7 +369,7 @@ def _carrier(way: OutputRoute, spec: TaskSpec, rank: int, files: SharedFiles | N
 
 
 def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:
-    """Return the outcome of a rank that failed a check before its start."""
+    """Return the outcome of a rank with a failed check before its start."""
     how = "not started"
     return Outcome(
         rank, OutcomeKind.PREFLIGHT, host=host, attempt=spec.attempt, exit=how, message=message
@@ -393,7 +391,7 @@ def exchange_facts(
 
 
 def host_of(address: str) -> str:
-    """Return the host of Spark's "host:port"; an IPv6 host may have brackets."""
+    """Host of Spark's "host:port", without the brackets of IPv6."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         host = address

@@ -155,7 +155,7 @@ def parse(traceback: str) -> list[Raised]:
 
 
 def shows_user(traceback: str) -> bool:
-    """Return True if a traceback has user or third-party frames."""
+    """Whether a traceback has user or third-party frames."""
     return any(raised.own for raised in parse(traceback))
 
 
@@ -187,7 +187,7 @@ def _is_interactive(file: str) -> bool:
 
 
 def _library(file: str) -> str:
-    """Return the package that a file belongs to; "" for the user's code."""
+    """Package of the file; "" for the user's code."""
     if file.startswith(_OWN):
         return "sparkhvd"
     if cython := _CYTHON.fullmatch(file):
@@ -203,7 +203,7 @@ def _library(file: str) -> str:
 
 
 def failure_text(said: Sequence[str], traceback: str, final: str, rest: Sequence[str] = ()) -> str:
-    """Return the text of an error: the user's line and the exception first and last, frames between them.
+    """The user's line and the exception come first and last, frames between them.
 
     Besides frames it has at most 15 lines.
 
@@ -234,24 +234,24 @@ def failure_text(said: Sequence[str], traceback: str, final: str, rest: Sequence
 
 
 def _notes(raised: Sequence[Raised], final: str) -> list[str]:
-    """Return the lines that follow the exception's message in a traceback."""
+    """Lines after the exception's message in a traceback."""
     text = "\n".join(raised[-1].text) if raised else ""
     return text.removeprefix(final).strip("\n").splitlines() if text.startswith(final) else []
 
 
 def brief(text: str) -> str:
-    """Return the first line of a text, shortened to a few terminal lines."""
+    """Shorten a text to its first line, of a few terminal lines at most."""
     line = text.partition("\n")[0]
     return line if len(line) <= _CHARACTERS else f"{line[:_CHARACTERS]} ..."
 
 
 def also(text: str) -> str:
-    """Return the line about another failed rank, without the engine's advice, which is for programs without a driver."""
+    """Return a line about another failed rank, without the engine's advice for programs without a driver."""
     return brief("Also: " + _ADVICE.sub(r"\1", text))
 
 
 def module_hint(error: str, message: str) -> str:
-    """Return the remedy for a module that a rank lacks and this process has; "" for any other error."""
+    """Remedy for a module that this process has and the rank lacks; "" for any other error."""
     missing = re.fullmatch(r"No module named '(\w+)'", message)
     if error != ModuleNotFoundError.__name__ or missing is None:
         return ""
@@ -266,7 +266,7 @@ def module_hint(error: str, message: str) -> str:
 
 
 def cut(lines: Sequence[str], most: int) -> list[str]:
-    """Return the first lines and the number of lines left out."""
+    """Shorten to `most` lines. The last line then counts the lines left out."""
     if len(lines) <= most:
         return list(lines)
     return [*lines[: most - 1], f"... {len(lines) - most + 1} more lines"]

@@ -53,7 +53,7 @@ GPU_ANSWER_S = 120.0
 
 
 def inherited(name: str) -> str | None:
-    """Return a variable that the trainer inherits from this process, or None."""
+    """The trainer inherits the environment of this process. None if the variable is not set."""
     return os.environ.get(name)  # noqa: TID251 - not a setting: the trainer inherits it
 
 
@@ -262,7 +262,7 @@ class Trainer:
             self._group.signal(signal.SIGKILL)
 
     def outcome(self, *, host: str = "", attempt: int = 0) -> Outcome:
-        """Return the outcome; requires that `wait` has returned True."""
+        """Call it only after `wait` has returned True."""
         if not self._ended.is_set():
             raise InternalError(f"the outcome of rank {self.rank} was read before its end.")
         base: dict[str, Any] = {
@@ -417,7 +417,7 @@ class TrainerStart:
         )
 
     def variables(self) -> dict[str, str]:
-        """Return the environment with which the process imports."""
+        """The process imports in this environment."""
         return {**self.environ, **self.prologue.variables()}
 
     def close_listener(self) -> None:
@@ -450,12 +450,12 @@ def prepare_zygote(prologue: Prologue) -> None:
 
 
 def may_fork(prologue: Prologue) -> bool:
-    """Return True if a zygote may fork the process: never if CUDA's driver is queried, or may have been."""
+    """Whether a zygote may fork the process. Never if CUDA's driver is queried, or may have been."""
     return bool(prologue.zygote_idle_s) and not prologue.gpu_views and zygote_client.is_possible()
 
 
 def _environment(prologue: Prologue) -> dict[str, str]:
-    """Return the environment in which the process starts."""
+    """The process starts in this environment."""
     inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
     environ = {**inherited, **_loader_variables(prologue.env)}
     if prologue.keep_freed_memory:
@@ -469,6 +469,6 @@ def _environment(prologue: Prologue) -> dict[str, str]:
 
 
 def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that work only if set before the process starts."""
+    """These variables work only if set before the process starts."""
     prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
     return {name: value for name, value in env.items() if name.startswith(prefixes)}

@@ -76,7 +76,7 @@ class _Forked:
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """Modules to import before the fork; without descriptors, before later ones."""
+    """Modules to import before the fork; without descriptors, before later forks."""
 
     modules: list[str]
 
@@ -223,7 +223,10 @@ class _Server:
 
 
 def _announced(family: str) -> socket.socket | None:
-    """Notify the other zygotes of a family; return a socket for notifications of newer ones, or None if there are too many."""
+    """Notify the other zygotes of a family.
+
+    Returns a socket for notices of newer zygotes; None if there are too many zygotes.
+    """
     own: socket.socket | None = None
     for number in range(_MOST):
         name = f"\0sparkhvd-zygotes-{family}-{number}"

@@ -145,7 +145,7 @@ class ZygoteClient:
                 return connection
 
     def is_usable(self) -> bool:
-        """Return True if the zygote lives and can fork, and this process, not its parent, created the connection."""
+        """Whether the zygote lives and can fork, and this process itself created the connection."""
         if self._process is not None:
             self._process.poll()  # else it would stay a zombie
         return self.can_fork and self._owner == os.getpid() and self._is_open()
@@ -207,7 +207,7 @@ class ZygoteClient:
             return None
 
     def prepare(self, modules: Sequence[str]) -> None:
-        """Import modules for later trainers, except those requested before; returns at once."""
+        """Import modules for later trainers, unless they were requested before. Returns at once."""
         with contextlib.suppress(OSError), self._lock:
             if not self._asked.issuperset(modules):
                 self._asked.update(modules)
@@ -272,7 +272,7 @@ class _Kept:
             self._shared_by = belongs_to
 
     def find(self, environ: Mapping[str, str], idle_s: float) -> ZygoteClient | None:
-        """Return a zygote that fits an environment, started if necessary; None if that is impossible."""
+        """Start a zygote for the environment if necessary; None if that is impossible."""
         with self._lock, contextlib.suppress(OSError):
             belongs_to = self._shared_by or os.getpid()
             key = _key(environ, belongs_to)
@@ -290,7 +290,7 @@ class _Kept:
         return None
 
     def useful(self, modules: Sequence[str]) -> list[str]:
-        """List the modules to import before a fork: from those given, and those that earlier trainers imported."""
+        """List the modules to import before a fork, from the given modules and the imports of earlier trainers."""
         with self._lock:
             return [name for name in USEFUL_MODULES if name in self._useful or name in modules]
 
@@ -304,13 +304,13 @@ class _Kept:
             zygote.prepare([name for name in USEFUL_MODULES if name in new])
 
     def pid(self) -> int | None:
-        """Return the pid of the zygote, or None."""
+        """None without a usable zygote."""
         with self._lock:
             usable = self._zygote is not None and self._zygote.is_usable()
             return self._zygote.pid if usable and self._zygote is not None else None
 
     def descriptor(self) -> int | None:
-        """Return the descriptor of the zygote's socket, or None."""
+        """Descriptor of the zygote's socket; None without a zygote."""
         with self._lock:
             return None if self._zygote is None else self._zygote.socket.fileno()
 
@@ -363,13 +363,13 @@ def prepare(modules: Sequence[str], environ: Mapping[str, str], idle_s: float) -
 
 
 def is_possible() -> bool:
-    """Return True if this platform supports a zygote, and has no GPU."""
+    """Whether this platform supports a zygote and has no GPU."""
     return hasattr(socket, "recv_fds") and _has_pidfds() and not _GPU.exists()
 
 
 @functools.cache
 def _has_pidfds() -> bool:
-    """Return True if the kernel provides pidfds; a container may forbid them."""
+    """The kernel may lack them, or a container forbid them."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -404,7 +404,7 @@ def _key(environ: Mapping[str, str], belongs_to: int) -> Key:
 
 
 def _started_at(pid: int) -> str:
-    """Return the start of a process.
+    """Start of a process in clock ticks since boot.
 
     Raises:
         ProcessLookupError: there is none.
@@ -416,6 +416,6 @@ def _started_at(pid: int) -> str:
 
 
 def _pid_of_peer(sock: socket.socket) -> int:
-    """Return the pid of the process that listens at the other end."""
+    """Pid of the process that called `listen` at the other end."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", data)[0])

@@ -173,7 +173,7 @@ def _tell_choices() -> None:
 
 
 def _exists(process_set: ProcessSet | Sequence[int] | Communicator) -> bool:
-    """Return False for a set with missing ranks in an elastic job; it stays unregistered until they join."""
+    """In an elastic job, False for a set that has all ranks or misses some: it waits for other ranks."""
     is_elastic = isinstance(context.context().rendezvous, ElasticRendezvous)
     if not is_elastic or is_communicator(process_set):
         return True
@@ -184,7 +184,7 @@ def _exists(process_set: ProcessSet | Sequence[int] | Communicator) -> bool:
 def _sets(
     process_sets: Iterable[ProcessSet | Sequence[int] | Communicator] | str | None,
 ) -> list[ProcessSet | Sequence[int] | Communicator]:
-    """Return the sets to register, from the argument of `init`."""
+    """`process_sets` is the argument of `init`."""
     if process_sets is None or (isinstance(process_sets, str) and process_sets == "dynamic"):
         return []
     if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
@@ -200,47 +200,47 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Return True between `init()` and `shutdown()`."""
+    """True between `init()` and `shutdown()`."""
     return context.is_initialized()
 
 
 def rank() -> int:
-    """Return this process's number, from 0 to `size() - 1`."""
+    """This process's number, from 0 to `size() - 1`."""
     return context.context().place.rank
 
 
 def size() -> int:
-    """Return the number of ranks."""
+    """The number of ranks."""
     return context.context().place.size
 
 
 def local_rank() -> int:
-    """Return this process's number among the ranks of its host."""
+    """This process's number among the ranks of its host."""
     return context.context().place.local_rank
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host."""
+    """The number of ranks on this host."""
     return context.context().place.local_size
 
 
 def cross_rank() -> int:
-    """Return the number of this host among the hosts that have a rank with this `local_rank()`."""
+    """The number of this host among the hosts that have a rank with this `local_rank()`."""
     return context.context().place.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this `local_rank()`."""
+    """The number of hosts that have a rank with this `local_rank()`."""
     return context.context().place.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Return True if every host has the same number of ranks."""
+    """Whether every host has the same number of ranks."""
     return context.context().place.is_homogeneous
 
 
 def metrics(*, show: bool = True) -> Metrics:
-    """Return the counters of this rank's engine since `init()`: operations, bytes, times, waits (docs/monitoring.md).
+    """Counters of this rank's engine since `init()`: operations, bytes, times, waits (docs/monitoring.md).
 
     Args:
         show: print the table. `str()` of the result is the table, `.prometheus()` the text for Prometheus,
@@ -282,17 +282,17 @@ def stop_timeline() -> None:
 
 
 def mpi_built() -> bool:
-    """Return False: sparkhvd has its own transport."""
+    """Always False: sparkhvd has its own transport."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """Return False: sparkhvd has its own transport."""
+    """Always False: sparkhvd has its own transport."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """Return True in a process that MPI has started: MPI calls and collectives mix in any order and thread.
+    """True in a process that MPI has started: MPI calls and collectives mix in any order and thread.
 
     sparkhvd never calls MPI, so it never waits for MPI.
     """
@@ -300,17 +300,17 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Return False: sparkhvd has its own transport."""
+    """Always False: sparkhvd has its own transport."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Return False: sparkhvd has its own transport."""
+    """Always False: sparkhvd has its own transport."""
     return False
 
 
 def nccl_built() -> int:
-    """Return the version code of the NCCL of this process's torch; 0 if it has none, and no tensors on GPUs."""
+    """The version code of the NCCL of this process's torch. 0 without NCCL: then no tensors on GPUs."""
     return nccl_version()
 
 
@@ -320,15 +320,15 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Return False: AMD's GPUs are not used."""
+    """Always False: AMD's GPUs are not used."""
     return False
 
 
 def ddl_built() -> bool:
-    """Return False: IBM's DDL is not used."""
+    """Always False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: Intel's oneCCL is not used."""
+    """Always False: Intel's oneCCL is not used."""
     return False

@@ -16,7 +16,7 @@ _Item = TypeVar("_Item")
 
 
 def to_integer(value: object) -> int | None:
-    """Return an integer of Python, numpy or torch as an int; None for anything else, and for a bool."""
+    """Take integers of Python, numpy or torch; None for anything else, and for a bool."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):

@@ -111,7 +111,7 @@ def _from_bytes(tensor: Tensor) -> bytes:
 def _broadcast_bytes(
     ctx: Context, name: str, payload: bytes | None, root_rank: int, process_set: int = 0
 ) -> bytes:
-    """Return rank `root_rank`'s `payload` on every rank; the others pass None."""
+    """Send rank `root_rank`'s `payload` to every rank; the others pass None."""
     length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
     start_broadcast(ctx, f"{name}.length", length, length, root_rank, process_set).wait()
     content = (
@@ -124,7 +124,7 @@ def _broadcast_bytes(
 
 
 def _allgather_bytes(ctx: Context, name: str, payload: bytes, process_set: int = 0) -> list[bytes]:
-    """Return every rank's `payload`, by rank."""
+    """Every rank's `payload`, by rank."""
     content = _to_bytes(payload)
     work = start_allgather(ctx, name, content, process_set)
     work.wait()
@@ -138,7 +138,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return rank `root_rank`'s object on every rank.
+    """Send rank `root_rank`'s object to every rank.
 
     Args:
         obj: any object that cloudpickle supports; used on `root_rank` only, which gets back the object itself.
@@ -161,7 +161,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the list of every rank's object, by rank; the objects may have any size and type.
+    """Gather every rank's object, by rank. The objects may have any size and type.
 
     Args:
         obj: any object that cloudpickle supports.
@@ -266,7 +266,7 @@ def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer
 
 
 def _content(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return state by the parameter's number, and each group's options."""
+    """State by the parameter's number, and each group's options."""
     numbers: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -323,7 +323,7 @@ def _describe(value: object, tensors: list[Tensor], where: str) -> list[object]:
 
 
 def _on_gpu(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return a parameter on this rank's GPU, if any."""
+    """A parameter on this rank's GPU, if any."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return next((p for p in parameters if p.is_cuda), None)
 

@@ -82,7 +82,7 @@ def _add_of_communicators(process_set: ProcessSet, comm: Communicator) -> Proces
 
 
 def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
-    """Return the job's ranks of a communicator's processes; empty for a null communicator."""
+    """The job's ranks of a communicator's processes; empty for a null communicator."""
     if not comm:
         return ()
     mpi.place_of(_WHAT, comm)
@@ -91,7 +91,7 @@ def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
 
 
 def _gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the ranks that each rank passed, by rank."""
+    """Return every rank's `own`, by rank."""
     numbers = allgather(torch.tensor([len(own), *own]), name="process_sets.of_communicators")
     left, claims = numbers.tolist(), []
     while left:
@@ -101,7 +101,7 @@ def _gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _agree(claims: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
-    """Return the sets by their first ranks.
+    """Return the distinct sets, sorted by their ranks.
 
     Raises:
         InvalidArgumentError: no rank passed a communicator, or members of a communicator passed different ones.

@@ -30,12 +30,12 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, None]:
-        """Return `tensor` itself."""
+        """Leave `tensor` unchanged."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: object) -> Tensor:
-        """Return `tensor` itself."""
+        """Leave `tensor` unchanged."""
         del ctx
         return tensor
 

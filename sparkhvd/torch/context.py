@@ -83,7 +83,7 @@ class Context:
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def part(self, kind: type[_Part]) -> _Part:
-        """Return this context's state of a kind."""
+        """Create this context's state of a kind at its first use."""
         part = self._parts.get(kind)
         if part is None:
             # With two threads, the first part wins.
@@ -95,7 +95,7 @@ class Context:
         return next(self._counters[kind, process_set])
 
     def name(self, kind: str, name: str | None, process_set: int = 0) -> str:
-        """Return Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`.
+        """Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`.
 
         Every rank of a process set counts the set's operations alike, independent of its other operations.
 
@@ -154,7 +154,7 @@ def _find() -> Context | None:
 
 
 def context() -> Context:
-    """Return the current context.
+    """The current context.
 
     Raises:
         NotInitializedError: `init()` was not called.
@@ -166,7 +166,6 @@ def context() -> Context:
 
 
 def is_initialized() -> bool:
-    """Return True if there is a current context."""
     return _find() is not None
 
 

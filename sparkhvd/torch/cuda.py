@@ -41,14 +41,14 @@ class Device(Protocol):
     ordinal: int
 
     def stream(self) -> int:
-        """Return the driver's handle of this thread's current stream.
+        """The driver's handle of this thread's current stream.
 
         Raises:
             InvalidArgumentError: the stream is being captured into a graph.
         """
 
     def raw_stream(self) -> int:
-        """Return the same without a check for capture, which the submission does."""
+        """`stream` without the check for capture, because the submission checks."""
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
         """Return a factory of `with` blocks that set this thread's current stream in any thread."""
@@ -60,7 +60,7 @@ class Device(Protocol):
         """Keep a tensor's memory until the current stream has used it, also if it is not the tensor's own."""
 
     def over_buffer(self, buffer: Buffer) -> Tensor:
-        """Return the bytes of registered memory as a tensor whose storage keeps the buffer."""
+        """View registered memory as a tensor of bytes. Its storage keeps the buffer."""
 
 
 class CudaDevice:
@@ -71,17 +71,14 @@ class CudaDevice:
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def stream(self) -> int:
-        """Return the current stream."""
         if torch.cuda.is_current_stream_capturing():
             refuse_capture()
         return self.raw_stream()
 
     def raw_stream(self) -> int:
-        """Return the current stream."""
         return self._current_stream(self.ordinal)
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return the current stream as a context manager."""
         stream = torch.cuda.current_stream(self.ordinal)
         return lambda: torch.cuda.stream(stream)
 
@@ -151,7 +148,7 @@ def _copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor with the strides of another one, if these describe the same memory.
+    """Give the tensor the strides of another one, if these describe the same memory.
 
     Strides of a dimension of one element do not matter, and cuDNN's gradients of 1 x 1 convolutions differ from the weights in these.
     """
@@ -189,7 +186,7 @@ class RankGpu(ContextPart):
 
 
 def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
-    """Return the rank's device; its first tensor there opens it.
+    """The rank's device; its first tensor there opens it.
 
     Raises:
         InvalidArgumentError: the tensor is on another device, or a library or the device cannot be used.
@@ -244,7 +241,7 @@ def nccl_candidates() -> list[str]:
 
 
 def find_nccl() -> str:
-    """Return the NCCL library that the engine opens, for use outside of the engine."""
+    """The NCCL library that the engine opens, for use outside of the engine."""
     return next(iter((*_loaded(_NCCL), *nccl_candidates())), _NCCL)
 
 
@@ -257,7 +254,7 @@ def _loaded(name: str) -> list[str]:
 
 
 def nccl_version() -> int:
-    """Return the version code of torch's NCCL; 0 if this torch has no CUDA or no NCCL."""
+    """The version code of torch's NCCL. 0 if this torch has no CUDA or no NCCL."""
     if torch.version.cuda is None:
         return 0
     try:

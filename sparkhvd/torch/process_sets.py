@@ -68,17 +68,17 @@ class ProcessSet:
         return self._ranks
 
     def size(self) -> int | None:
-        """Return the number of its ranks; None while it is not registered."""
+        """The number of its ranks; None while it is not registered."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def included(self) -> bool | None:
-        """Return True if this process is in it; None while it is not registered."""
+        """Whether this process is in it; None while it is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return context().engine.topology.rank in self.ranks
 
     def rank(self) -> int | None:
-        """Return this process's number inside the set; None while it is not registered.
+        """This process's number inside the set; None while it is not registered.
 
         Raises:
             InvalidArgumentError: this process is not in it.
@@ -194,7 +194,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def set_id(process_set: ProcessSet) -> int:
-    """Return the engine's number of a process set.
+    """The engine's number of a process set.
 
     Raises:
         InvalidArgumentError: it is not registered, or is not a process set.
@@ -215,13 +215,13 @@ def set_id(process_set: ProcessSet) -> int:
 
 
 def members(process_set: ProcessSet) -> list[int]:
-    """Return the global ranks of a registered set, ascending."""
+    """The global ranks of a registered set, ascending."""
     ranks = process_set.ranks
     return list(range(context().engine.topology.size)) if ranks is None else ranks
 
 
 def num_members(ctx: Context, number: int) -> int:
-    """Return the number of ranks of a registered set, by the engine's number."""
+    """The number of ranks of a registered set, by the engine's number."""
     if number == 0:
         return ctx.engine.topology.size
     sets = ctx.part(ProcessSets).by_ranks

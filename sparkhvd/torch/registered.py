@@ -71,7 +71,7 @@ def registered_empty(
 
 
 def _gpu(ctx: Context, asked: torch.device | str | int | None) -> Device | None:
-    """Return this rank's GPU, if requested."""
+    """This rank's GPU; None for memory on the CPU."""
     try:
         place = torch.device("cpu" if asked is None else asked)
     except (RuntimeError, TypeError) as error:
@@ -116,7 +116,7 @@ def _size(shape: int | Iterable[int], dtype: torch.dtype) -> torch.Size:
 
 
 def over_buffer(buffer: Buffer, dtype: torch.dtype, count: int, first_byte: int = 0) -> Tensor:
-    """Return elements of a buffer as a tensor of one dimension, whose own storage keeps the buffer alive."""
+    """View elements of a buffer as a tensor of one dimension. Its storage keeps the buffer alive."""
     address = buffer.address + first_byte
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     memory.buffer = buffer  # type: ignore[attr-defined]  # instances of ctypes' arrays take attributes

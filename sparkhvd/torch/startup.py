@@ -92,7 +92,7 @@ def _ranks(comm: Sequence[int]) -> list[int]:
 
 
 def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
-    """Return the rendezvous of some ranks of the launcher's job, as a separate job."""
+    """Make a separate job of some ranks of the launcher's job."""
     world = _launched()
     what = f"init(comm={ranks})"
     if isinstance(world, ElasticRendezvous):
@@ -158,7 +158,7 @@ def make_current() -> None:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return True for "torch", and False for other frameworks ("tensorflow", "mxnet")."""
+    """True for "torch", False for other frameworks ("tensorflow", "mxnet")."""
     del verbose
     return ext_base_name == "torch"
 
@@ -174,10 +174,10 @@ def check_extension(
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return True if the framework sees a GPU."""
+    """Whether the framework sees a GPU."""
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return True for 1, 2, 4, 8, ... ranks, which Adasum needs."""
+    """True for 1, 2, 4, 8, ... ranks, the numbers that Adasum supports."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0

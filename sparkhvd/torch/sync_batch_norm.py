@@ -270,7 +270,7 @@ def _affine(
 def _gradient_sums(
     gradient: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float
 ) -> Tensor:
-    """Return, per channel of this rank's rows, the sums of the gradient and of its products with the normalized input."""
+    """Sum, per channel of this rank's rows, the gradient and its products with the normalized input."""
     if input.numel() == 0:
         return mean.new_zeros(2, len(mean))
     # The CPU's kernel takes the running statistics, a GPU's the saved ones. The weight is for the input's gradient, which
@@ -284,7 +284,7 @@ def _gradient_sums(
 
 @torch.no_grad()
 def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
-    """Return the statistics of all ranks' rows; every rank gets the same bits.
+    """Statistics of all ranks' rows. Every rank gets the same bits.
 
     Raises:
         InvalidArgumentError: there is only one value per channel; raised on every rank.
@@ -317,7 +317,7 @@ def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
 
 
 def _local_statistics(input: Tensor) -> Tensor:
-    """Return mean and variance of this rank's rows per channel, then the number of values per channel."""
+    """Mean and variance of this rank's rows per channel, then the number of values per channel."""
     channels = input.shape[1]
     dtype = torch.float32 if input.dtype in HALVES else input.dtype
     if input.numel() == 0:
@@ -331,7 +331,6 @@ def _local_statistics(input: Tensor) -> Tensor:
 
 
 def _format(input: Tensor) -> torch.memory_format:
-    """Return the memory format of a dense tensor."""
     if not input.is_contiguous():
         for dimensions, each in ((4, torch.channels_last), (5, torch.channels_last_3d)):
             if input.dim() == dimensions and input.is_contiguous(memory_format=each):
@@ -340,12 +339,12 @@ def _format(input: Tensor) -> torch.memory_format:
 
 
 def _dense(input: Tensor) -> Tensor:
-    """Return the tensor, copied unless it is dense in a format with fast kernels in torch."""
+    """Copy the tensor unless it is dense in a format with fast kernels in torch."""
     return input.contiguous(memory_format=_format(input))
 
 
 def _find(process_set: ProcessSet) -> ProcessSet:
-    """Return the registered set of the same ranks, if any, because a copy and a new `init()` create new objects."""
+    """Find the registered set of the same ranks, if any, because a copy and a new `init()` create new objects."""
     if process_set is global_process_set:
         return process_set
     return context().part(ProcessSets).by_ranks.get(tuple(process_set.ranks or ()), process_set)

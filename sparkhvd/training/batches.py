@@ -143,7 +143,7 @@ class Data:
 
     @property
     def num_scheduled(self) -> int:
-        """Steps per epoch for building a scheduler; in an elastic job, those of the minimum of ranks."""
+        """Steps per epoch for building a scheduler; in an elastic job, the steps at its minimum of ranks."""
         spec = self._spec
         if not spec.least_ranks or spec.keeps_global_batch:
             return self.num_steps
@@ -200,12 +200,12 @@ class Data:
             yield batch
 
     def planned_rows(self, epoch: int, done: Done = Done()) -> int:
-        """Return the training rows of all ranks in the steps of an epoch, including rows skipped by decoders."""
+        """The training rows of all ranks in the steps of an epoch, including rows skipped by decoders."""
         plans = step_plans(self._spec, self.training, epoch, done)
         return done.rows + sum(plan.num_rows for plan in plans)
 
     def steps_in_all(self, epoch: int, done: Done) -> int:
-        """Return the steps of an epoch, including steps done by earlier sets of ranks."""
+        """The steps of an epoch, including steps done by earlier sets of ranks."""
         if not done.rows:
             return self.num_steps
         return done.steps + len(step_plans(self._spec, self.training, epoch, done))
@@ -265,7 +265,7 @@ def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done())
 
 
 def usable_rows(store: Store, manifest: Manifest) -> Rows | None:
-    """Return the row numbers kept by `handle_invalid="skip"`; None for all. A collective call.
+    """Numbers of the rows kept by `handle_invalid="skip"`; None for all. A collective call.
 
     Materialized data hold only usable rows. For external files each rank checks its share of the files, and all
     ranks get the same numbers.

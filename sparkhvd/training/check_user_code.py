@@ -51,7 +51,7 @@ class UserCode:
         return self.train_step is not None or self.train_fn is not None
 
     def uses_loss(self, *, has_validation: bool) -> bool:
-        """Return True if the loop computes the Param `loss` of outputs and labels, in training or validation."""
+        """Whether the loop computes the Param `loss` of outputs and labels, in training or validation."""
         if self.train_fn is not None:
             return False
         return self.train_step is None or (has_validation and self.validation_step is None)
@@ -77,7 +77,7 @@ class UserCode:
         return self.train_step is not None or bool(self.callbacks)
 
     def describe(self) -> dict[str, object]:
-        """Return the names of functions and callback classes, for comparison with a resumed run."""
+        """Name functions and callback classes, for comparison with a resumed run."""
         functions = {n: v for n, v in vars(self).items() if callable(v)}
         names = {n: getattr(f, "__qualname__", type(f).__qualname__) for n, f in functions.items()}
         if self.callbacks:

@@ -73,7 +73,7 @@ def agree(device: torch.device, problem: str) -> None:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU of a device, to read its load; None for the CPU, or if the load is unavailable."""
+    """The GPU of a device, to read its load; None for the CPU, or if the load is unavailable."""
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -109,7 +109,7 @@ _LEAST_CAPABILITY = 7
 
 
 def missing_tools(device: torch.device) -> str:
-    """Return the tool that torch.compile lacks on this machine for this device, in words, or ""."""
+    """Name the tool missing for torch.compile on this machine and device, in words, or return ""."""
     import torch._inductor.config  # a second, and 800 modules
 
     cxx = torch._inductor.config.cpp.cxx

@@ -25,7 +25,7 @@ class Monitor:
     mode: str = "min"
 
     def value(self, record: Mapping[str, Value]) -> float:
-        """Return the number in the record of an epoch.
+        """The number in the record of an epoch.
 
         Raises:
             InvalidArgumentError: the record does not have it.
@@ -65,7 +65,7 @@ class EarlyStopping:
 def best_epoch(
     history: Sequence[Mapping[str, Value]], monitor: Monitor, saved: Collection[int] | None = None
 ) -> int:
-    """Return the epoch with the best value, the first of equals; the last epoch if every value is NaN.
+    """The epoch with the best value, the first of equals; the last epoch if every value is NaN.
 
     With `saved`, only these epochs: a custom loop need not save each.
     """
@@ -85,7 +85,7 @@ def _epoch(record: Mapping[str, Value]) -> int:
 def reason_to_stop(
     history: Sequence[Mapping[str, Value]], early_stopping: EarlyStopping | None
 ) -> str:
-    """Return why the fit stops after these epochs, in words; "" to continue."""
+    """Say why the fit stops after these epochs; "" to continue."""
     if early_stopping is None:
         return ""
     best: float | None = None

@@ -145,7 +145,7 @@ class _Training(State, LoopHooks):
             raise interrupt
 
     def _is_due(self) -> bool:
-        """Return True on every rank if the state should be kept now; rank 0 decides."""
+        """Whether to keep the state now, equal on every rank; rank 0 decides."""
         self._until_asked -= 1
         if self._until_asked:
             return False
@@ -203,7 +203,7 @@ class _Training(State, LoopHooks):
         return position
 
     def _profile(self, epochs_done: int) -> dict[str, Any]:
-        """Return the times of the training so far, on rank 0, with the start position of this set of ranks."""
+        """The times of the training so far, on rank 0, with the start position of this set of ranks."""
         found = self.profile.state() if self._held is not None else self.checkpoints.profile()
         place, member, within = context(), rendezvous(), self._within
         generation = {

@@ -212,7 +212,7 @@ def _leaves(values: Mapping[str, Values]) -> Iterator[Array]:
 
 
 def _rebuilt(value: Values, arrays: Iterator[Array]) -> Values:
-    """Return rows of the same kind made of other arrays."""
+    """Make rows of the same kind from other arrays."""
     if isinstance(value, np.ndarray):
         return next(arrays)
     ragged = [Ragged(next(arrays), next(arrays), next(arrays), r.inner) for r in _ragged(value)]
@@ -251,7 +251,7 @@ def _size(places: Sequence[_Place]) -> int:
 
 
 class _Memory:
-    """Registered memory as arrays, each of which keeps the memory alive."""
+    """Registered memory as arrays. Each array keeps it alive."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._bytes = (ctypes.c_uint8 * buffer.num_bytes).from_address(buffer.address)
@@ -300,7 +300,7 @@ def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None
 
 
 def _frozen(model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Parameter]:
-    """Return the named frozen parameters whose memory belongs to no other tensor."""
+    """The named frozen parameters with memory of their own."""
     state = model.state_dict(keep_vars=True)
     tensors = {id(t): t for t in state.values() if isinstance(t, Tensor)}
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
@@ -349,6 +349,6 @@ def _is_equal(own: Tensor, other: object) -> bool:
 
 
 def release() -> None:
-    """Return freed memory to the system, which a rank would otherwise keep for its next allocations."""
+    """Give freed memory back to the system. A rank would otherwise keep it for its next allocations."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

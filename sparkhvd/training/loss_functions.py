@@ -17,7 +17,7 @@ from sparkhvd.training.types import Loss
 
 
 def construct_losses(loss: object, constructors: object, model: nn.Module) -> object:
-    """Return the Param `loss`, or the losses made by `loss_constructors`: one function or a list with one per label.
+    """Return the Param `loss`, or what `loss_constructors` make: one function or a list with one per label.
 
     A constructor is called on the driver, with `model=` if it accepts that.
 
@@ -48,7 +48,7 @@ def _construct(constructor: object, model: nn.Module) -> object:
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Return True if a function, or the `forward` of a module, has an argument of this name; False if unknown."""
+    """Whether a function, or the `forward` of a module, has an argument of this name; False if unknown."""
     try:
         called = function.forward if isinstance(function, nn.Module) else function
         parameters = inspect.signature(called).parameters
@@ -112,7 +112,7 @@ class PerRow:
     function: Loss
 
     def __call__(self, output: Tensor, label: Tensor) -> object:
-        """Return a value per row."""
+        """Compute a value per row."""
         return self.function(output, label, reduction="none")
 
 
@@ -182,7 +182,7 @@ class ClassMean:
         return cls(loss, options.get("ignore_index", _IGNORED), options.get("weight"))
 
     def count(self, label: Tensor) -> float | None:
-        """Return the denominator of the mean over these labels; None for probabilities of classes, whose mean counts rows."""
+        """The denominator of the mean over these labels; None for probabilities of classes: their mean counts rows."""
         if label.is_floating_point():
             return None
         is_counted = label != self.ignore_index

@@ -93,7 +93,7 @@ class LossState:
                 self._holders[full] = found
 
     def _add_module(self, name: str, module: nn.Module) -> dict[str, Tensor]:
-        """Return the parameters of a module by name."""
+        """Return its parameters by name."""
         if all(part is not module for _, root in self._roots for part in root.modules()):
             self._roots.append((name, module))
         return {f"{name}.{n}": p for n, p in module.named_parameters()}
@@ -117,7 +117,7 @@ class LossState:
         yield from self._holders.items()
 
     def untrained(self, held: Collection[int]) -> list[str]:
-        """Return the names of parameters that a training loss may use and no optimizer steps, except of modules in evaluation
+        """Names of parameters that a training loss may use and no optimizer steps, except in modules in evaluation
         mode.
 
         Args:
@@ -143,7 +143,7 @@ class LossState:
                     yield f"{root}.{path}" if path else root, part
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the current buffers, saved by state dicts or not."""
+        """The current buffers, saved by state dicts or not."""
         return {
             f"{name}.{leaf}": value
             for name, part in self.modules()
@@ -152,7 +152,7 @@ class LossState:
         }
 
     def load_buffers(self, values: Mapping[str, Tensor | None]) -> None:
-        """Set buffers to these values; None empties one."""
+        """Set buffers to these values; None empties a buffer."""
         parts = dict(self.modules())
         with torch.no_grad():
             for name, value in values.items():
@@ -168,7 +168,7 @@ class LossState:
         return next((each.device for each in tensors), torch.device("cpu"))
 
     def extra_states(self) -> State:
-        """Return the extra states of modules, on the CPU."""
+        """The extra states of modules, on the CPU."""
         return {
             name: to_cpu(part.get_extra_state())
             for name, part in self.modules()
@@ -192,7 +192,7 @@ class LossState:
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state for a checkpoint, possibly {}.
+        """The state for a checkpoint, possibly {}.
 
         Raises:
             InvalidArgumentError: the state of an object cannot be read back.
@@ -253,7 +253,7 @@ class LossState:
             self._objects[name].load_state_dict(state["objects"][name])
 
     def rank_state(self) -> State:
-        """Return the state that may differ between ranks inside an epoch, on the CPU; {} if none can."""
+        """The state that may differ between ranks inside an epoch, on the CPU; {} if nothing can differ."""
         state = {
             "buffers": to_cpu(self.buffers()),
             "extra": self.extra_states(),
@@ -286,7 +286,7 @@ class LossState:
         }
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-        """Return the parameters in an optimizer, with names distinct from the model's."""
+        """The parameters in an optimizer, with names distinct from the model's."""
         stepped = _stepped(optimizer)
         return [(f".{name}", p) for name, p in self.parameters.items() if id(p) in stepped]
 
@@ -319,8 +319,9 @@ def returned_loss(
     *,
     is_changed: bool = False,
 ) -> object:
-    """Return the losses of a fit with their trained state: one, or a list with one per label. Losses without state are not
-    copied.
+    """Return the losses of a fit with their trained state: one loss, or a list with one per label.
+
+    Losses without state are not copied.
 
     Args:
         losses: as the user gave them.
@@ -350,7 +351,7 @@ def _ids(model: nn.Module | None) -> set[int]:
 
 
 def _has_state(value: object) -> bool:
-    """Return True for an object with a state other than a module."""
+    """Whether an object other than a module has a state."""
     if isinstance(value, (nn.Module, type)):
         return False
     return all(callable(getattr(type(value), n, None)) for n in ("state_dict", "load_state_dict"))
@@ -367,5 +368,5 @@ def _may_change(value: object) -> bool:
 
 
 def _is_constant(module: nn.Module) -> bool:
-    """Return True for a torch loss, whose buffers are options: the weights of classes."""
+    """True for a torch loss, because its buffers are options: the weights of classes."""
     return type(module).__module__ == "torch.nn.modules.loss"

@@ -47,7 +47,7 @@ def counts_apart(program: Program) -> bool:
 
 
 def counts_of(spec: TrainSpec, program: Program, labels: Sequence[Tensor]) -> list[float]:
-    """Return the weight of each label's loss in a batch: 1.0 per row without ignored labels or weights."""
+    """The weight of each label's loss in a batch: 1.0 per row without ignored labels or weights."""
     return [_count(spec, program, i, label) for i, label in enumerate(labels)]
 
 

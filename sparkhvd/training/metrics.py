@@ -65,7 +65,7 @@ class Logs:
         self._sums = dict(sums)
 
     def sums(self) -> dict[str, tuple[float, float]]:
-        """Return this rank's sum of values times weights, and of weights, by name."""
+        """This rank's sum of values times weights, and of weights, by name."""
         return {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
 
 
@@ -186,7 +186,7 @@ class StateMetric:
         self.metric.update(output, label)
 
     def state_dict(self) -> list[MetricState]:
-        """Return this rank's states, for a checkpoint."""
+        """This rank's states, for a checkpoint."""
         return [_state(part) for part in _parts(self.metric)]
 
     def load_state_dict(self, state: list[MetricState]) -> None:
@@ -207,7 +207,7 @@ class StateMetric:
             _merge(part, [state for state in states if state["count"]])
 
     def values(self) -> dict[str, float]:
-        """Return the metric by name: `name`, or `name_0`, `name_1`, ... of several elements, or `name_<key>` of a dict.
+        """The metric by name: `name`, or `name_0`, `name_1`, ... of several elements, or `name_<key>` of a dict.
 
         NaN if no rank had rows.
         """
@@ -217,12 +217,12 @@ class StateMetric:
 
 
 def column(tensor: Tensor) -> Tensor:
-    """Return (rows,) for (rows, 1), else the tensor."""
+    """Turn (rows, 1) into (rows,); leave other tensors unchanged."""
     return tensor[:, 0] if tensor.ndim == 2 and tensor.shape[1] == 1 else tensor
 
 
 def _parts(metric: TorchMetric) -> list[TorchMetric]:
-    """Return the metric and the metrics it wraps, which hold the state of a wrapper."""
+    """The metric and the metrics it wraps, because these hold the state of a wrapper."""
     return [part for part in metric.modules() if is_state_metric(part)]
 
 
@@ -327,7 +327,7 @@ class F1:
         self.num_batches += 1
 
     def state_dict(self) -> list[MetricState]:
-        """Return this rank's state, for a checkpoint."""
+        """This rank's state, for a checkpoint."""
         values = {} if self.counts is None else {"counts": self.counts.cpu()}
         return [{"count": self.num_batches, "values": dict(values)}]
 
@@ -344,7 +344,7 @@ class F1:
         self.counts = sum(counts) if counts else None
 
     def values(self) -> dict[str, float]:
-        """Return the value by name; NaN without rows."""
+        """The value by name; NaN without rows."""
         if self.counts is None:
             return {self.name: math.nan}
         hits, predicted, labelled = self.counts.double()
@@ -359,7 +359,7 @@ class F1:
 
 
 def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor] | None:
-    """Return the predicted and the labelled class of each row; None if an output is a number, or has several labels."""
+    """The predicted and the labelled class of each row; None if an output is a number, or has several labels."""
     if output.ndim > 1 and output.shape[1] > 1 and label.ndim < output.ndim:
         return output.argmax(dim=1), label
     if link == SOFTMAX and output.ndim > 1 and output.shape == label.shape:
@@ -369,7 +369,7 @@ def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor
 
 
 def positives_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor]:
-    """Return for each number whether it predicts, and whether it is labelled, the positive class."""
+    """For each number, whether it predicts, and whether it is labelled, the positive class."""
     return output > (0.0 if link == SIGMOID else 0.5), label.reshape(output.shape) > 0.5
 
 
@@ -441,7 +441,7 @@ class Auc:
             self.batches = []
 
     def state_dict(self) -> list[MetricState]:
-        """Return this rank's state, for a checkpoint."""
+        """This rank's state, for a checkpoint."""
         scores, classes = self._rows()
         return [{"count": len(scores), "values": {"scores": scores, "classes": classes}}]
 
@@ -483,14 +483,14 @@ class Auc:
         self.sums[0] += (sums[:, 1] * (sums[:, 2].cumsum(0) - sums[:, 2])).sum()
 
     def values(self) -> dict[str, float]:
-        """Return the value by name."""
+        """The value by name; NaN without rows of both classes."""
         sums = _ranked(*self._by_class()) if self.sums is None else self.sums
         rightly, positive, negative = sums.tolist()
         pairs = positive * negative
         return {self.name: rightly / pairs if pairs else math.nan}
 
     def _by_class(self) -> tuple[Array, Array]:
-        """Return the scores of this rank's positive and negative rows, ascending."""
+        """Scores of this rank's positive and negative rows, ascending."""
         scores, classes = self._rows()
         positive, negative = (scores[classes == number].numpy() for number in (1, 0))
         positive.sort()
@@ -498,7 +498,7 @@ class Auc:
         return positive, negative
 
     def _rows(self) -> Rows:
-        """Return the scores and classes of this rank's rows, on the CPU."""
+        """Scores and classes of this rank's rows, on the CPU."""
         rows = [*self.pieces, *self.batches]
         if not rows:
             return torch.empty(0), torch.empty(0, dtype=torch.int8)
@@ -512,7 +512,7 @@ def _joined(rows: list[Rows]) -> Rows:
 
 
 def _scores(name: str, output: Tensor, label: Tensor, link: str) -> Rows:
-    """Return a ranking score per row, and its class: 1, 0, or below 0 if it is ignored."""
+    """A ranking score per row, and its class: 1, 0, or below 0 if it is ignored."""
     classes = classes_of(output, label, link)
     if classes is not None and output.ndim == 2 and output.shape[1] == 2:
         actual = classes[1].reshape(-1)
@@ -719,7 +719,7 @@ def _metric(name: str, function: object, label: int, link: str) -> AnyMetric:
 
 
 def _numbered(name: str, taken: Sequence[str]) -> str:
-    """Return the name, with a number if it is taken: "f1", "f1_2", "f1_3"."""
+    """Add a number to the name if it is taken: "f1", "f1_2", "f1_3"."""
     numbers = itertools.count(2)
     free = name
     while free in taken:
@@ -746,7 +746,7 @@ def _assigned(metrics: object, num_labels: int) -> Iterator[tuple[str, object, i
 
 
 def _entries(metrics: object) -> list[tuple[str, object]]:
-    """List functions and groups with their names; "" for a group outside of a dict, whose functions have their own."""
+    """List functions and groups with their names; "" for a group outside of a dict: its functions have names."""
     if isinstance(metrics, Mapping) or is_metric_collection(metrics):
         return [(str(name), entry) for name, entry in metrics.items()]
     entries = metrics if isinstance(metrics, (list, tuple)) else [metrics]
@@ -834,7 +834,7 @@ class Totals:
         return int(self.values[2])
 
     def state_dict(self) -> TotalsState:
-        """Return the sums of this rank so far, for a checkpoint."""
+        """The sums of this rank so far, for a checkpoint."""
         return {
             "values": self.values.to("cpu", copy=True),
             "parts": self.parts.to("cpu", copy=True),
@@ -884,7 +884,7 @@ class Totals:
             self._logged = hvd.allgather_object(self._logs.sums(), name="totals.logs")
 
     def means(self, prefix: str = "") -> dict[str, float]:
-        """Return mean loss and metrics by name; NaN without rows."""
+        """Mean loss and metrics by name; NaN without rows."""
         means = self._own_means()
         values = {metric.name: {metric.name: means[metric.name]} for metric in self._means}
         values |= {state.name: state.values() for state in self._states}
@@ -894,12 +894,12 @@ class Totals:
         return result | combined(self._logged, prefix)
 
     def means_so_far(self) -> dict[str, float]:
-        """Return this rank's mean loss, logged numbers and means over rows before `combine`; NaN without rows."""
+        """This rank's mean loss, logged numbers and means over rows before `combine`; NaN without rows."""
         logged = [self._logs.sums()] if self._logs is not None else []
         return self._own_means() | combined(logged, "")
 
     def _own_means(self) -> dict[str, float]:
-        """Return mean loss and means over rows by name."""
+        """Mean loss and means over rows by name."""
         total, weight, num_rows, *sums = self.values.tolist()
         loss = total / weight if weight else float("nan")
         if self.parts.any():

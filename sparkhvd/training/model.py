@@ -19,7 +19,7 @@ _generator_lock = threading.Lock()
 
 
 def build_model(model: object, seed: int = 0) -> object:
-    """Return the module, or the module made by a function; other values unchanged.
+    """Call the function that makes the module, if `model` is one; leave other values unchanged.
 
     The function draws from generators of torch, numpy and random seeded with `seed`; the caller's random numbers are unaffected.
 
@@ -51,7 +51,7 @@ def build_model(model: object, seed: int = 0) -> object:
 
 
 def uncompiled(model: object) -> Any:
-    """Return the module inside the wrapper of torch.compile; other values unchanged."""
+    """Take the module out of the wrapper of torch.compile; leave other values unchanged."""
     while type(model).__name__ == "OptimizedModule":
         model = model._orig_mod  # type: ignore[attr-defined]
     return model

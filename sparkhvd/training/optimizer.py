@@ -129,7 +129,7 @@ def _shallow(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def joined(optimizers: Sequence[object]) -> OptimizerList:
-    """Return the optimizers of a list as one.
+    """Join the optimizers of a list.
 
     Raises:
         InvalidArgumentError: an element is no optimizer or needs several losses per step, or two have the same parameter.
@@ -173,7 +173,7 @@ def looks_twice(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def set_mode(optimizer: object, *, is_training: bool) -> None:
-    """Switch an optimizer that has modes, such as schedule-free ones, which evaluate with averaged weights."""
+    """Switch an optimizer with modes, such as a schedule-free optimizer: it evaluates with averaged weights."""
     method = getattr(optimizer, "train" if is_training else "eval", None)
     if callable(method):
         method()
@@ -253,14 +253,14 @@ def _check_instance(
 
 
 def _light(others: LossState | None) -> list[Tensor]:
-    """Return the parameters of losses as new objects over the same memory."""
+    """The parameters of losses as new objects over the same memory."""
     return list(light_copy(nn.ParameterList(others.trained)).parameters()) if others else []
 
 
 def build_optimizer(
     optimizer: MakeOptimizer, model: nn.Module, trained: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """Return the optimizer for this model: the instance, or the function's result for its parameters.
+    """The optimizer for this model: the instance, or the function's result for its parameters.
 
     `trained` are parameters of losses, appended to the model's.
     """
@@ -350,7 +350,7 @@ class Overrides:
 
 
 def check_compression(compression: object) -> Compression:
-    """Return the Param `gradient_compression`, or `Compression.none`.
+    """Return the Param `gradient_compression`; `Compression.none` if it is None.
 
     Raises:
         InvalidArgumentError: it cannot compress.

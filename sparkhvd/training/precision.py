@@ -35,13 +35,13 @@ def check_precision(precision: str, model: nn.Module) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which `forward` computes in this precision."""
+    """A context in which `forward` computes in this precision."""
     dtype = PRECISIONS[precision]
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return a loss scaler for float16, whose small gradients would vanish; else None."""
+    """None except for float16: its small gradients would vanish."""
     if precision != "16-mixed":
         return None
     scaler = torch.amp.GradScaler(device.type)

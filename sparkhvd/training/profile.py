@@ -94,14 +94,14 @@ class RunTimeline:
             self._give_up(str(e))
 
     def step(self) -> None:
-        """Count a finished step; the last one ends the timeline. Every rank must call it after each."""
+        """Count a finished step; the last step ends the timeline. Every rank must call it after each step."""
         if self._is_open:
             self._left -= 1
             if not self._left:
                 self.end()
 
     def end(self) -> None:
-        """End the timeline, if there is one; every rank must call it."""
+        """End the timeline, if any; every rank must call it."""
         if not self._is_open:
             return
         self._is_open = False
@@ -188,7 +188,7 @@ _MOST_SAMPLES = 240
 
 
 class Profile:
-    """Times of a training; every rank has one, and those of all ranks after each epoch.
+    """Times of a training: this rank's own, and after each epoch those of all ranks.
 
     Attributes:
         phases: seconds of this rank in this launch: "connect", "load", "first step", "train" (including it), "validate",
@@ -214,7 +214,7 @@ class Profile:
         self._samples: list[list[list[float]]] = []  # by rank
 
     def resume(self, saved: Mapping[str, Any], num_epochs: int) -> None:
-        """Continue after the first epochs of an interrupted run's `state`, or {}; a damaged one is ignored."""
+        """Continue after the first epochs of an interrupted run's `state`, or {}; a damaged state is ignored."""
         self.generations = list(saved.get("generations", ()))
         try:
             counts = torch.tensor(saved["steps"]["counts"], dtype=torch.float64)
@@ -314,7 +314,7 @@ class Profile:
         return torch.stack(rows)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a resumed run as JSON values: epochs, steps of all ranks by duration, and the load of ranks."""
+        """The state for a resumed run as JSON values: epochs, steps of all ranks by duration, and the load of ranks."""
         counts = {"first_s": _FIRST_S, "per_octave": _PER_OCTAVE, "counts": self._steps.tolist()}
         load = [
             {"host": host, **_columns(samples)}
@@ -326,7 +326,7 @@ class Profile:
     def gather(
         self, device: torch.device, buckets: Sequence[Mapping[str, str | int]]
     ) -> dict[str, Any]:
-        """Return the state with counters, phases and device of every rank, on rank 0; {} on others. Every rank must call it.
+        """The state with counters, phases and device of every rank, on rank 0; {} on others. Every rank must call it.
 
         Args:
             device: of this rank.
@@ -350,7 +350,7 @@ class Profile:
 
 
 def _columns(samples: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
-    """Return samples by the name of the number; None for an unknown number."""
+    """Samples by the name of the number; None for an unknown number."""
     columns = zip(*samples, strict=True) if samples else ((),) * _WIDTH
     return {
         name: [None if math.isnan(value) else round(value, 3) for value in column]

@@ -108,7 +108,7 @@ def _not_sent(name: str, part: object, error: Exception) -> InvalidArgumentError
 
 
 def _fails(value: object) -> bool:
-    """Return True if a value cannot be pickled; tensors can, as far as known, and those of a module are not copied."""
+    """Whether a value cannot be pickled. Tensors can, as far as known, and a module's tensors are not copied."""
     try:
         if not isinstance(value, Tensor):
             dump_shell(value if isinstance(value, nn.Module) else nn.Module(), value)
@@ -118,7 +118,7 @@ def _fails(value: object) -> bool:
 
 
 def _stored_apart(model: object) -> nn.Module:
-    """Return the module with tensors outside the pickle: the model if it is large, else an empty one."""
+    """The module with tensors outside the pickle: the model if it is large, else an empty module."""
     if not isinstance(model, nn.Module):
         return nn.Module()
     tensors = model.state_dict(keep_vars=True).values()
@@ -153,7 +153,7 @@ def store_program(store: Store, run_dir: str, data: bytes, model: object) -> Wei
 
 
 def _unpicklable(program: Program) -> tuple[str, object]:
-    """Return the Param that cannot be pickled, and its value."""
+    """The Param that cannot be pickled, and its value."""
     if (found := _unpicklable_of_parameters(program.model)) is not None:
         return found
     parts = {f.name: getattr(program, f.name) for f in fields(program)}
@@ -172,7 +172,7 @@ def _unpicklable(program: Program) -> tuple[str, object]:
 
 
 def _unpicklable_of_parameters(model: object) -> tuple[str, object] | None:
-    """Return the hook or attributes of a parameter that cannot be pickled, with the parameter's name."""
+    """The hook or attributes of a parameter that cannot be pickled, with the parameter's name."""
     for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
         hooks = hooks_of(parameter)
         for value in (vars(parameter), *(hooks.backward + hooks.accumulated if hooks else ())):
@@ -252,7 +252,7 @@ def describe_program(program: Program) -> dict[str, object]:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return the plain options of all groups: "lr of group 0"."""
+    """The plain options of all groups: "lr of group 0"."""
     return {
         f"{name} of group {number}": plain(value)
         for number, group in enumerate(optimizer.param_groups)

@@ -30,7 +30,7 @@ def seed_everything(seed: int, epoch: int, rank: int) -> None:
 
 @functools.cache
 def _may_have_devices() -> bool:
-    """Return False if torch has no other device than the CPU, for which `manual_seed` formats two stacks of calls, 0.7 ms."""
+    """False if torch has the CPU only: there `manual_seed` formats two stacks of calls, 0.7 ms."""
     accelerator = getattr(torch, "accelerator", None)  # torch 2.6
     return accelerator is None or bool(accelerator.is_available())
 
@@ -88,7 +88,7 @@ class BufferSync:
         self._names = [name for name, is_changed in _common(kinds) if is_changed]
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that `forward` may read in training."""
+        """The buffers that `forward` may read in training."""
         return {
             f"{path}.{name}".lstrip("."): buffer
             for path, module in self._model.named_modules()
@@ -104,7 +104,7 @@ def _kind(buffer: Tensor) -> tuple[Any, ...]:
 
 
 def _common(kinds: Mapping[str, tuple[Any, ...]]) -> list[tuple[str, bool]]:
-    """Return the buffers that have one shape and dtype on all ranks, and whether any rank has changed them.
+    """Find the buffers with one shape and dtype on all ranks, and whether any rank has changed them.
 
     Always a collective: a rank without rows may lack buffers that `forward` registers.
     """

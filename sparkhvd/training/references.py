@@ -123,7 +123,7 @@ def _is_of_library(value: types.FunctionType | type) -> bool:
 
 
 def _is_our_wrapper(value: object) -> bool:
-    """Return True for this package's callable wrapper around a user's function."""
+    """True for this package's callable wrapper around a user's function."""
     return callable(value) and _home(type(value)).startswith("sparkhvd.")
 
 
@@ -132,7 +132,7 @@ def _home(value: types.FunctionType | type) -> str:
 
 
 def is_of_users_class(value: object) -> bool:
-    """Return True for an object whose class belongs neither to a library nor to an installed package."""
+    """Whether an object's class belongs neither to a library nor to an installed package."""
     kind = type(value)
     if isinstance(value, type):
         return False
@@ -241,7 +241,7 @@ def _names(value: object) -> Iterator[_Part]:
 
 
 def named_globals(function: types.FunctionType) -> dict[str, object]:
-    """Return the globals named by a function and its nested functions."""
+    """Include names in nested functions."""
     names = _global_names(function.__code__) & {*function.__globals__}
     return {name: function.__globals__[name] for name in names}
 
@@ -254,7 +254,7 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 
 def is_by_value(value: Any) -> bool:
-    """Return True if a pickle holds a function with its globals, or a class with its attributes, by value.
+    """Whether a pickle holds a function with its globals, or a class with its attributes, by value.
 
     Args:
         value: a function, also one with a cache, or a class.

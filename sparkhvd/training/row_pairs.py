@@ -79,7 +79,7 @@ def unpaired(
     outputs: Sequence[Tensor],
     labels: Sequence[Tensor],
 ) -> str:
-    """Compute losses and metrics of made-up rows; describe those that do not pair rows, or return "".
+    """Compute losses and metrics of made-up rows; describe functions that do not pair rows, or return "".
 
     The functions are copied and random numbers restored, so nothing changes. A function that raises is left to the training.
 
@@ -147,7 +147,7 @@ def check_ends(
 
 
 def takes_only_integers(loss: Loss, num_outputs: int, dtype: torch.dtype) -> bool:
-    """Return True if a loss raises for labels of floats and takes the same labels as int64: they are class indices.
+    """Whether a loss raises for labels of floats and takes the same labels as int64: they are class indices.
 
     Two rows of zeros are tried, as in `unpaired` on a copy. A loss that raises for both, or that cannot be copied, returns False.
 
@@ -235,7 +235,7 @@ def _text(name: str, output: Tensor, label: Tensor) -> str:
 
 
 def _is_torchs(loss: object) -> bool:
-    """Return True for a loss of torch itself, whose shapes are matched."""
+    """True for a loss of torch itself, because its shapes are matched."""
     while isinstance(loss, (functools.partial, ClassMean)):
         loss = loss.func if isinstance(loss, functools.partial) else loss.loss
     kind = loss if isinstance(loss, types.FunctionType) else type(loss)
@@ -243,7 +243,7 @@ def _is_torchs(loss: object) -> bool:
 
 
 def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
-    """Return False if a function depends on the labels, but in no trial on their assignment to rows."""
+    """False if a function depends on the labels, but in no trial on their assignment to rows."""
     depends = False
     for made, examples, draw, generator in _made_up(tried, num_rows):
         given, other = (draw(examples, generator) for _ in range(2))
@@ -264,7 +264,7 @@ def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
 
 
 def _crossing(call: Function, tried: _Tried, num_rows: int) -> str:
-    """Return the name of an operation that makes all pairs of rows, if the result changes without it; else ""."""
+    """Name an operation that makes all pairs of rows, if the result changes without it; else ""."""
     for made, examples, draw, generator in _made_up(tried, num_rows):
         given = draw(examples, generator)
         watched = _Watched(num_rows, made, given, mends=False)
@@ -319,7 +319,7 @@ class _Watched(TorchDispatchMode):
         return found
 
     def _crosses(self, given: Sequence[Tensor]) -> bool:
-        """Return True if tensors of different axes make pairs of rows, other than pairs of outputs or of labels."""
+        """Whether tensors of different axes make pairs of rows, other than pairs of outputs or of labels."""
         if any(self._num_row_axes(each.shape) > 1 for each in given):
             return False
         for a, b in itertools.combinations(given, 2):
@@ -346,7 +346,7 @@ def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def _is_shared(a: Tensor, b: Tensor) -> bool:
-    """Return True if tensors are views of one, whose pairs are intended."""
+    """Whether tensors are views of one tensor, because their pairs are intended."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
@@ -359,7 +359,7 @@ def _narrow(tensor: Tensor, beside: Sequence[Tensor]) -> Tensor:
 
 
 def _caller(function: Function) -> Function:
-    """Return a copy of a function; each call starts from its initial state if that is small."""
+    """Copy a function. Each call starts from its initial state if that is small."""
     made, num_bytes = _copied(function)
     if num_bytes > _SMALL_BYTES:
         return made
@@ -411,7 +411,7 @@ def _copied_function(
 
 
 def _value(call: Function, output: Tensor, label: Tensor, tried: _Tried) -> float | None:
-    """Return a function's number, or the mean of its numbers; None if it raises or returns no numbers.
+    """The function's number, or the mean of its numbers; None if it raises or returns no numbers.
 
     Raises:
         InvalidArgumentError: torch warns that it broadcasts.
@@ -458,7 +458,7 @@ def _randomness_kept() -> Iterator[None]:
 
 
 def _num_rows(output: Tensor, label: Tensor) -> int:
-    """Return a number of rows distinct from all other axes; 0 if rows cannot be made up."""
+    """Choose a number of rows distinct from all other axes; 0 if rows cannot be made up."""
     if not output.is_floating_point() or not (len(output) and len(label)):
         return 0
     elements = max(math.prod(t.shape[1:]) for t in (output, label))

@@ -194,7 +194,7 @@ class Step:
         sums.wait()
 
     def early_columns(self, batch: Batch) -> Columns | None:
-        """Return the columns of a training batch; None if it has no rows, or if `first_forward` will report an error."""
+        """The columns of a training batch; None if it has no rows, or if `first_forward` will report an error."""
         if not batch.num_rows:
             return None
         try:
@@ -256,7 +256,7 @@ class Step:
         return functions.apply(batch.columns, expected, is_training=is_training)
 
     def metrics(self, *, is_training: bool) -> Sequence[AnyMetric]:
-        """Return the metrics of a pass over the data; empty if the user's function computes the outputs."""
+        """The metrics of a pass over the data; empty if the user's function computes the outputs."""
         return () if self.user.takes(is_training=is_training) else self.program.metrics
 
     def totals(self, logs: Logs | None, *, is_training: bool) -> Totals:
@@ -266,7 +266,7 @@ class Step:
         return Totals(self.metrics(is_training=is_training), logs, num_parts, self.device)
 
     def backward(self, result: Forward, plan: StepPlan) -> None:
-        """Add the gradients of a batch to those of the step."""
+        """Add the gradients of a batch to the step's gradients."""
         share = result.weight if self.is_sum else result.weight / plan.num_rows
         loss = result.loss * share
         try:
@@ -288,7 +288,7 @@ class Step:
     def factor(
         self, sums: hvd.Handle[Tensor] | None, plan: StepPlan, problem: str, where: str
     ) -> float:
-        """Return the factor of the reduced gradients, equal on all ranks.
+        """The factor of the reduced gradients, equal on all ranks.
 
         Args:
             sums: of `send_weight`.

@@ -40,7 +40,7 @@ def move_losses(losses: Iterable[object], device: torch.device) -> None:
 
 
 def _has_parameters(value: object) -> bool:
-    """Return True if a value is or has a tensor to train, which must stay the same object; `LossState` moves these."""
+    """Whether a value is or has a tensor to train. This must stay the same object; `LossState` moves it."""
     tensors = (each for _, each, _ in references(value) if isinstance(each, Tensor))
     return any(each.requires_grad for each in tensors)
 
@@ -61,7 +61,7 @@ class Mover:
         self._flying: collections.deque[tuple[torch.cuda.Event, object]] = collections.deque()
 
     def __call__(self, value: T) -> T:
-        """Return the tensors in lists, tuples and dicts on the device; on the CPU, the value itself."""
+        """Move the tensors in lists, tuples and dicts to the device. For the CPU, return the value itself."""
         if self.device.type == "cpu":
             return value
         there = moved(value, self.device, non_blocking=True)
@@ -92,10 +92,10 @@ def _moved(value: object, device: torch.device, *, non_blocking: bool) -> object
 
 
 def moved(value: T, device: torch.device, *, non_blocking: bool = False) -> T:
-    """Return the tensors in lists, tuples and dicts on a device."""
+    """Move the tensors in lists, tuples and dicts to a device."""
     return cast("T", _moved(value, device, non_blocking=non_blocking))
 
 
 def to_cpu(value: T) -> T:
-    """Return the tensors on the CPU: pickled objects must be readable without a GPU."""
+    """Move the tensors to the CPU: pickled objects must be readable without a GPU."""
     return moved(value, _CPU)

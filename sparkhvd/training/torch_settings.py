@@ -50,7 +50,7 @@ def _attribute(path: str, *defaults: object) -> _Setting:
 
 
 def _library(kind: str) -> _Setting:
-    """Describe a library choice, whose getter returns a value of an enumeration and sets it too."""
+    """Describe the choice of a library. Torch has one function to get it, as an enumeration, and to set it."""
     choose = operator.attrgetter(f"backends.cuda.preferred_{kind}_library")
     return _Setting(
         f"backends.cuda.preferred_{kind}_library",
@@ -93,7 +93,7 @@ def _checks_sparse_tensors() -> _Setting:
 
 
 def _flushes_denormals() -> bool:
-    """Return True if numbers too small for a normal float become 0; torch has no getter."""
+    """Whether numbers too small for a normal float become 0; torch has no getter."""
     return float(torch.tensor(2e-38, dtype=torch.float32, device="cpu") * 0.5) == 0.0
 
 
@@ -166,7 +166,7 @@ _UNKNOWN = object()
 
 
 def settings_here() -> dict[str, Any]:
-    """Return this process's settings that differ from torch's defaults; warn about settings that cannot be copied."""
+    """This process's settings that differ from torch's defaults. Warns about settings that cannot be copied."""
     for text in _only_here():
         warnings.warn(text, stacklevel=2)
     values = {setting.name: _value(setting) for setting in _SETTINGS}

@@ -142,7 +142,7 @@ def train(spec: TrainSpec) -> TrainResult:
 
 
 def returned_epoch(spec: TrainSpec, history: History, checkpoints: Checkpoints) -> int:
-    """Return the epoch whose weights are the result; all ranks must call it."""
+    """The epoch of the resulting weights; all ranks must call it."""
     if not spec.return_best:
         return len(history)
     saved = checkpoints.saved_epochs() if hvd.rank() == 0 else None
@@ -165,7 +165,7 @@ def connect(spec: TrainSpec) -> torch.device:
 def tried_widths(
     spec: TrainSpec, program: Program, data: Data, device: torch.device
 ) -> tuple[int, ...]:
-    """Return elements per row of the model's outputs, if the driver could not try the model; () if they stay unknown.
+    """Elements per row of the model's outputs, if the driver could not try the model; () if they stay unknown.
 
     All ranks must call it, because the model may communicate. Each runs it on its first batch.
     """
@@ -384,7 +384,7 @@ def validate(step: Step, data: Data) -> dict[str, float]:
 
 
 def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict[str, int]:
-    """Return how many rows decoders skipped in a pass; {} if none are skipped.
+    """Count the rows that decoders skipped in a pass; {} for programs that never skip rows.
 
     Args:
         step: of the run.
@@ -406,6 +406,6 @@ def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the learning rate of the first parameter group, or None."""
+    """The learning rate of the first parameter group, or None."""
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)

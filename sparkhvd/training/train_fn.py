@@ -73,7 +73,7 @@ class Loader:
         self.num_rows = reader.num_rows
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch, equal on every rank."""
+        """The number of steps of an epoch, equal on every rank."""
         return self._reader.num_steps
 
     def set_epoch(self, epoch: int) -> None:
@@ -205,11 +205,11 @@ class TrainFnContext(Context):
 
     @property
     def loss_weight(self) -> float:
-        """Factor of the mean loss of this rank's last batch, which turns the average over ranks into one over rows."""
+        """Factor of the mean loss of this rank's last batch: it makes the average over ranks an average over rows."""
         return self._share
 
     def backward(self, loss: Tensor) -> None:
-        """Call `loss.backward()` for a mean over this rank's rows, so that the ranks' step equals that of the global batch.
+        """Call `loss.backward()` for a mean over this rank's rows, so that the ranks' step equals the global batch's.
 
         Plain `loss.backward()` differs only in the last step, in which ranks may have different numbers of rows or
         no rows: here a rank without rows adds nothing, whatever its loss.
@@ -274,7 +274,7 @@ class TrainFnContext(Context):
             self._saved_sums = weight_sums(self.model)
 
     def _must_save(self) -> bool:
-        """Return True if the model has been trained or changed since its last checkpoint, on any rank or on rank 0."""
+        """Whether the model has been trained or changed since its last checkpoint, on any rank or on rank 0."""
         is_best = self._spec.return_best  # the result is a saved epoch
         is_changed = not is_best and self.rank == 0 and weight_sums(self.model) != self._saved_sums
         return not self._is_saved or is_changed

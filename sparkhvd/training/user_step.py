@@ -79,7 +79,7 @@ class StepContext(Context):
 def model_loss(
     names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: StepContext
 ) -> Tensor:
-    """Return the loss that a model computes from labels among its arguments.
+    """The loss that a model computes from labels among its arguments.
 
     Args:
         names: of the arguments.
@@ -207,7 +207,7 @@ def batch_tensors(
 
 
 def batch_dtypes(spec: TrainSpec, schema: DataSchema) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors of `batch_tensors`, by name."""
+    """The dtypes of the tensors of `batch_tensors`, by name."""
     names = {name: a.dtype for name, a in _arguments(spec, schema).items()}
     names |= dict(zip(spec.labels.columns, spec.labels.dtypes, strict=True))
     if schema.sample_weight is not None:
@@ -228,7 +228,7 @@ def _arguments(spec: TrainSpec, schema: DataSchema) -> dict[str, Argument]:
 
 
 def sample_weights(spec: TrainSpec, columns: Columns) -> Tensor | None:
-    """Return the sample weights of a batch, on the CPU, or None."""
+    """The sample weights of a batch, on the CPU, or None."""
     if spec.sample_weight is None:
         return None
     weights = columns[spec.sample_weight]

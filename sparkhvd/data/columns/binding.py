@@ -24,7 +24,7 @@ Shape = Sequence[int]
 
 
 def model_dtype(model: nn.Module) -> str:
-    """Return the name of the dtype of the model's first floating parameter, else torch's default: "float32"."""
+    """Dtype of the model's first floating parameter, else torch's default, as "float32"."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             return str(parameter.dtype).removeprefix("torch.")
@@ -254,7 +254,7 @@ class _Forward:
         return self.required == 1 or (self.required == 0 and self.positional >= 1)
 
     def describe(self) -> str:
-        """Return the number of arguments in words."""
+        """Number of arguments in words."""
         if self.required < 0:
             return "any number of arguments (*args)"
         plural = "s" * (self.required != 1)
@@ -264,7 +264,7 @@ class _Forward:
 
 
 def _called(model: nn.Module) -> nn.Module:
-    """Return the module that names the arguments: wrappers, such as DataParallel, pass *args and **kwargs to their only child."""
+    """Unwrap modules such as DataParallel, which pass *args and **kwargs to their only child."""
     kinds = inspect.Parameter
     while not isinstance(model, torch.jit.ScriptModule):
         taken = {p.kind for p in inspect.signature(model.forward).parameters.values()}
@@ -349,7 +349,7 @@ class Argument:
         return made.reshape(len(made), *self._row_shape(made))
 
     def _row_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape of a row with a -1 resolved, checked against the tensor's elements."""
+        """Resolve a -1 of `shape`, and check the shape against the tensor's elements per row."""
         assert self.shape is not None
         elements = math.prod(tensor.shape[1:])
         known = math.prod(d for d in self.shape if d != -1)
@@ -364,7 +364,7 @@ class Argument:
         return self.shape
 
     def describe(self) -> str:
-        """Return the argument in words: "x = 'a' + 'b' (float32)"."""
+        """In words, such as "x = 'a' + 'b' (float32)"."""
         name = self.name if self.name is not None else "argument"
         shape = "" if self.shape is None else f", rows of shape {list(self.shape)}"
         return f"{name} = {listed(map(repr, self.columns), ' + ')} ({self.dtype}{shape})"
@@ -390,7 +390,7 @@ def _as_tensors(value: object, dtype: torch.dtype) -> object:
 
 
 def _sparse(rows: SparseRows) -> Tensor:
-    """Return a tensor (B, dimensions) in COO layout; indices ascend, so it is coalesced."""
+    """COO tensor (B, dimensions). Indices ascend, so it is coalesced."""
     return torch.sparse_coo_tensor(
         torch.from_numpy(rows.coordinates()),
         torch.from_numpy(rows.values.gathered().copy()),
@@ -401,7 +401,7 @@ def _sparse(rows: SparseRows) -> Tensor:
 
 
 def from_numpy(array: Array, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of the array's values, sharing writable memory."""
+    """Share the array's memory if it is writable and of this dtype, else copy."""
     # A tensor cannot be read-only, but Arrow's buffers are.
     return torch.from_numpy(array if array.flags.writeable else array.copy()).to(dtype)
 
@@ -430,7 +430,7 @@ class InputBinding:
         return tuple(args), kwargs
 
     def with_casts(self, columns: Sequence[Column]) -> tuple[Column, ...]:
-        """Return the feature columns with `cast_to` set for integers that an argument joins with floats."""
+        """Set `cast_to` of integer features that an argument joins with floats."""
         casts: dict[str, str] = {}
         for argument in self.arguments:
             if argument.is_joined and argument.dtype in FLOATS:
@@ -443,9 +443,8 @@ class InputBinding:
         )
 
     def without(self, names: Collection[str]) -> InputBinding:
-        """Return the binding without the arguments of these names."""
+        """Drop the arguments of these names."""
         return InputBinding(tuple(a for a in self.arguments if a.name not in names))
 
     def describe(self) -> str:
-        """Return the binding in words, for error messages."""
         return "; ".join(a.describe() for a in self.arguments)

@@ -232,7 +232,7 @@ class _Builder:
         return replace(column, is_collated=name in self.collated)
 
     def _with_policy(self, column: Column, role: str = "") -> Column:
-        """Set the policy of a column; `role` of one that is neither feature nor label."""
+        """Set the policy of a column; only columns other than features and labels have a `role`."""
         policy = self.policies.get(column.name, ("error",))
         if policy[0] == "fill":
             _check_fill(column, policy[1])
@@ -254,7 +254,7 @@ def _known(param: str, names: Collection[str], columns: Sequence[str]) -> None:
 
 
 def _policies(policy: str | Mapping[str, object], columns: Sequence[str]) -> dict[str, Policy]:
-    """Return the policies for nulls and invalid numbers by column."""
+    """Check `handle_invalid`, and divide it by column."""
     is_text = isinstance(policy, str)
     by_name: Mapping[str, object]
     if isinstance(policy, str):
@@ -296,7 +296,7 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
 
 
 def _cannot_keep(column: Column, role: str) -> str:
-    """Return why NaN cannot be kept in a column, as the rest of a sentence, or ""."""
+    """Reason against NaN in a column, as the rest of a sentence; "" if NaN can be kept."""
     if role:
         return f"which is {role} and needs a number in every row: give 'skip', 'error' or a number."
     if column.kind in ("binary", "string"):
@@ -310,7 +310,7 @@ def _cannot_keep(column: Column, role: str) -> str:
 
 
 def _holds(column: Column, value: bool | int | float) -> bool:
-    """Return True if the stored type can hold a number, which is not NaN."""
+    """Whether the stored type can hold a number other than NaN."""
     if column.tensor_dtype == "bool":
         return value in (0, 1)
     if column.dtype not in FLOATS:

@@ -39,7 +39,7 @@ class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
     length: int | None = None
 
     def __call__(self, rows: Sequence[Array]) -> Array:
-        """Collate arrays (entries, ...) to one (rows, length, ...)."""
+        """Collate arrays (entries, ...) to an array (rows, length, ...)."""
         length = max(map(len, rows), default=0) if self.length is None else self.length
         first = np.asarray(rows[0])
         out = np.full((len(rows), length, *first.shape[1:]), self.value, first.dtype)
@@ -79,7 +79,7 @@ class RowFunctions:
         return any(map(_skips, self.decoders.values()))
 
     def describe(self) -> dict[str, dict[str, str]]:
-        """Return the names of the functions, for comparing two runs."""
+        """Names of the functions, to compare two runs."""
 
         def name(function: object) -> str:
             if isinstance(function, (Mapping, pad, image, tokenizer)):
@@ -96,7 +96,7 @@ class RowFunctions:
         return [c.name for c in schema.columns if c.has_decoder or c.is_collated]
 
     def with_decoded(self, schema: DataSchema, values: Mapping[str, Values]) -> DataSchema:
-        """Return the schema with shape and dtype of decoded columns, learned from the first row of `values`."""
+        """Set shape and dtype of decoded columns from the first row of `values`."""
 
         def decoded(column: Column) -> Column:
             if not column.has_decoder or column.name not in values:
@@ -250,7 +250,7 @@ class RowFunctions:
                 broken[number] = str(e)
 
     def _row(self, column: Column, raw: bytes | str | Array) -> Any:
-        """Return a row as its batch holds it."""
+        """Decode a row to the form in its batch; without a decoder it is unchanged."""
         if not column.has_decoder:
             return raw
         row = self._decode_one(column, raw)
@@ -303,7 +303,7 @@ class RowFunctions:
             ) from e
 
     def _decoded_dtype(self, column: Column, first: Array) -> np.dtype[Any]:
-        """Return the first row's dtype, or for a mapping a dtype that holds all of its values."""
+        """Dtype of the first row; for a mapping, a dtype for all of its values."""
         function = self.decoders[column.name]
         if not isinstance(function, Mapping):
             return first.dtype
@@ -345,7 +345,7 @@ class Decoded:
 
 
 def _into(function: Decoder | None, column: Column) -> Callable[..., None] | None:
-    """Return a function that decodes into the memory of a batch, if the decoder supports it."""
+    """Function that decodes into the memory of a batch; None if the decoder cannot."""
     if not isinstance(function, image) or column.is_collated or function.shape != column.decoded:
         return None
     return function.into if column.row_dtype == function.dtype else None
@@ -361,7 +361,7 @@ def _skips(function: Decoder) -> bool:
 
 
 def _raw(column: Column, values: Values, number: int) -> bytes | str | Array:
-    """Return the value of a row as the user's function receives it."""
+    """Row as bytes, text or an array of its own, for the user's function."""
     assert isinstance(values, Ragged)
     row = values.row(number)
     if column.kind == "binary":

@@ -114,7 +114,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
 
     @functools.cached_property
     def _scale(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return factor and shift of each channel, from bytes to values."""
+        """Factor and shift of each channel, from bytes to values."""
         mean, std = (
             np.broadcast_to(np.asarray(v, np.float64), self.channels) for v in (self.mean, self.std)
         )
@@ -159,7 +159,10 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
                 place += shift
 
     def _planes(self, data: bytes) -> list[npt.NDArray[np.uint8]]:
-        """Return the channels (height, width): splitting them in Pillow costs as much as one joint array, which needs another copy."""
+        """Decode an image to its channels (height, width).
+
+        Pillow splits them as fast as it makes one joint array, and a joint array needs another copy.
+        """
         pil, size, mode = _pillow(), (self.width, self.height), _MODES[self.channels]
         with pil.open(io.BytesIO(data)) as opened:
             if self.fit == "exact" and opened.size != size:
@@ -193,7 +196,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         return outer
 
     def _largest(self, found: Image, choose: Any) -> tuple[float, float]:
-        """Return width and height, in the requested proportion, of a box inside the image (`min`) or around it (`max`)."""
+        """Width and height of a box of the wanted proportion, inside the image (`min`) or around it (`max`)."""
         scale = choose(found.width / self.width, found.height / self.height)
         return self.width * scale, self.height * scale
 

@@ -175,7 +175,7 @@ def _check_classes(name: str, extremes: tuple[int, ...], num_classes: int) -> No
 
 
 def _broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Return True if rows of these shapes would broadcast; the batch axis only meets itself."""
+    """Whether rows of these shapes would broadcast; the batch axis only meets itself."""
     if len(a) != len(b):
         return False
     return all(x == y or 1 in (x, y) for x, y in zip(a, b, strict=True))
@@ -227,7 +227,7 @@ def bind_labels(
 
 
 def _extremes(column: Column, loss: Loss, ranges: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
-    """Return the ends of a label's range, without the value that its loss ignores."""
+    """Ends of a label's range, without the value that its loss ignores; empty if unknown."""
     # A subclass may number the classes in its own way.
     is_torchs = not isinstance(loss, nn.Module) or type(loss).__module__.startswith("torch.nn")
     if not is_torchs or column.is_collated or column.name not in ranges:
@@ -268,17 +268,17 @@ def _label_shapes(
 
 
 def is_class_index(loss: object) -> bool:
-    """Return True if a loss takes class indices (or, for cross-entropy, arrays of probabilities) as labels."""
+    """Whether a loss takes class indices as labels, or, for cross-entropy, arrays of probabilities."""
     return _kind(loss) == "class_index"
 
 
 def is_of_user(loss: object) -> bool:
-    """Return True if a loss is a function or module of the user's own, whose labels are not known by its class."""
+    """Whether a loss is the user's own function or module; its class does not tell the labels."""
     return loss is not None and _kind(loss) == "unknown"
 
 
 def is_of_row(column: Column) -> bool:
-    """Return True if a label belongs to the whole row, unlike class indices of places in it, such as pixels."""
+    """Whether a label belongs to the whole row, unlike class indices of places in it, such as pixels."""
     shape = column.row_shape
     return shape is not None and (column.is_floating or math.prod(shape) == 1)
 
@@ -333,7 +333,7 @@ _CACHES = frozenset({"past_key_values", "past_buckets_states", "mems", "cache_pa
 
 
 def outputs_of(result: object, *, skips_numbers: bool = True) -> tuple[Tensor, ...]:
-    """Return the outputs of a model as a tuple of tensors.
+    """Collect the outputs of a model in a tuple of tensors.
 
     Args:
         result: of `forward`: a tensor, or tuples, lists, dicts and dataclasses of tensors, also nested. Of named entries only tensors
@@ -383,7 +383,7 @@ def _is_nested(value: object) -> bool:
 
 
 def link_of(loss: object) -> str:
-    """Return the link from outputs to probabilities for a model trained with this loss."""
+    """Link from outputs to probabilities for a model trained with this loss; identity for other losses."""
     while isinstance(loss, functools.partial):
         loss = loss.func
     for link, classes in _CLASSES.items():
@@ -400,7 +400,7 @@ def known_kinds(link: str, width: int) -> tuple[str, ...]:
 
 
 def num_classes(link: str, width: int) -> int:
-    """Return the number of classes of `prediction`; 0 if it is a value."""
+    """Number of classes of `prediction`; 0 if it is a value."""
     return width if width > 1 else 2 * (link in (SIGMOID, PROBABILITY))
 
 
@@ -410,12 +410,12 @@ def flat_rows(output: Tensor) -> Tensor:
 
 
 def widths_of(outputs: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the elements per row of each output."""
+    """Elements per row of each output."""
     return tuple(flat_rows(output).shape[1] for output in outputs)
 
 
 def prediction(link: str, output: Tensor) -> Tensor:
-    """Return the class of each row, or the value of an output with one element per row."""
+    """Class of each row; without classes, the value of an output with one element per row."""
     flat = flat_rows(output)
     if flat.shape[1] > 1:
         return flat.argmax(dim=1)
@@ -426,7 +426,7 @@ def prediction(link: str, output: Tensor) -> Tensor:
 
 
 def probability(link: str, output: Tensor) -> Tensor | None:
-    """Return probabilities (rows, classes), or None if the link has none. One logit gives both classes, as in Spark ML."""
+    """Probabilities (rows, classes); None if the link has none. One logit gives both classes, as in Spark ML."""
     flat = flat_rows(output)
     if link == SOFTMAX:
         return torch.softmax(flat, dim=1)
@@ -441,7 +441,7 @@ def both_classes(positive: Tensor) -> Tensor:
 
 
 def most_likely(probability: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Return the class of each row with the largest probability / threshold, as Spark ML does.
+    """Class of each row with the largest probability / threshold, as in Spark ML.
 
     Raises:
         InvalidArgumentError: the number of thresholds differs from the number of classes.
@@ -457,10 +457,9 @@ def most_likely(probability: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 
 def raw(link: str, output: Tensor) -> Tensor:
-    """Return the output itself as (rows, elements).
+    """Reshape an output to (rows, elements), for Spark's evaluators.
 
-    Spark's evaluators rank two classes by the second element alone: one logit z becomes (-z, z), and two are reduced by their
-    mean.
+    They rank two classes by the second element alone: one logit z becomes (-z, z), and two are reduced by their mean.
     """
     flat = flat_rows(output)
     if link == SIGMOID and flat.shape[1] == 1:

@@ -64,7 +64,7 @@ class Ragged:
         return flat.reshape(-1, *self.inner) if self.inner else flat
 
     def gathered(self) -> Array:
-        """Return the elements (n,) row by row, without gaps."""
+        """Elements (n,) row by row, without gaps."""
         total = int(self.lengths.sum())
         if not total:
             return self.values[:0]
@@ -77,12 +77,12 @@ class Ragged:
         return Ragged.from_lengths(self.gathered().copy(), self.lengths, self.inner)
 
     def positions(self) -> Array:
-        """Return the positions (n,) of the elements in `values`, row by row."""
+        """Positions (n,) of the elements in `values`, row by row."""
         ahead = np.cumsum(self.lengths) - self.lengths
         return np.repeat(self.starts - ahead, self.lengths) + np.arange(int(self.lengths.sum()))
 
     def padded(self, value: float, length: int | None = None) -> Array:
-        """Return (rows, length, *inner), padded with `value`; None pads to the longest row, longer rows are cut."""
+        """Pad rows with `value` to (rows, length, *inner), or cut them. None is the length of the longest row."""
         width = math.prod(self.inner)
         longest = int(self.lengths.max()) // max(width, 1) if len(self) else 0
         out_length = longest if length is None else length
@@ -127,7 +127,7 @@ class SparseRows:
         return SparseRows(self.indices.packed(), self.values.packed(), self.width)
 
     def coordinates(self) -> Array:
-        """Return row and column of each value as (2, n) int64, in the order of `values.gathered()`."""
+        """Row and column of each value as (2, n) int64, in the order of `values.gathered()`."""
         lengths = self.values.lengths
         out = np.empty((2, int(lengths.sum())), np.int64)
         out[0] = np.repeat(np.arange(len(lengths)), lengths)
@@ -135,7 +135,7 @@ class SparseRows:
         return out
 
     def dense(self) -> Array:
-        """Return a dense matrix (rows, width), for people and tests."""
+        """Dense matrix (rows, width), for people and tests."""
         out = np.zeros((len(self), self.width), self.values.values.dtype)
         rows, columns = self.coordinates()
         out[rows, columns] = self.values.gathered()
@@ -179,7 +179,7 @@ def _joined(parts: Sequence[Ragged], inner: tuple[int, ...]) -> Ragged:
 
 
 def row_shape(values: Values) -> tuple[int, ...]:
-    """Return the shape of a row, starting with -1 if rows differ."""
+    """Shape of a row, starting with -1 if rows differ."""
     if isinstance(values, SparseRows):
         return (values.width,)
     if isinstance(values, Ragged):
@@ -197,7 +197,7 @@ def num_bytes(values: Values) -> int:
 
 
 def value_range(values: Values) -> tuple[int, int] | None:
-    """Return the smallest and the largest of integers; None without any. Rows lie without gaps."""
+    """Least and greatest of integers, in rows without gaps; None without values, and of sparse rows."""
     flat = values if isinstance(values, np.ndarray) else values.values
     return (
         (int(flat.min()), int(flat.max())) if isinstance(flat, np.ndarray) and flat.size else None
@@ -205,7 +205,7 @@ def value_range(values: Values) -> tuple[int, int] | None:
 
 
 def keep_mask(size: int, starts: Array, ends: Array) -> Array:
-    """Return a mask (size,) that is true from each start to its end; the ranges do not overlap."""
+    """Mask (size,), true from each start to its end. The ranges must not overlap."""
     change = np.zeros(size + 1, np.int8)
     change[starts] += 1
     change[ends] -= 1

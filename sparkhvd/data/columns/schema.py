@@ -99,7 +99,7 @@ class Column:
         return not is_raw and self.dtype != stored_dtype(self.tensor_dtype)
 
     def for_model(self) -> Column:
-        """Return the column as stored without a `transformation_fn`."""
+        """The column as stored without a `transformation_fn`."""
         return replace(self, dtype=stored_dtype(self.tensor_dtype)) if self.keeps_type else self
 
     @property
@@ -154,7 +154,7 @@ class Column:
         return (self.shape or ())[1:] if self.kind == "ragged" else ()
 
     def keeps_sparse(self, width: int) -> bool:
-        """Return True if vectors of this width are stored sparse."""
+        """Whether vectors of this width are stored sparse."""
         if self.kind == "sparse":
             return True
         if self.kind != "vector":
@@ -162,7 +162,7 @@ class Column:
         return width > DENSE_WIDTH if self.is_sparse is None else self.is_sparse
 
     def with_shape(self, shape: tuple[int, ...]) -> Column:
-        """Return the column with the shape found in the data; a wide vector becomes sparse."""
+        """Set the shape found in the data; a wide vector becomes sparse."""
         if self.kind == "vector" and self.keeps_sparse(math.prod(shape)):
             return replace(self, kind="sparse", shape=shape)
         return replace(self, shape=shape)
@@ -193,7 +193,6 @@ class DataSchema:
         return sum(c.row_bytes for c in self.columns)
 
     def column(self, name: str) -> Column:
-        """Return the column of that name."""
         for column in self.columns:
             if column.name == name:
                 return column
@@ -203,7 +202,7 @@ class DataSchema:
         )
 
     def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> DataSchema:
-        """Return the schema with the shapes found in the data."""
+        """Set the shapes found in the data."""
 
         def shaped(column: Column) -> Column:
             return column.with_shape(tuple(shapes[column.name]))
@@ -217,7 +216,7 @@ class DataSchema:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values from which `wire.rebuild` rebuilds the schema."""
+        """Plain values, for `wire.rebuild`."""
 
         def plain(column: Column | None) -> dict[str, Any] | None:
             return None if column is None else dict(vars(column))
@@ -232,7 +231,6 @@ class DataSchema:
         }
 
     def to_json(self) -> str:
-        """Return the text from which `from_json` rebuilds the schema."""
         return json.dumps(self.to_dict())
 
     @classmethod
@@ -242,7 +240,7 @@ class DataSchema:
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the torch name of a dtype given as text, torch.dtype or numpy dtype: "float32", "bfloat16", ...
+    """Torch name of a dtype given as text, torch.dtype or numpy dtype: "float32", "bfloat16", ...
 
     Raises:
         InvalidArgumentError: a tensor of numbers cannot have it.
@@ -267,7 +265,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def stored_dtype(tensor_dtype: str) -> str:
-    """Return the numpy type that stores values of a torch type without loss."""
+    """Numpy type that stores values of a torch type without loss."""
     return {"bfloat16": "float32", "bool": "uint8"}.get(tensor_dtype, tensor_dtype)
 
 
@@ -376,7 +374,7 @@ def raw_column(field: AnyField, default: str, override: str | None, *, has_decod
 
 
 def _classify(data_type: AnyType) -> tuple[str, str | None, str]:
-    """Return kind, numpy type of the elements or None, and Spark's name of a Spark type."""
+    """Kind, numpy type of the elements or None, and Spark's name of the type."""
     name = type(data_type).__name__
     if name == "VectorUDT":
         return "vector", "float64", "vector"
@@ -413,7 +411,7 @@ def _remedy(source: str, name: str) -> str:
 
 
 def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int, ...]:
-    """Return the shape of one row of a column, from a Param, without the batch.
+    """Check the shape of a column's rows in a Param, and drop the batch.
 
     Raises:
         InvalidArgumentError: it is no shape, or has another number of elements than the column.
@@ -438,7 +436,7 @@ def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int
 
 
 def row_shape_of(param: str, given: object) -> tuple[int, ...]:
-    """Return the shape of one row, without a leading -1 for the batch.
+    """Check the shape of rows in a Param, and drop a leading -1 for the batch.
 
     Raises:
         InvalidArgumentError: it is no shape.
@@ -488,11 +486,10 @@ class SparkType:
         vars(self).update(parts)
 
     def simpleString(self) -> str:  # noqa: N802 - pyspark's names, here and below
-        """Return Spark's text of the type."""
         return self._text
 
     def typeName(self) -> str:  # noqa: N802
-        """Return the name of the type without its parts."""
+        """Name without parts, such as "array"."""
         return type(self).__name__.removesuffix("Type").lower()
 
 

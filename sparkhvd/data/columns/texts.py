@@ -80,7 +80,7 @@ class tokenizer:  # noqa: N801 - used as a function: collate_fn={"text": tokeniz
         return limit if limit < _NO_LIMIT else None
 
     def encode(self, texts: Sequence[str]) -> Ragged:
-        """Return the tokens of each text, int64."""
+        """Encode texts to tokens, int64, without padding."""
         options: dict[str, Any] = {"padding": False, "return_attention_mask": False}
         if self._limit is not None:
             options |= {"truncation": True, "max_length": self._limit}

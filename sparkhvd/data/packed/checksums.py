@@ -83,11 +83,9 @@ class SummingSink(io.RawIOBase):
         self._position = 0
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the bytes written so far."""
         return self._position
 
     def write(self, data: ReadableBuffer) -> int:
@@ -117,13 +115,13 @@ class SummingSink(io.RawIOBase):
 
 
 def table_bytes(trailer: bytes) -> int | None:
-    """Return the bytes of the table that ends with this trailer; None for other bytes."""
+    """Size of the table that ends with this trailer; None for other bytes."""
     size, _, mark = _TRAILER.unpack(trailer)
     return -(-size // BLOCK_BYTES) * 4 + TRAILER_BYTES if mark == _MARK else None
 
 
 def decode(table: bytes) -> tuple[int, Crcs] | None:
-    """Return the number of bytes covered by a table, and the CRCs of their blocks; None if it is damaged."""
+    """Number of bytes covered by a table, and the CRCs of their blocks; None if it is damaged."""
     crcs, trailer = table[:-TRAILER_BYTES], table[-TRAILER_BYTES:]
     size, crc, _ = _TRAILER.unpack(trailer)
     is_whole = len(table) == table_bytes(trailer)

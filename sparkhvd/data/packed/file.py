@@ -128,7 +128,7 @@ class PackedFile:
         return self._last(count)
 
     def _last(self, count: int) -> bytes:
-        """Return the last bytes of the file, without rereading earlier bytes."""
+        """Read the end of the file, unless an earlier read covers it."""
         size = self._source.size()
         count = min(count, size)
         if count > len(self._end):
@@ -154,7 +154,7 @@ class PackedFile:
         self._decoded = None
 
     def columns(self) -> list[Column]:
-        """Return the columns as the file's own metadata describe them."""
+        """Columns by the file's own metadata."""
         if self._description is None:
             raise InvalidArgumentError(
                 f"{self.path!r} is Parquet, but not packed: it has no {METADATA_KEY.decode()!r} metadata. Only "
@@ -235,7 +235,7 @@ class PackedFile:
         self._check_length(self._source.readinto(out.data), out.nbytes)
 
     def _request(self, count: int, offset: int) -> Array:
-        """Return bytes from `offset`, read-only; thread-safe."""
+        """Read bytes from `offset`; the array is read-only. Thread-safe."""
         content = np.frombuffer(self._source.read_at(count, offset), np.uint8)
         self._check_length(len(content), count)
         return content
@@ -262,7 +262,7 @@ class PackedFile:
         return chunk
 
     def _decode_page(self, row_group: int, index: int) -> Array:
-        """Return a page in the packed layout, with zeros for the lengths before the values."""
+        """Decode a page to the packed layout, with zeros for the lengths before the values."""
         column = self._decoded_column(row_group, index)
         rows = len(column)
         offsets = np.frombuffer(column.buffers()[1], np.int32, rows + 1, column.offset * 4)
@@ -296,7 +296,7 @@ class PackedFile:
 
 
 def _page_bytes(header: bytes) -> int:
-    """Return the bytes of a page's values from its header; -1 if it is no plain data page.
+    """Size of a page's values by its header; -1 if it is no plain data page.
 
     The header is Thrift compact: field 1 (int32 type, 0 = DATA_PAGE), then 2 (int32 size before compression), zigzag
     varints.
@@ -340,12 +340,12 @@ class Description:
 
 
 def little_endian(dtype: str) -> np.dtype[np.generic]:
-    """Return the type as stored in files, on any machine."""
+    """Type in files, on any machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 def payload_types(column: Column) -> list[np.dtype[np.generic]]:
-    """Return the types of the BYTE_ARRAY columns of a column with variable rows: of sparse vectors indices and values."""
+    """Types of a column's BYTE_ARRAY columns: values, of sparse vectors indices first; empty for fixed rows."""
     if column.is_fixed:
         return []
     values = little_endian(column.dtype)
@@ -353,12 +353,12 @@ def payload_types(column: Column) -> list[np.dtype[np.generic]]:
 
 
 def payloads(values: Ragged | SparseRows) -> list[Ragged]:
-    """Return the rows of the BYTE_ARRAY columns of a column, in the order of `payload_types`."""
+    """Rows of a column's BYTE_ARRAY columns, in the order of `payload_types`."""
     return [values.indices, values.values] if isinstance(values, SparseRows) else [values]
 
 
 def parquet_fields(column: Column) -> list[pa.Field]:
-    """Return the Parquet columns of a column. Required fields have no definition levels before the values."""
+    """Fields are required, so that a page has no definition levels before the values."""
     if column.is_fixed:
         return [pa.field(column.name, pa.binary(column.row_bytes), nullable=False)]
     names = [f"{column.name}.indices", column.name] if column.kind == "sparse" else [column.name]

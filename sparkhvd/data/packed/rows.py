@@ -85,7 +85,7 @@ class RowSource:
         return out
 
     def examples(self, count: int) -> Rows:
-        """Return the numbers of the first `count` rows, or of all if fewer."""
+        """Numbers of the first `count` rows, or of all if fewer."""
         return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
 
     # -- rows of one length --------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class RowSource:
         return Ragged(buffer, np.concatenate(starts), np.concatenate(lengths), column.inner)
 
     def _runs(self, rows: Rows | None, gap_rows: int) -> list[tuple[int, int]]:
-        """Return index ranges of `rows` served by one read: inside one row group, without long gaps."""
+        """Index ranges of `rows` served by one read: inside one row group, without long gaps."""
         if rows is None:
             cuts = self._ends
             total = int(cuts[-1]) if len(cuts) else 0
@@ -276,22 +276,22 @@ class Span:
     wanted: Array | None
 
     def page_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the rows in the page, including their length prefixes."""
+        """Bytes of the rows in the page, including their length prefixes."""
         elements = int(self.ends[-1] - self.ends[0])
         return elements * itemsize + (len(self.ends) - 1) * PREFIX_BYTES
 
     def row_begins(self, itemsize: int) -> Array:
-        """Return (rows,) the offsets of each row's values, in bytes from the first row's length."""
+        """Offset (rows,) of each row's values, in bytes from the first row's length."""
         rows = np.arange(1, len(self.ends), dtype=np.int64)
         begins: Array = (self.ends[:-1] - self.ends[0]) * itemsize + rows * PREFIX_BYTES
         return begins
 
     def stays(self, itemsize: int) -> bool:
-        """Return True if values can stay in place as in the page."""
+        """Whether values in memory can stay at their place in the page."""
         return self.wanted is None and itemsize <= PREFIX_BYTES
 
     def num_bytes(self, itemsize: int) -> int:
-        """Return the bytes of memory of the rows."""
+        """Memory of the rows in bytes; if values stay, with the length prefixes."""
         if self.stays(itemsize):
             return self.page_bytes(itemsize)
         counts = np.diff(self.ends)
@@ -397,7 +397,7 @@ def _manifest_of_folder(store: Store, name: str) -> Manifest:
 
 
 def _as_objects(column: Column, values: Values) -> Array:
-    """Return rows of different lengths as an object array."""
+    """Convert rows of different lengths to an object array; an array is unchanged."""
     if isinstance(values, np.ndarray):
         return values
     out = np.empty(len(values), object)

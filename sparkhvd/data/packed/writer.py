@@ -115,7 +115,7 @@ class PackedWriter:
         return self._sink.table_crc
 
     def _variable_bytes(self, values: Sequence[Values], rows: int) -> Array:
-        """Return (rows,) the bytes of each row outside fixed columns."""
+        """Bytes (rows,) of each row outside fixed columns."""
         total = np.zeros(rows, np.int64)
         for column, value in zip(self._columns, values, strict=True):
             if isinstance(value, np.ndarray):
@@ -131,7 +131,7 @@ class PackedWriter:
         return total
 
     def _fitting(self, sizes: Array | None) -> int:
-        """Return the number of next rows that fit into the row group; a first row always fits."""
+        """Number of next rows that fit into the row group; a first row always fits."""
         room = self._group_bytes - self._pending_bytes - self._pending_rows * self._fixed_bytes
         if sizes is None:
             fitting = max(room, 0) // max(self._fixed_bytes, 1)
@@ -164,7 +164,7 @@ def _fixed_array(kind: pa.DataType, values: Array) -> pa.Array:
 
 
 def _arrays(column: Column, values: Values) -> list[pa.Array]:
-    """Return the Arrow arrays of a column; if rows differ, first their lengths, which become ends in each row group."""
+    """Arrow arrays of a column. Of variable rows the first has the lengths, converted to ends in each row group."""
     if isinstance(values, np.ndarray):
         return [_fixed_array(pa.binary(column.row_bytes), values)]
     parts = payloads(values)

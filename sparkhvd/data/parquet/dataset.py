@@ -116,7 +116,7 @@ class ParquetDataset:
 def open_dataset(
     path: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None
 ) -> ParquetDataset:
-    """Find the files of a data set and read the first one's schema; starts no Spark job.
+    """Find the files of a data set and read the schema of the first with rows; starts no Spark job.
 
     Names that begin with "_" or "." are skipped with their contents, and so are empty files; every other file must be Parquet.
 
@@ -162,7 +162,7 @@ def open_dataset(
 def store_of(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Store:
-    """Return the place of a data set without accessing it; a relative path is below this process's folder."""
+    """Make a data set's store without accessing it; a relative path is below this process's folder."""
     text = os.fspath(path)
     return Store(text if ":" in text.partition("/")[0] else os.path.abspath(text), storage_options)
 
@@ -190,7 +190,7 @@ def read_footer(store: Store, file: StoredFile) -> tuple[pq.FileMetaData, pa.Sch
 
 
 def _first_schema(store: Store, files: Sequence[StoredFile]) -> tuple[str, pa.Schema]:
-    """Return path and Arrow schema of the first file with rows, or of the last file without rows."""
+    """Path and Arrow schema of the first file with rows, or of the last if all files are empty."""
     for file in files:
         metadata, schema = read_footer(store, file)
         if metadata.num_rows:
@@ -222,7 +222,7 @@ PartitionValue = int | float | str | None
 
 
 def is_hidden(path: str) -> bool:
-    """Return True for paths that Spark skips; a name starting with "_" is a folder of rows if it is `_column=value`."""
+    """Whether Spark skips a path; a name starting with "_" is a folder of rows if it is `_column=value`."""
     return path != "." and any(
         part.startswith(".") or (part.startswith("_") and "=" not in part)
         for part in path.split("/")
@@ -245,7 +245,7 @@ class Table:
 
 
 def table_of(path: str) -> Table | None:
-    """Return the table to whose log a path belongs."""
+    """Table whose log has this path; None for other paths."""
     *folders, name = path.split("/")
     for at, folder in enumerate(folders):
         if folder in _LOGS:
@@ -274,7 +274,7 @@ def refuse_tables(url: str, paths: Iterable[str]) -> None:
 
 
 def partition_values(url: str, files: Sequence[StoredFile]) -> dict[str, dict[str, PartitionValue]]:
-    """Return the values of folders `column=value` by path: whole numbers, numbers or text, one type per column.
+    """Values of folders `column=value` by path: whole numbers, numbers or text, one type per column.
 
     Raises:
         InvalidArgumentError: folders of files have different columns.

@@ -191,12 +191,12 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
 
 
 def _is_nested(column: Column) -> bool:
-    """Return True if variable rows have entries that are arrays."""
+    """Whether variable rows have arrays as entries."""
     return column.kind == "ragged" and column.source.startswith("array<array")
 
 
 def _entry_shape(source: ParquetSource, column: Column) -> tuple[int, ...] | None:
-    """Return the shape of the first row with entries, or None. Rows without entries fit every shape."""
+    """Shape of the first row with entries; None without such a row. Rows without entries fit every shape."""
     for arrays in source.arrays([column.name]):
         array = arrays[column.name]
         if column.invalid[0] == "skip" and (mask := usable_rows(array, column)) is not None:
@@ -214,7 +214,7 @@ def _refuse(lines: Iterable[str], where: str = "") -> None:
 
 
 def fingerprint(manifest: Manifest) -> dict[str, str]:
-    """Return size and time of change by path, which reveal a replaced file; for very many files one digest."""
+    """Size and time of change by path, to detect a replaced file; of very many files one digest."""
     facts = {f.path: f"{f.size} bytes of {f.modified_ns}" for f in manifest.files}
     if len(facts) <= _LISTED_FILES:
         return facts
@@ -282,7 +282,7 @@ class KnownFooters:
             self._footers = rebuild(dict[str, tuple[int, Footer]], values.get("footers", {}))
 
     def get(self, file: StoredFile) -> Footer | None:
-        """Return the footer of a file, or None."""
+        """None for a file that is unknown or has another size."""
         size, footer = self._footers.get(self._name(file), (-1, None))
         return footer if size == file.size else None
 
@@ -394,7 +394,7 @@ def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) 
 
 
 def _size(dataset: ParquetDataset, file: StoredFile) -> int | None:
-    """Return the bytes of a file, or None if it is not there."""
+    """None if the file is not there."""
     try:
         return dataset.store.num_bytes(file.path)
     except FileNotFoundError:
@@ -418,7 +418,7 @@ def _gone(dataset: ParquetDataset, file: StoredFile) -> InvalidArgumentError:
 
 
 def _constant(value: object, name: str, table: TableFiles) -> PartitionValue:
-    """Return the value of a column that a file lacks, as a manifest holds it."""
+    """Convert a column's value outside the files to the form in a manifest."""
     if isinstance(value, (bool, Decimal)):
         return int(value) if isinstance(value, bool) else float(value)
     if value is None or isinstance(value, (int, float, str)):
@@ -437,7 +437,7 @@ def _kept_rows(
     names: Mapping[str, str],
     constants: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """Return the rows of a file that deletes and filter leave, as text ("" for all) and as a number."""
+    """Rows of a file left by deletes and filter: as text ("" for all) and as a number."""
     kept = np.ones(metadata.num_rows, np.bool_)
     if (deleted := table.deleted.get(file.path)) is not None:
         mask = deleted()  # a shorter mask keeps the rest
@@ -462,7 +462,7 @@ def _matching(
     names: Mapping[str, str],
     constants: Mapping[str, Any],
 ) -> npt.NDArray[np.bool_]:
-    """Return a mask (rows,) of the rows that a filter selects; reads only the columns of the filter, by row group."""
+    """Mask (rows,) of the rows selected by a filter; reads only the filter's columns, by row group."""
     types = {name: dataset.arrow_schema.field(name).type for name in where.columns}
     stored = [name for name in where.columns if name not in constants]
 
@@ -492,7 +492,7 @@ def _matching(
 
 
 def _range(chunks: Sequence[pq.ColumnChunkMetaData], column: Column) -> Range | None:
-    """Return the range of a column of integers by its statistics, if these are whole numbers that it can hold."""
+    """Range of an integer column by its statistics; None without them, or if the column cannot hold the ends."""
     known = [c.statistics for c in chunks if c.statistics is not None and c.statistics.has_min_max]
     ends = [end for s in known for end in (s.min, s.max)]
     limits = np.iinfo(column.dtype)
@@ -543,7 +543,7 @@ _FAMILIES = {
 
 
 def _family(kind: SparkType) -> str:
-    """Return the name of the types whose values mean the same."""
+    """Equal for types with values of the same meaning."""
     name = type(kind).__name__
     element = getattr(kind, "elementType", None)
     return _FAMILIES.get(name, name) if element is None else f"array of {_family(element)}"

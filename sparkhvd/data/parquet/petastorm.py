@@ -25,7 +25,7 @@ _SCALAR = "ScalarCodec"  # these columns are plain in the files
 
 @dataclass(frozen=True)
 class CodecDecoder:
-    """Decoder of one column: petastorm's codec, then the user's own function, if there is one.
+    """Decoder of one column: petastorm's codec, then the user's own function, if any.
 
     Attributes:
         field: petastorm's UnischemaField.

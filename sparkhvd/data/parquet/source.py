@@ -117,7 +117,7 @@ class ParquetSource:
     def usable(
         self, columns: Sequence[Column], files: Sequence[int]
     ) -> dict[int, npt.NDArray[Any]]:
-        """Return by file number a mask (rows,) of rows without null and NaN in these columns."""
+        """Mask (rows,) by file number, false for rows with a null or an invalid number in these columns."""
         usable = {}
         for number in files:
             masks = [
@@ -128,7 +128,7 @@ class ParquetSource:
         return usable
 
     def examples(self, count: int) -> Rows:
-        """Return the numbers of the first `count` rows not skipped by `handle_invalid`, or of all if fewer."""
+        """Numbers of the first `count` rows not skipped by `handle_invalid`, or of all if fewer."""
         skipping = [c for c in self._columns.values() if c.invalid[0] == "skip"]
         if not skipping:
             return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
@@ -256,7 +256,7 @@ class ParquetSource:
 
 
 def _kept_rows(file: DataFile) -> Rows | None:
-    """Return the positions in a file of the rows that deletes and filter leave; None means all."""
+    """Positions in a file of the rows left by deletes and filter; None means all."""
     if not file.kept:
         return None
     kept = np.flatnonzero(unpacked_rows(file.kept, sum(file.row_groups)))
@@ -285,7 +285,7 @@ def _usable_of(arrays: Arrays, columns: Sequence[Column]) -> npt.NDArray[Any]:
 
 
 def _fits(values: Values, column: Column) -> bool:
-    """Return True if the rows of a piece have the shape of the first rows of the data."""
+    """Whether rows of a piece have the shape of the first rows of the data."""
     if isinstance(values, np.ndarray):
         return values.shape[1:] == column.shape
     if isinstance(values, SparseRows):
@@ -358,7 +358,7 @@ class OpenFile:
         self._source.close()
 
     def span(self, groups: Sequence[int]) -> list[int]:
-        """Return the first of these row groups, and the following groups to decode in the same pass."""
+        """First of these row groups, and the next to decode in the same pass, up to `_SPAN_BYTES` in all."""
         total = 0
         for count, number in enumerate(groups):
             total += self.metadata.row_group(number).total_byte_size
@@ -422,7 +422,7 @@ class Pass:
         self._arrays: Arrays = {}
 
     def serves(self, number: int, names: tuple[str, ...], row: int, group_begin: int) -> bool:
-        """Return True if a row is in the current piece, or in a later piece nearer than any row group's beginning."""
+        """Whether a row is in the current piece, or in a later piece nearer than any row group's beginning."""
         is_same = (number, names) == (self._number, self._names)
         return is_same and self._start <= row < self._end and group_begin <= self._stop
 
@@ -455,7 +455,7 @@ def _repeated(value: PartitionValue, count: int, null_type: pa.DataType) -> pa.A
 
 
 def _null_type(column: Column) -> pa.DataType:
-    """Return the type of a column's nulls, in the form that `column_to_numpy` reads."""
+    """Arrow type of a column's nulls, in the form for `column_to_numpy`."""
     if column.kind in ("binary", "string"):
         return pa.binary()
     if column.kind in ("vector", "sparse"):

@@ -140,7 +140,7 @@ class RowOrder:
         )
 
     def _block_edges(self, block_rows: int) -> Rows | None:
-        """Return the source's block edges as positions in the subset; small blocks are read together."""
+        """Block edges of the source as positions in the subset; small blocks are joined. None without edges."""
         if self.edges is None:
             return None
         edges = self.edges
@@ -153,12 +153,12 @@ class RowOrder:
         return np.array([*kept, self.num_rows], np.int64)
 
     def _file_window(self) -> int:
-        """Return the rows of a window beyond memory: up to the bound if shuffled, a few chunks in file order."""
+        """Rows of a window beyond memory: up to the bound if shuffled, a few chunks in file order."""
         chunk = 8 * CHUNK_BYTES // max(1, self.row_bytes)
         return self._window_rows if self.shuffle else max(1, min(chunk, self._window_rows))
 
     def describe(self) -> str:
-        """Return the order in words, for the report."""
+        """Order in words, for the report."""
         if self.groups is not None:
             return self._describe_groups(np.diff(self.groups))
         if self.is_resident:

@@ -169,7 +169,7 @@ class Reader:
         self.description, self.windows = self._order.describe(), self._order.windows
 
     def prepare(self, epoch: int = 0, start_step: int = 0) -> None:
-        """Start reading an epoch in advance; not for data beyond memory, whose first windows may be large and useless."""
+        """Start reading an epoch in advance; not beyond memory, where first windows may be large and useless."""
         if self._resident is not None and self._running is None and self._prepared is None:
             self._prepare(epoch, start_step)
 
@@ -222,7 +222,7 @@ class Reader:
                 self._running = None
 
     def plan(self, epoch: int, first_row: int = 0) -> SamplingPlan:
-        """Return the manifest rows of each rank at each step of an epoch, or of its rest."""
+        """Manifest rows of each rank at each step of an epoch, or of its rest."""
         return self._order.plan(epoch, first_row)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class Reader:
         self.close()
 
     def _decoded_columns(self) -> list[Column]:
-        """Return the columns to read, with shape and dtype after their decoders."""
+        """Columns to read, with shape and dtype after their decoders."""
         schema = self._manifest.schema
         decoded = [n for n in self._names if schema.column(n).has_decoder]
         if decoded and self._manifest.num_rows:
@@ -274,7 +274,7 @@ class Reader:
             del values, order, window
 
     def _load(self, window: Window) -> tuple[dict[str, Values], Rows]:
-        """Return arrays with the window's rows, and the order in which to take them."""
+        """Arrays with the window's rows, and the order in which to take them."""
         if self._resident is not None:
             return self._resident.values(), window.row_numbers()
         assert window.rows is not None
@@ -414,7 +414,7 @@ class Prefetch(Generic[Item]):
         return self._has_all and 2 * self._queue.qsize() <= self._length + 1
 
     def get(self) -> Item | BaseException:
-        """Return the next item, or the error that ended the thread."""
+        """Next item, or an error: the thread's own, after `READ_S` without an item, or after `stop`."""
         deadline = time.monotonic() + READ_S
         while not self._stopping.is_set():
             left = deadline - time.monotonic()
@@ -514,11 +514,11 @@ class ResidentRows:
 
     @property
     def is_shared(self) -> bool:
-        """True if the ranks of this host read together, which requires all of them."""
+        """True if the ranks of this host read together; all of them must take part."""
         return self._sharing is not None
 
     def values(self) -> dict[str, Values]:
-        """Return all rows by column, read by the first call. A collective call on the host if shared."""
+        """All rows by column, read by the first call. A collective call on the host if shared."""
         if self._values is None:
             self._values = self._read_all()
             self._source.close()
@@ -530,7 +530,7 @@ class ResidentRows:
         return self._values is None
 
     def permutation(self, seed: int, epoch: int) -> Callable[[], Rows]:
-        """Return a function that permutes the rows for an epoch, once, for the first thread that calls it."""
+        """Function for the rows' order in an epoch, computed once, by the first thread that calls it."""
         lock, made = threading.Lock(), list[Rows]()
 
         def permute() -> Rows:
@@ -586,14 +586,13 @@ class Batch:
 
 
 def no_rows(column: Column) -> Values:
-    """Return zero rows of a column."""
     if column.kind == "sparse":
         return SparseRows.empty(column.dtype, column.num_elements)
     return np.empty((0, *(column.row_shape or ())), column.row_dtype)
 
 
 def row_bytes(column: Column) -> int:
-    """Return the bytes of a row of a batch; 0 if only its stored form has a known size."""
+    """Bytes of a row of a batch; 0 if only its stored form has a known size."""
     if column.is_fixed or not column.row_shape:
         return column.row_bytes if column.is_fixed else 0
     if column.kind == "sparse" or -1 in column.row_shape:
@@ -602,7 +601,7 @@ def row_bytes(column: Column) -> int:
 
 
 def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Return an array in page-locked memory; torch keeps freed memory for the next."""
+    """Allocate an array in page-locked memory; torch keeps freed memory for the next."""
     import torch
 
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -641,7 +640,7 @@ class Chunk:
     kept: Rows | None = None
 
     def cut(self, start: int, stop: int) -> tuple[dict[str, Any], int]:
-        """Return the columns of some rows, and the number of kept rows."""
+        """Columns of the rows [start, stop), without skipped rows, and the number of kept rows."""
         if self.kept is not None:
             start, stop = (int(n) for n in np.searchsorted(self.kept, (start, stop)))
         return {name: rows[start:stop] for name, rows in self.columns.items()}, stop - start

@@ -35,12 +35,12 @@ _SPLIT, _ORDER, _WINDOW = 1, 2, 3
 
 
 def random_stream(*key: int) -> np.random.Generator:
-    """Return the random stream of a key, the same on every machine."""
+    """Equal for equal keys, on every machine."""
     return np.random.Generator(np.random.PCG64([k & (2**64 - 1) for k in key]))
 
 
 def validation_count(num_rows: int, fraction: float) -> int:
-    """Return the number of rows of a validation fraction above 0; both sides get at least one."""
+    """Rows of a validation fraction above 0. Of two rows or more, both sides get at least one."""
     return min(max(round(num_rows * fraction), 1), num_rows - 1) if num_rows else 0
 
 
@@ -64,7 +64,7 @@ def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[Rows, R
 
 
 def level(num_rows: int, size: int, batch_size: int) -> tuple[int, ...]:
-    """Return the rows per rank of a final global batch of `num_rows` <= size * batch_size + 1.
+    """Rows per rank of a final global batch of `num_rows` <= size * batch_size + 1.
 
     If possible, no rank gets exactly one row (BatchNorm cannot train on one row): fewer ranks then share
     the rows, with at most one row more than `batch_size` on one of them. A batch size of 1 always means one row.
@@ -101,14 +101,14 @@ class Window:
         return len(numbers)
 
     def row_numbers(self) -> Rows:
-        """Return the row numbers in the order of the batches."""
+        """Row numbers in the order of the batches."""
         if self.rows is None:
             assert self.order is not None
             return self.order
         return self.rows if self.order is None else self.rows[self.order]
 
     def without_first(self, count: int) -> Window:
-        """Return the window without the first `count` rows of its order, which are then not read."""
+        """Drop the first `count` rows of the order, so that they are not read."""
         if self.rows is None:
             assert self.order is not None
             return Window(None, self.order[count:])
@@ -145,7 +145,6 @@ class SamplingPlan:
         return self.num_full_steps + bool(self.last_counts)
 
     def rows_per_rank(self, step: int) -> tuple[int, ...]:
-        """Return the number of rows of each rank in a step."""
         self.check_step(step)
         return (self.batch_size,) * self.size if step < self.num_full_steps else self.last_counts
 
@@ -167,7 +166,7 @@ class SamplingPlan:
             del window
 
     def rows_before(self, rank: int, step: int) -> int:
-        """Return the number of a rank's rows in the steps before `step`."""
+        """Rows of a rank in the steps before `step`."""
         last = self.last_counts[rank] if step > self.num_full_steps else 0
         return min(step, self.num_full_steps) * self.batch_size + last
 
@@ -189,12 +188,12 @@ class SampleOrder:
 
 
 def numbers_at(rows: Rows | int, positions: Rows) -> Rows:
-    """Return the row numbers at these positions of a selection."""
+    """Row numbers at these positions of a selection; a count selects the rows from 0."""
     return positions if isinstance(rows, int) else rows[positions]
 
 
 def _sliced(plan: SamplingPlan, rank: int) -> Rows:
-    """Return the positions of a rank in the global sequence: its slice of every global batch."""
+    """Positions of a rank in the global sequence: its slice of every global batch."""
     width = plan.size * plan.batch_size
     starts = np.arange(plan.num_full_steps, dtype=np.int64) * width + rank * plan.batch_size
     starts += plan.first_row
@@ -207,7 +206,7 @@ def _sliced(plan: SamplingPlan, rank: int) -> Rows:
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
-    """Return the order of an epoch's rows held in memory, over all ranks."""
+    """Order of an epoch's rows held in memory, over all ranks."""
     return random_stream(seed, _ORDER, epoch).permutation(num_rows)
 
 
@@ -229,7 +228,7 @@ class _Interleaved(SampleOrder):
 
 
 def _shard(plan: SamplingPlan, rank: int) -> tuple[int, int, int]:
-    """Return (first, last + 1, rows of the last step) of a rank's contiguous part of a sequence of rows."""
+    """First row, last + 1, and rows of the last step, of a rank's contiguous part of a sequence of rows."""
     last = plan.last_counts or (0,) * plan.size
     full = plan.num_full_steps * plan.batch_size
     begin = full * rank + sum(last[:rank])
@@ -237,13 +236,13 @@ def _shard(plan: SamplingPlan, rank: int) -> tuple[int, int, int]:
 
 
 class _Sequence:
-    """Positions of a selection in an order that does not depend on the ranks, each of which reads a part of it."""
+    """Positions of a selection, in an order independent of the ranks; each rank reads a part."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
 
     def positions(self, start: int, stop: int) -> Rows:
-        """Return those of a part, ascending."""
+        """Positions of the part [start, stop), ascending."""
         return np.arange(start, stop, dtype=np.int64)
 
 
@@ -261,7 +260,7 @@ class _BlockSequence(_Sequence):
 
 
 class _RestSequence(_Sequence):
-    """What a stage of an epoch has left of a sequence, rank by rank: the rest of a window, then whole windows.
+    """Rest of a sequence after a stage of an epoch: by rank the rest of a window, then whole windows.
 
     The rest of a window is computed when it is read: only one rank reads most of them.
     """
@@ -332,7 +331,7 @@ class _Windows(SampleOrder):
         return random_stream(seed, _WINDOW, epoch, rank, number, *stage).permutation(count)
 
     def rest(self, plan: SamplingPlan, used: int) -> _Sequence:
-        """Return the sequence without the first `used` rows over all ranks, which are those of whole steps."""
+        """Sequence without the first `used` rows over all ranks, a number of whole steps."""
         step = -(-used // (plan.size * plan.batch_size))
         parts: list[tuple[int, Callable[[int, int], Rows]]] = []
 
@@ -366,14 +365,14 @@ class _Windows(SampleOrder):
         a: int,
         b: int,
     ) -> Rows:
-        """Return a part of the positions of a window that come after its first `start - first` rows."""
+        """Part [a, b) of a window's positions after its first `start - first` rows."""
         order = self._order(rank, number, stop - first)[start - first :]
         left: Rows = self._positions(plan, rank, first, stop)[np.sort(order)][a:b]
         return left
 
 
 def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
-    """Return the ascending positions of the part [start, stop) of the sequence of blocks."""
+    """Ascending positions of the part [start, stop) of the sequence of blocks."""
     low = int(np.searchsorted(ends, start, side="right"))
     high = int(np.searchsorted(ends, stop, side="left")) + 1
     begins = ends[low:high] - np.diff(ends[low:high], prepend=ends[low - 1] if low else 0)
@@ -386,7 +385,7 @@ def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
 
 
 def expanded(firsts: Rows, lengths: Rows) -> Rows:
-    """Return the numbers of consecutive runs, given their first numbers and lengths."""
+    """Numbers of consecutive runs, from their first numbers and lengths."""
     offsets = np.cumsum(lengths) - lengths
     numbers = np.repeat(firsts - offsets, lengths)
     numbers += np.arange(len(numbers), dtype=np.int64)
@@ -395,7 +394,7 @@ def expanded(firsts: Rows, lengths: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class Stage:
-    """Beginning of an epoch that others continue.
+    """Beginning of an epoch, continued with other sizes.
 
     Attributes:
         size: number of its ranks.
@@ -411,7 +410,7 @@ class Stage:
 def _steps(
     num_rows: int, size: int, batch_size: int, *, drop_last: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the number of full steps, and the rows per rank of the last step if it is partial."""
+    """Number of full steps, and the rows per rank of a partial last step; () without a partial step."""
     full, rest = divmod(num_rows, size * batch_size)
     if rest == 1 and full and size * batch_size > 1 and not drop_last:
         # BatchNorm cannot train on one row, so the previous step takes it too.

@@ -36,7 +36,7 @@ class Source(Protocol):
         """
 
     def examples(self, count: int) -> Rows:
-        """Return the numbers of the first `count` usable rows, or of all if fewer."""
+        """Numbers of the first `count` usable rows, or of all if fewer."""
 
     def close(self) -> None:
         """Close every file."""

@@ -28,19 +28,19 @@ SUBSETS = ("all", "train", "validation")
 
 
 def column_names(manifest: Manifest) -> list[str]:
-    """Return the columns read for training: features, labels, sample weight and group."""
+    """Columns read for training: features, labels, sample weight and group."""
     split = manifest.schema.validation
     return [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
 
 
 def is_flagged(manifest: Manifest, subset: str) -> bool:
-    """Return True if a column marks the rows of the subset."""
+    """Whether a column marks the rows of the subset; never for "all"."""
     return subset != "all" and manifest.schema.validation is not None
 
 
 @dataclass(frozen=True)
 class RowDivision:
-    """Division of rows into contiguous parts, for processes that read one each; equal on all of them.
+    """Division of rows into contiguous parts, a part per process; equal in all of the processes.
 
     Attributes:
         edges: row numbers of the source's piece edges, at which parts are cut; None cuts anywhere.
@@ -49,14 +49,14 @@ class RowDivision:
     edges: Rows | None = None
 
     def part(self, rows: Rows | int, number: int, count: int) -> Rows | int:
-        """Return the ascending row numbers of part `number` of `count`; all rows if there is one part."""
+        """Ascending row numbers of part `number` of `count`; a single part has all rows."""
         if count == 1:
             return rows
         low, high = (self._cut(rows, n, count) for n in (number, number + 1))
         return np.arange(low, high, dtype=np.int64) if isinstance(rows, int) else rows[low:high]
 
     def _cut(self, rows: Rows | int, number: int, count: int) -> int:
-        """Return the position in a selection at which a part begins."""
+        """Position in a selection at which a part begins."""
         cut = count_of(rows) * number // count
         if self.edges is None:
             return cut
@@ -99,7 +99,7 @@ def read_groups(source: Source, manifest: Manifest, part: tuple[int, int] = (0, 
 
 
 def flagged(flags: Flags, subset: str) -> Rows:
-    """Return the ascending positions of the subset's rows."""
+    """Ascending positions of the subset's rows."""
     return np.flatnonzero(flags if subset == "validation" else ~flags)
 
 
@@ -114,7 +114,7 @@ def select_rows(
     flags: Flags | None = None,
     groups: Rows | None = None,
 ) -> Rows | int:
-    """Return the ascending numbers of the rows of a subset, or a count for all, starting at 0.
+    """Ascending numbers of the rows of a subset, or a count for all, starting at 0.
 
     Args:
         source: of the manifest's files; read only if a column marks the validation rows and `flags` is None.
@@ -153,12 +153,10 @@ def select_rows(
 
 
 def fits_in_memory(rows: Rows | int, row_bytes: int, limit_bytes: int) -> bool:
-    """Return True if rows of `row_bytes` bytes are held in memory under this limit."""
     return count_of(rows) * row_bytes <= limit_bytes
 
 
 def count_of(rows: Rows | int) -> int:
-    """Return the number of rows of a selection."""
     return rows if isinstance(rows, int) else len(rows)
 
 
@@ -186,7 +184,7 @@ _SPLIT, _ORDER = 11, 12
 
 
 def group_edges(numbers: Rows, rows: Rows | int) -> Rows:
-    """Return the positions of group edges in a selection of rows, ending with its length.
+    """Positions in a selection of rows at which groups begin, ending with its length.
 
     Args:
         numbers: of the group of each row; equal neighbours are one group.
@@ -226,13 +224,11 @@ class GroupPlan(SamplingPlan):
     _order: _Groups
 
     def rows_per_rank(self, step: int) -> tuple[int, ...]:
-        """Return the number of rows of each rank in a step."""
         self.check_step(step)
         edges = self._order.batch_edges
         return tuple((edges[:, step + 1] - edges[:, step]).tolist())
 
     def rows_before(self, rank: int, step: int) -> int:
-        """Return the number of a rank's rows in the steps before `step`."""
         edges = self._order.batch_edges[rank]
         return int(edges[step] - edges[0])
 
@@ -336,7 +332,7 @@ class _Groups(SampleOrder):
             first = stop
 
     def _positions(self, first: int, stop: int) -> Rows:
-        """Return the rows at the positions [first, stop) of the order."""
+        """Rows at the positions [first, stop) of the order."""
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._ends, stop, side="left")) + 1
         begins, lengths = self._begins[low:high].copy(), self._lengths[low:high].copy()
@@ -348,7 +344,7 @@ class _Groups(SampleOrder):
 
 
 def _nearest_groups(edges: Rows, wanted: npt.NDArray[np.float64]) -> Rows:
-    """Return for each position the nearest of the ascending edges."""
+    """Nearest of the ascending edges for each position."""
     above = np.clip(np.searchsorted(edges, wanted), 0, len(edges) - 1)
     below = np.maximum(above - 1, 0)
     return np.where(wanted - edges[below] <= edges[above] - wanted, edges[below], edges[above])

@@ -188,7 +188,7 @@ def check_databricks(root: str, path_or_url: str) -> None:
 
 
 def without_secrets(url: str) -> str:
-    """Return the URL without "user:password@" and without secrets of its query, such as a signature."""
+    """Remove "user:password@" and secrets of the query, such as a signature."""
     if not _is_quoted(url):
         return f"{url.partition(':')[0]}://<hidden>"
     parts = urlsplit(url)
@@ -202,7 +202,7 @@ def without_secrets(url: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Return a text without the passwords of URLs, connection strings and headers in it."""
+    """Mask the passwords of URLs, connection strings and headers in a text."""
     text = _IN_TEXT.sub(r"\1***", text)
     if "://" not in text:
         return text
@@ -210,7 +210,7 @@ def without_passwords(text: str) -> str:
 
 
 def _is_quoted(url: str) -> bool:
-    """Return False if a password seems to hold an unquoted "/", "?", "#" or "[".
+    """False if a password seems to hold an unquoted "/", "?", "#" or "[".
 
     Such a password ends the URL's part for user and host, so that its "@" is in a later part, or the port is invalid.
     """
@@ -224,7 +224,7 @@ def _is_quoted(url: str) -> bool:
 
 
 def secrets_of(full: str, options: Mapping[str, object]) -> frozenset[str]:
-    """Return the passwords and keys of the URL and of the storage options, which no message may hold."""
+    """Passwords and keys of the URL and of the storage options; no message may hold them."""
     if not _is_quoted(full):
         return frozenset({full})
     parts = urlsplit(full)
@@ -254,12 +254,12 @@ def _secret_options(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def has_atomic_writes(scheme: str) -> bool:
-    """Return True if a file appears complete when it is closed, also replacing an older one, as on object stores."""
+    """Whether a file appears complete at its close, also in place of an older file, as on object stores."""
     return scheme in _OBJECT_STORES
 
 
 def is_sequential(root: str) -> bool:
-    """Return True if files of this local folder may only be written in one sequential pass.
+    """Whether files of this local folder may only be written in one sequential pass.
 
     True for Databricks' Volumes and DBFS, and assumed for every other FUSE mount: most of them front an object store.
     """
@@ -269,7 +269,7 @@ def is_sequential(root: str) -> bool:
 
 
 def _mount_kind(path: str) -> str:
-    """Return the kernel's name of the file system that holds a path; "" if unknown."""
+    """Kernel's name for the kind of a path's file system; "" if unknown."""
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -306,7 +306,7 @@ def open_filesystem(address: Address, options: Mapping[str, object]) -> tuple[pa
 
 
 def url_options(scheme: str, full: str) -> dict[str, object]:
-    """Return the user and query of a URL as arguments of pyarrow's file system of its scheme."""
+    """Convert the user and query of a URL to arguments of pyarrow's file system of its scheme."""
     parts = urlsplit(full)
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
     query: dict[str, object] = dict(parse_qsl(parts.query))
@@ -332,7 +332,7 @@ def url_options(scheme: str, full: str) -> dict[str, object]:
 
 
 def _bucket(full: str) -> str:
-    """Return the URI without its path: one file system serves the bucket, and pyarrow rejects blanks."""
+    """Cut the path off a URI: one file system serves the bucket, and pyarrow rejects blanks."""
     return urlsplit(full)._replace(path="/").geturl()
 
 

@@ -51,11 +51,9 @@ class AtomicFile(io.RawIOBase):
         self.staged_in = staged_in
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the bytes written so far."""
         return self._position
 
     def write(self, data: ReadableBuffer) -> int:
@@ -169,7 +167,7 @@ def remote_output(filesystem: pafs.FileSystem, target: str, temporary: str) -> I
 
 
 def _move(filesystem: pafs.FileSystem, source: str, target: str) -> None:
-    """Rename, replacing an older file, which some file systems refuse by an error or silently.
+    """Rename a file over an older file. Some file systems refuse that with an error, others silently.
 
     The older file is then moved aside, and deleted or moved back: errors do not distinguish a refusal from a lost connection.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def as_seen_by(spark: SparkSession, store: Store, *, make: bool = False) -> Store:
-    """Return the store as the process of this session reaches it: directly, or through tasks of a Connect session.
+    """Choose how this process reaches the store: directly, or through tasks of a Connect session.
 
     A Connect session is checked once per store: an executor writes a token into it.
 

@@ -63,7 +63,6 @@ class ProcessIdentity:
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        """Return this process."""
         return cls(socket.gethostname(), os.getpid(), _machine(), _started(os.getpid()))
 
     def __post_init__(self) -> None:
@@ -71,7 +70,7 @@ class ProcessIdentity:
             raise ValueError("a pid out of range")
 
     def is_alive(self) -> bool | None:
-        """Return True if the process is alive; None if this process cannot see it."""
+        """None if this process cannot see it, as on another machine."""
         if not self.machine or self.machine != _machine():
             return None
         try:
@@ -96,7 +95,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start of a process; "" if invisible, "ended" for a zombie."""
+    """Start time of a process; "" if invisible, "ended" for a zombie."""
     stat = stat_of(pid)
     if stat is None:
         return ""
@@ -110,14 +109,14 @@ _SEAL = "sha256"
 
 
 def dump_sealed(values: Mapping[str, object]) -> bytes:
-    """Return a JSON object as bytes, with the SHA-256 of its other entries as the entry "sha256"."""
+    """Encode a JSON object with the SHA-256 of its entries as the entry "sha256"."""
     # Through JSON once, so that the checksum covers the reader's values (tuples become lists).
     plain = read_json(json.dumps(dict(values)), most_bytes=None)
     return json.dumps({**plain, _SEAL: _digest(plain)}, indent=1).encode()
 
 
 def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
-    """Return the entries written by `dump_sealed`; None if the file is damaged.
+    """Decode the entries from `dump_sealed`; None if the file is damaged.
 
     Args:
         data: the file.
@@ -136,7 +135,7 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
 
 
 def position_of(pointer: bytes) -> tuple[int, int] | None:
-    """Return the (epochs, steps) of a run's pointer to its newest checkpoint; None if the file is damaged."""
+    """Epochs and steps in a run's pointer to its newest checkpoint; None if the file is damaged."""
     values = load_sealed(pointer) or {}
     epoch, step = values.get("epoch"), values.get("step")
     if not (isinstance(epoch, int) and isinstance(step, int) and epoch >= 0 and step >= 0):
@@ -154,7 +153,7 @@ def _digest(values: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class Lease:
-    """Claim on a folder of a store, which its owner renews: data of an application, or a run that a fit writes.
+    """Claim on a folder of a store, renewed by its owner: data of an application, or the run of a fit.
 
     Attributes:
         owner: id of the application, or a token of the fit.
@@ -171,11 +170,11 @@ class Lease:
     since: float = 0.0
 
     def is_expired(self, now: float) -> bool:
-        """Return True if the application must be gone, because it has not renewed its lease for a day."""
+        """True after a day without renewal, unless the data are kept: the application must be gone."""
         return not self.keep and now - self.renewed > LEASE_S
 
     def is_alive(self) -> bool | None:
-        """Return True if the fit is alive; None if only the age of its lease can decide."""
+        """Whether the fit is alive; None if only the age of its lease can decide."""
         if self.process is None:
             return None
         if self.process == ProcessIdentity.current():
@@ -183,7 +182,6 @@ class Lease:
         return self.process.is_alive()
 
     def to_bytes(self) -> bytes:
-        """Return the content of its file."""
         values = asdict(self)
         if self.process is None:
             del values["process"], values["since"]
@@ -217,7 +215,7 @@ def _lease_at(store: _Store, path: str) -> Lease | None:
 
 
 def lease_of(store: _Store, data_dir: str) -> Lease | None:
-    """Return the lease of a data directory; None without a lease, or if its file is damaged."""
+    """None without a lease, or if its file is damaged."""
     return _lease_at(store, f"{data_dir}/{LEASE_NAME}")
 
 
@@ -227,13 +225,13 @@ def write_lease(store: _Store, data_dir: str, lease: Lease) -> None:
 
 
 def is_owners(data_dir: str) -> bool:
-    """Return True for a directory of one owner, `data/<key>/<owner>`, False for a key that could not be listed."""
+    """Whether the path has the form `data/<key>/<owner>`, unlike the path of an unreadable key."""
     parts = data_dir.split("/")
     return len(parts) == 3 and not {"", ".", ".."}.intersection(parts)
 
 
 def is_abandoned(store: _Store, data_dir: str, now: float) -> bool:
-    """Return True if the owner of a data directory is gone, or, without a lease, nothing in it changed for a day."""
+    """Whether the owner is gone, or, without a lease, nothing in the directory changed for a day."""
     lease = lease_of(store, data_dir)
     if lease is not None:
         return lease.is_expired(now)
@@ -350,12 +348,12 @@ def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
 
 
 def lock_owner(store: _Store, run_id: str) -> Lease | None:
-    """Return the lease of a run, of a living fit or not; None without a lease, or if its file is damaged."""
+    """Lease of a run, of a living fit or not; None without a lease, or if its file is damaged."""
     return _lease_at(store, _path(run_id))
 
 
 def is_running(holder: Lease) -> bool:
-    """Return True if a fit is alive, without waiting: on another machine by the time in its file."""
+    """Whether a fit is alive, without waiting: on another machine by the time in its file."""
     alive = holder.is_alive()
     return abs(time.time() - holder.renewed) < EXPIRES_S if alive is None else alive
 

@@ -15,7 +15,7 @@ _RUNS = "runs"
 
 
 class _MovedFilesystem(StoreFilesystem):
-    """Folder of a store whose runs are elsewhere; their paths begin with "runs", as in any other."""
+    """Folder of a store with the runs elsewhere; their paths begin with "runs", as in any other store."""
 
     def __init__(self, url: str, options: Mapping[str, object], runs: str) -> None:
         super().__init__(url, options)
@@ -44,7 +44,6 @@ class _MovedFilesystem(StoreFilesystem):
         return self.root.removesuffix(below) + urlsplit(self.runs.full).path.rstrip("/")
 
     def full(self, path: str) -> str:
-        """Return a path in the file system."""
         full = super().full(path)
         first, _, rest = path.strip("/").partition("/")
         if first != _RUNS:
@@ -54,7 +53,6 @@ class _MovedFilesystem(StoreFilesystem):
         ).rstrip("/")
 
     def relative(self, full: str) -> str:
-        """Return the path in the store of a path in the file system."""
         root, ours = self._runs_root, super().full("")
         # The folder of the runs may contain the store's.
         is_ours = _is_in(ours, root) and _is_in(full, ours)
@@ -78,13 +76,13 @@ class StoreWithRuns(Store):
             self._move_runs(runs)
 
     def described(self) -> dict[str, Any]:
-        """Return the saved description of the store besides its URL, as JSON data."""
+        """Saved description of the store besides its URL, as JSON data."""
         place = self._place
         return {"runs": place.runs.url if isinstance(place, _MovedFilesystem) else None}
 
     @classmethod
     def from_description(cls, store: str, runs: str | None = None, **_: Any) -> Store:
-        """Return the store at a URL, as described; entries of other classes are ignored."""
+        """Make the store of a URL and a description; entries of other classes are ignored."""
         return Store(store) if runs is None else StoreWithRuns(store, runs=runs)
 
     def _move_runs(self, runs: str) -> None:
@@ -98,7 +96,6 @@ class StoreWithRuns(Store):
         self._place, self._writer = moved, StoreWriter(moved)
 
     def full_url(self, path: str) -> str:
-        """Return the URL of a path in the store."""
         first, _, rest = path.partition("/")
         if first != _RUNS or not isinstance(self._place, _MovedFilesystem):
             return super().full_url(path)
@@ -106,7 +103,6 @@ class StoreWithRuns(Store):
         return f"{url}/{rest}{mark}{query}" if rest else self._place.runs.url
 
     def below(self, path: str) -> Store:
-        """Return a folder or file of this store as a store with the same options."""
         first, _, rest = path.partition("/")
         if first != _RUNS or not isinstance(self._place, _MovedFilesystem):
             return super().below(path)

@@ -81,15 +81,13 @@ class RemoteStore(Store):
         return False
 
     def exists(self, path: str) -> bool:
-        """Return True if a file or folder exists."""
         return bool(self.ask(invoke, "exists", path)[0])
 
     def num_bytes(self, path: str) -> int:
-        """Return the size of a file."""
         return int(self.ask(read, path, 0, 0)[0])
 
     def read_bytes(self, path: str) -> bytes:
-        """Return the content of a file, 64 MiB per job."""
+        """Read a file, 64 MiB per job."""
         size, first = self.ask(read, path, 0, JOB_BYTES)
         parts = [first]
         for start in range(JOB_BYTES, int(size), JOB_BYTES):
@@ -133,11 +131,9 @@ class RemoteStore(Store):
         return paths
 
     def below(self, path: str) -> Store:
-        """Return a folder or file of this store as a store with the same options."""
         return RemoteStore(self._direct.below(path), self._spark, self._limit_s)
 
     def waiting(self, limit_s: float) -> Store:
-        """Return this store with another longest wait for one access."""
         return RemoteStore(self._direct, self._spark, limit_s)
 
     def data_directories(self) -> Paths:
@@ -146,12 +142,11 @@ class RemoteStore(Store):
         return directories
 
     def last_change(self, path: str) -> float | None:
-        """Return the time of the last change in a folder, in s since 1970."""
         seconds: float | None = self.ask(invoke, "last_change", path)[0]
         return seconds
 
     def local_path(self, path: str) -> str | None:
-        """Return None: this process has no path to the store."""
+        """None: this process has no path to the store."""
         return None
 
     @contextlib.contextmanager
@@ -226,7 +221,7 @@ def _identity(store: Store) -> Store:
 
 
 def _start_timeout(shim: SparkShim) -> float:
-    """Return the session's longest wait for task slots, in s; a fit reports an invalid value."""
+    """The session's longest wait for task slots, in s. An invalid value gives the default; a fit reports it."""
     key = f"{CONF_PREFIX}start_timeout"
     conf = shim.conf((key, f"{key}_s"))
     try:
@@ -390,7 +385,7 @@ def _row(part: int, data: bytes) -> pa.RecordBatch:
 
 
 def parse(rows: Iterable[Row], hide: Callable[[str], str]) -> tuple[Any, bytes]:
-    """Return the answer and the content of a call.
+    """Split a call's rows into its answer and its content.
 
     Args:
         rows: of the task.

@@ -127,19 +127,18 @@ def read_file(spark: SparkSession, folder: str) -> Iterator[str]:
 
 
 def _jvm(spark: SparkSession) -> Any:
-    """Return the JVM of a classic session."""
     return spark._jvm
 
 
 def _hadoop(spark: SparkSession, path: str) -> tuple[Any, Any]:
-    """Return the Hadoop file system of a path, and the path, in the driver's JVM."""
+    """Hadoop file system of a path, and the path, in the driver's JVM."""
     target = _jvm(spark).org.apache.hadoop.fs.Path(path)
     conf = spark._jsparkSession.sessionState().newHadoopConf()
     return target.getFileSystem(conf), target
 
 
 def _local_path(spark: SparkSession, path: str) -> str:
-    """Return the local path that Spark means by `path`, through mount tables too; "" if it is elsewhere."""
+    """Local path that Spark means by `path`, also through mount tables; "" if it is elsewhere."""
     if is_connect(spark):
         return ""
     system, target = _hadoop(spark, path)

@@ -457,7 +457,7 @@ class StoreFilesystem:
         return root
 
     def full(self, path: str) -> str:
-        """Return a path in the file system.
+        """Convert a path in the folder to a path in the file system.
 
         Raises:
             InvalidArgumentError: the path is absolute or outside the folder.
@@ -473,12 +473,12 @@ class StoreFilesystem:
         return posixpath.join(self.root, *[p for p in parts if p and p != "."])
 
     def info(self, path: str) -> pafs.FileInfo:
-        """Return type, size and time of a file or folder, which may not exist."""
+        """Type, size and time of a file or folder; a missing path has the type NotFound."""
         with self.explained("read", path):
             return self.fs.get_file_info(self.full(path))
 
     def relative(self, full: str) -> str:
-        """Return the path in the folder of a path in the file system."""
+        """Convert a path in the file system to a path in the folder."""
         return posixpath.relpath(full, self.root)
 
     @contextlib.contextmanager
@@ -501,7 +501,7 @@ class StoreFilesystem:
             raise self.error(doing, path, e) from self.cause(e)
 
     def error(self, doing: str, path: str, cause: Exception, staged_in: str = "") -> StoreError:
-        """Return the error for an operation refused by the file system.
+        """Make the error for an operation refused by the file system.
 
         Args:
             doing: participle for the message, as for `explained`.
@@ -535,7 +535,7 @@ class StoreFilesystem:
         return error
 
     def cause(self, error: Exception) -> Exception | None:
-        """Return the error to show as a cause: None if its chain holds a secret."""
+        """Error to show as a cause; None if its chain holds a secret."""
         link: BaseException | None = error
         while link is not None:
             for text in (str(link), repr(link)):
@@ -625,7 +625,7 @@ def list_above(place: StoreFilesystem, names: Sequence[str]) -> Paths:
 
 
 def last_change(place: StoreFilesystem, path: str) -> float | None:
-    """Return the time of the last change in a folder, in s since 1970; None if unknown."""
+    """Time of the last change in a folder, in s since 1970; None if unknown."""
     infos = [place.info(path), *_infos(place, path, recursive=True)]
     times = [info.mtime_ns for info in infos if info.mtime_ns]
     return max(times) / 1e9 if times else None
@@ -652,7 +652,7 @@ def unfinished_files(place: StoreFilesystem, path: str) -> Paths:
 
 
 def _folders_above(place: StoreFilesystem, root: str) -> Paths:
-    """List the folders above a root, the nearest first; for a local root also those that links point to."""
+    """List the folders above a root, the nearest first; for a local root also the folders above its real path."""
     folders: dict[str, None] = {}
     for path in (root, os.path.realpath(root)) if place.is_local else (root,):
         for _ in range(_LEVELS):
@@ -829,7 +829,7 @@ class StoredData:
 
 
 def list_runs(store: Store) -> tuple[StoredRun, ...]:
-    """Return the runs of a store by name."""
+    """Sorted by name."""
     files = _files_by_folder(store, "runs", depth=1)
     return tuple(_run(store, run_id, group) for run_id, group in sorted(files.items()))
 
@@ -867,7 +867,7 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
 
 
 def _content(store: Store, path: str) -> bytes | None:
-    """Return the content of a listed file; b"" if it cannot be read, None if it has gone."""
+    """Read a listed file: b"" if it cannot be read, None if it has gone."""
     try:
         return store.read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -893,7 +893,7 @@ def delete_run(store: Store, run_id: str) -> None:
 
 
 def list_data(store: Store) -> tuple[StoredData, ...]:
-    """Return the materialized data of a store by path."""
+    """Sorted by path."""
     entries = []
     now = time.time()
     for folder, files in sorted(_files_by_folder(store, "data", depth=2).items()):

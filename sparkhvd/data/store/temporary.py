@@ -42,7 +42,7 @@ class TemporaryFolders:
         self._kept: dict[str, tuple[str, ...]] = {}
 
     def folder(self, key: str) -> str:
-        """Return the folder of a key, private to this user; the first call makes it."""
+        """The first call makes the folder, private to this user."""
         with self._mutex:
             if key not in self._folders:
                 _sweep()
@@ -52,7 +52,6 @@ class TemporaryFolders:
             return self._folders[key]
 
     def has(self, folder: str) -> bool:
-        """Return True for a folder of this process."""
         with self._mutex:
             return folder in self._folders.values()
 
@@ -148,7 +147,7 @@ _temporary = TemporaryFolders()
 
 
 def default_store(spark: SparkSession, given: object = None) -> Store:
-    """Return the given store (also as a path or URL), else the conf's, else a temporary folder on a local master.
+    """Choose the given store (also a path or URL), else the conf's, else a temporary folder on a local master.
 
     For a Spark Connect session it is the store as this client reaches it, see `connect`.
 
@@ -195,7 +194,7 @@ def default_store(spark: SparkSession, given: object = None) -> Store:
 
 
 def is_temporary_store(store: Store) -> bool:
-    """Return True for a store that `default_store` made for this process."""
+    """Whether `default_store` made the store for this process."""
     return _temporary.has(urlsplit(store.url).path)
 
 

@@ -61,7 +61,7 @@ def open_delta(
     options: Mapping[str, Any] | None,
     where: Condition | None,
 ) -> ParquetDataset:
-    """Return the files of a version of a Delta table.
+    """Find the files of a version of a Delta table.
 
     Args:
         url: of its folder.
@@ -114,7 +114,7 @@ def open_delta(
 def _load(
     url: str, name: str, request: VersionRequest, options: Mapping[str, Any] | None
 ) -> tuple[DeltaTable, int | None]:
-    """Return the table at the version, and the time of its commit in ms since 1970 if known."""
+    """Load the table at the version; also the time of its commit in ms since 1970, if known."""
     try:
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
@@ -146,7 +146,7 @@ def _load(
 
 
 def _version_at(store: Store, newest: int, request: VersionRequest, name: str) -> int:
-    """Return the newest version that was committed by the time of the request.
+    """Find the newest version committed by the time of the request.
 
     The commits' own times count. The times of the log's files change when a table is copied, and deltalake's history leaves out commits
     without a time, so that its numbers are wrong.
@@ -174,7 +174,7 @@ def _commit(version: int) -> str:
 
 
 def _committed_ms(store: Store, version: int) -> int | None:
-    """Return the time of a commit in ms since 1970; None if the log no longer has it."""
+    """Time of a commit in ms since 1970; None if the log no longer has it."""
     try:
         lines = store.read_bytes(_commit(version)).splitlines()
     except FileNotFoundError:
@@ -203,7 +203,7 @@ def _check_features(table: DeltaTable, name: str) -> None:
 def _chosen(
     table: DeltaTable, found: pa.Table, schema: pa.Schema, where: Condition | None
 ) -> set[str]:
-    """Return the paths of files that may hold rows of the filter."""
+    """Paths of files that may hold rows of the filter; all paths if deltalake cannot tell."""
     every = {unquote(path) for path in found.column("path").to_pylist()}
     if where is None:
         return every
@@ -230,7 +230,7 @@ def _deleted(
     actions: pa.Table,
     secrets: Collection[str],
 ) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
-    """Return by path the rows that deletion vectors leave."""
+    """By path, a function for the mask (rows,) of rows left by deletion vectors."""
     from deltalake.exceptions import DeltaError
 
     if "deletionVectors" not in (table.protocol().reader_features or ()):
@@ -269,7 +269,7 @@ def _same(kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 def _path_of(uri: str, *, is_quoted: bool = True) -> str:
-    """Return host and path of a URI of deltalake."""
+    """Host and path of a URI of deltalake."""
     _, mark, rest = uri.partition("://")
     path = rest if mark else uri
     return posixpath.normpath(unquote(path) if mark and is_quoted else path)
@@ -278,7 +278,7 @@ def _path_of(uri: str, *, is_quoted: bool = True) -> str:
 def _locator(
     schema: pa.Schema, mode: str, values: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]:
-    """Return the function that finds the table's columns in a file; see `TableFiles`."""
+    """Make the function that finds the table's columns in a file; see `TableFiles`."""
 
     @cache
     def facts() -> dict[str, tuple[str, str]]:

@@ -52,7 +52,7 @@ def open_iceberg(
     options: Mapping[str, Any] | None,
     where: Condition | None,
 ) -> ParquetDataset:
-    """Return the files of a snapshot of an Iceberg table.
+    """Find the files of a snapshot of an Iceberg table.
 
     Args:
         table: as pyiceberg loaded it.
@@ -182,7 +182,7 @@ def load_files(metadata: str, name: str, options: Mapping[str, Any] | None) -> T
 
 
 def _secrets(catalog: object, options: Mapping[str, Any] | None) -> frozenset[str]:
-    """Return the secrets of a catalog and of the options of a store."""
+    """A catalog's name is looked up in pyiceberg's configuration."""
     properties = getattr(catalog, "properties", catalog)
     if isinstance(properties, str):
         from pyiceberg.utils.config import Config
@@ -225,7 +225,7 @@ def _snapshot(table: Table, name: str, request: VersionRequest) -> Snapshot:
 
 
 def _columns(table: Table, scan: DataScan, name: str, request: VersionRequest) -> Schema:
-    """Return the columns to read: of the newest version the table's, which may have changed since its snapshot was written."""
+    """Columns to read. For the newest version they are the table's, which may be newer than its snapshot."""
     if request.schema_id is not None:
         found = table.schemas().get(request.schema_id)
         if found is None:
@@ -246,7 +246,7 @@ def _tasks(
     where: Condition | None,
     name: str,
 ) -> list[FileScanTask]:
-    """Return the files of a scan, without those that hold no row of the filter as far as pyiceberg tells."""
+    """Plan the files of a scan, without files that pyiceberg knows to hold no row of the filter."""
     # pyiceberg looks for the columns of a filter in the newest schema, where a name may mean another column.
     newest = {field.name: field.field_id for field in table.schema().fields}
     ours = {field.name: field.field_id for field in columns.fields}
@@ -263,7 +263,7 @@ def _tasks(
 
 
 def _planned(table: Table, scan: DataScan, name: str) -> list[FileScanTask]:
-    """Return the files of a scan, each with its delete files; equality deletes are refused."""
+    """Plan the files of a scan, each with its delete files. Equality deletes are refused."""
     import pyiceberg
 
     secrets = storage.secrets("", table.io.properties)
@@ -290,7 +290,7 @@ def _planned(table: Table, scan: DataScan, name: str) -> list[FileScanTask]:
 
 
 def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the folder above all files as the URL of a store, and the files relative to it."""
+    """Folder above all files as the URL of a store, and the files relative to it."""
     parts = [_split(url) for url in urls]
     if len({host for host, _ in parts}) > 1:
         raise InvalidArgumentError(
@@ -335,7 +335,7 @@ def _split(url: str) -> tuple[str, str]:
 def _deleted(
     table: Table, tasks: Sequence[FileScanTask], paths: Sequence[str], name: str
 ) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
-    """Return by path the rows that position deletes and deletion vectors leave."""
+    """By path, a function for the mask (rows,) of rows left by position deletes and deletion vectors."""
     having = [task for task in tasks if task.delete_files]
     if not having:
         return {}
@@ -386,7 +386,7 @@ def _deleted(
 def _locator(
     table: Table, columns: Schema, tasks: Mapping[str, FileScanTask], name: str
 ) -> Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]:
-    """Return the function that finds the table's columns in a file; see `TableFiles`."""
+    """Make the function that finds the table's columns in a file; see `TableFiles`."""
     from pyiceberg.transforms import IdentityTransform
 
     mapping = table.metadata.name_mapping()
@@ -395,7 +395,7 @@ def _locator(
 
     @cache
     def identities(spec_id: int) -> dict[int, int]:
-        """Return the place of each identity partition value by the source's field id."""
+        """Position of each identity partition value, by the source column's field id."""
         fields = specs[spec_id].fields if spec_id in specs else ()
         return {
             field.source_id: at

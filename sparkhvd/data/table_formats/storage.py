@@ -34,7 +34,7 @@ _NAMES["abfss"] = _NAMES["abfs"]
 
 
 def for_delta(url: str, options: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the options of a store in deltalake's words.
+    """Translate a store's options to deltalake's words.
 
     Raises:
         InvalidArgumentError: an option has no such word.
@@ -46,7 +46,7 @@ def for_delta(url: str, options: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def for_iceberg(url: str, options: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the options of a store in pyiceberg's words; errors as in `for_delta`."""
+    """Translate a store's options to pyiceberg's words; errors as in `for_delta`."""
     return _translated(url, options, 2, "pyiceberg")
 
 
@@ -75,7 +75,7 @@ def _translated(
 
 
 def secrets(url: str, options: Mapping[str, Any] | None = None) -> frozenset[str]:
-    """Return what no message may hold: passwords and keys of a URL, of storage options, or of a catalog's properties."""
+    """Passwords and keys of a URL, of storage options, or of a catalog's properties; no message may hold them."""
     found = set(addresses.secrets_of(url, options or {}))
     for value in map(str, (options or {}).values()):
         if "://" in value:
@@ -88,7 +88,7 @@ def secrets(url: str, options: Mapping[str, Any] | None = None) -> frozenset[str
 
 
 def of_iceberg(url: str, properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file options that a catalog gave, as options of a store."""
+    """Translate a catalog's file options to options of a store."""
     scheme = addresses.parse(url).scheme if "://" in url else "file"
     found: dict[str, Any] = {}
     for ours, _, theirs in _NAMES.get(scheme, ()):

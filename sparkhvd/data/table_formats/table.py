@@ -31,7 +31,7 @@ def open_table(
     catalog: object = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ParquetDataset:
-    """Return the files of a version of a table; starts no Spark job.
+    """Find the files of a version of a table; starts no Spark job.
 
     Args:
         table: path or URL of a Delta table's folder, of an Iceberg table's folder or metadata file; or a name,
@@ -109,7 +109,7 @@ def _absolute(url: str) -> str:
 
 
 def _spark_catalog(spark: SparkSession, name: str) -> dict[str, str] | None:
-    """Return the properties of an Iceberg catalog in the session's configuration, as pyiceberg reads them, or None."""
+    """Properties of an Iceberg catalog in the session's configuration, as pyiceberg reads them, or None."""
     prefix = f"spark.sql.catalog.{name}"
     kind = str(spark.conf.get(prefix, None) or "")
     if "org.apache.iceberg" not in kind:
@@ -127,7 +127,7 @@ def _spark_catalog(spark: SparkSession, name: str) -> dict[str, str] | None:
 
 
 def _delta_location(spark: SparkSession, name: str) -> str | None:
-    """Return the folder of a Delta table in the session's catalog, or None."""
+    """Folder of a Delta table in the session's catalog; None without such a table."""
     try:
         rows = spark.sql(
             f"DESCRIBE TABLE EXTENDED {name}"

@@ -15,7 +15,7 @@ from sparkhvd.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class VersionRequest:
-    """Version of a table as a user asks for it; at most one attribute is set, and the newest version is meant without.
+    """Version of a table requested by a user: at most one attribute is set; without any, the newest version.
 
     Attributes:
         version: number of a Delta table's version.
@@ -69,7 +69,7 @@ def requested(
     ref: str | None = None,
     as_of: str | date | datetime | None = None,
 ) -> VersionRequest:
-    """Return the request of a version.
+    """Check the arguments that choose a version.
 
     Raises:
         InvalidArgumentError: more than one is given, or one has another type.
@@ -117,7 +117,7 @@ def _utc(moment: float) -> str:
 
 
 def unsupported(name: str, feature: str, remedy: str = "") -> InvalidArgumentError:
-    """Return the error of a table that this reader cannot read exactly.
+    """Make the error for a table that this reader cannot read exactly.
 
     Args:
         name: of the table.
@@ -131,7 +131,6 @@ def unsupported(name: str, feature: str, remedy: str = "") -> InvalidArgumentErr
 
 
 def missing_extra(name: str, package: str, extra: str) -> InvalidArgumentError:
-    """Return the error of a missing library."""
     return InvalidArgumentError(
         f"fit_on_table({name!r}): this is {'a Delta' if extra == 'delta' else 'an Iceberg'} table, and the package {package} is not "
         f"installed here, on the driver. Install it: pip install 'sparkhvd[{extra}]'. Ranks do not need it."
@@ -139,7 +138,7 @@ def missing_extra(name: str, package: str, extra: str) -> InvalidArgumentError:
 
 
 def short(error: BaseException, secrets: Collection[str] = ()) -> str:
-    """Return the text of a library's error in one line of at most 300 characters, without secrets."""
+    """Text of a library's error in one line of at most 300 characters, without secrets."""
     text = " ".join(str(error).split())
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "<hidden>")
@@ -147,5 +146,5 @@ def short(error: BaseException, secrets: Collection[str] = ()) -> str:
 
 
 def has_id(field: pa.Field) -> bool:
-    """Return True if a column of a Parquet file has a field id."""
+    """Whether a column of a Parquet file has a field id."""
     return b"PARQUET:field_id" in (field.metadata or {})

@@ -44,7 +44,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Joined:
-    """Conditions joined by "and" or "or", or one negated by "not"."""
+    """Conditions joined by "and" or "or", or a condition negated by "not"."""
 
     op: str
     parts: tuple[Condition, ...]
@@ -66,7 +66,7 @@ _TOKEN = re.compile(
 
 
 def parse(where: Where) -> Condition:
-    """Return the condition of a filter.
+    """Parse a filter, SQL or tuples.
 
     Raises:
         InvalidArgumentError: it is neither such SQL nor such tuples.
@@ -84,7 +84,7 @@ def parse(where: Where) -> Condition:
 
 
 def row_filter(condition: Condition, schema: pa.Schema, name: str) -> RowFilter:
-    """Return the filter of rows of a table.
+    """Make the filter of a table's rows.
 
     Args:
         condition: the filter.
@@ -105,7 +105,7 @@ def row_filter(condition: Condition, schema: pa.Schema, name: str) -> RowFilter:
 
 
 def text_of(condition: Condition) -> str:
-    """Return a condition as SQL, equal for equal conditions; double quotes around columns."""
+    """Condition as SQL, equal for equal conditions; double quotes around columns."""
     if isinstance(condition, Joined):
         if condition.op == "not":
             return f"NOT ({text_of(condition.parts[0])})"
@@ -120,17 +120,16 @@ def text_of(condition: Condition) -> str:
 
 
 def columns_of(condition: Condition) -> set[str]:
-    """Return the names of the columns that a condition reads."""
     return {test.column for test in _tests(condition)}
 
 
 def null_columns_of(condition: Condition) -> set[str]:
-    """Return the names of the columns that a condition compares with null."""
+    """Columns that a condition compares with null."""
     return {test.column for test in _tests(condition) if test.op == "null"}
 
 
 def for_pruning(condition: Condition, types: Mapping[str, pa.DataType]) -> Condition | None:
-    """Return the condition with each value in the type of its column, or None if a library could not compare them exactly.
+    """Convert values to the types of their columns; None if a library could not compare them exactly.
 
     A library rounds a value that the type lacks, and would leave out files that hold rows of the condition.
     """
@@ -158,7 +157,7 @@ class _InexactError(Exception):
 
 
 def of_iceberg(condition: Condition, types: Mapping[str, pa.DataType]) -> BooleanExpression:
-    """Return an expression of pyiceberg that holds for at least the rows of the condition."""
+    """Expression of pyiceberg that holds for at least the rows of the condition."""
     from pyiceberg import expressions as ice
 
     # Negation is moved to the comparisons: an Iceberg comparison is true or false for nulls, and its negation would drop some.
@@ -217,7 +216,7 @@ def _expression(condition: Condition, types: Mapping[str, pa.DataType]) -> pc.Ex
 
 
 def _compared(field: pc.Expression, test: Test, kind: pa.DataType) -> pc.Expression:
-    """Return a comparison; a number that the column's type lacks lies between two that it has."""
+    """Compare a column with a value; a number that the type lacks lies between two numbers of the type."""
     value = test.values[0]
     exact = _value_in(value, kind, test.column)
     if exact is not None:
@@ -240,7 +239,7 @@ def _unless_null(field: pc.Expression, otherwise: pc.Expression) -> pc.Expressio
 
 
 def _floor(value: Any, kind: pa.DataType) -> int | float | Decimal | None:
-    """Return the greatest number of a type that is not more than a number; None if all are more.
+    """Greatest number of a type that is at most the value; None if all are greater.
 
     A number compares as it is: 0.1 is less than the nearest float32. With decimals its text counts.
     """
@@ -269,7 +268,7 @@ def _decimal(value: Any) -> Decimal:
 
 
 def _value_in(value: Value, kind: pa.DataType, column: str) -> Any:
-    """Return a value as its column's type has it; None for a number that the type lacks."""
+    """Convert a value to its column's type; None for a number that the type lacks."""
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if is_number != (isinstance(value, (int, float)) and not isinstance(value, bool)) or (
         pa.types.is_boolean(kind) != isinstance(value, bool)
@@ -301,7 +300,7 @@ def _scalar(value: Value, kind: pa.DataType) -> pa.Scalar:
 
 
 def _exact(value: Value, kind: pa.DataType, column: str) -> Any:
-    """Return a value as both libraries take it, dates and times as text; None if the type lacks it."""
+    """Value as both libraries take it, dates and times as text; None if the type lacks it."""
     found = _value_in(value, kind, column)
     if not isinstance(found, pa.Scalar):
         return found
@@ -376,7 +375,7 @@ def _of_tuple(given: tuple[str, str, Any]) -> Condition:
 
 
 def _plain(value: Any) -> Any:
-    """Return Python's value of a number of NumPy; NaN and infinity have no text in SQL."""
+    """Convert a number of NumPy to Python's. NaN and infinity are errors, because SQL has no text for them."""
     plain = value.item() if isinstance(value, np.generic) else value
     if isinstance(plain, float) and not math.isfinite(plain):
         raise ValueError(f"{plain!r} is compared, and only finite numbers can be")

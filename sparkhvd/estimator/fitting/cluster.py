@@ -124,7 +124,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
 
 
 def fixed_num_proc(options: FitOptions, who: str) -> int | None:
-    """Return the number of ranks of an estimator without elastic training.
+    """Number of ranks for an estimator without elastic training.
 
     Raises:
         InvalidArgumentError: it is a range.
@@ -137,7 +137,7 @@ def fixed_num_proc(options: FitOptions, who: str) -> int | None:
 
 
 def _range_of_ranks(options: FitOptions) -> tuple[int | None, int | None]:
-    """Return the minimum of ranks (None if fixed), and the number or the maximum.
+    """Minimum of ranks (None if fixed), and the number or the maximum.
 
     Raises:
         InvalidArgumentError: another Param contradicts it.

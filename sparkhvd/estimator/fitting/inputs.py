@@ -118,7 +118,7 @@ class FitData:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts that a resumed fit must share with its run."""
+        """Facts that a resumed fit must share with its run."""
         manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]
         tables = {"tables": [t.identity for t in self.manifest.tables]}
         return {
@@ -136,7 +136,6 @@ class FitData:
 
 
 def row_functions(options: PredictOptions) -> RowFunctions:
-    """Return the user's decoders and collate functions."""
     return RowFunctions(options.decoders or {}, options.collate_fn or {})
 
 
@@ -147,7 +146,7 @@ def required_modules(options: FitOptions) -> tuple[str, ...]:
 
 
 def dataframe_sources(df: DataFrame, validation: DataFrame | float | str | None) -> FitSources:
-    """Return the sources of `fit(df)`; `validation` is the Param."""
+    """Sources of `fit(df)`; `validation` is the Param."""
     if is_dataframe(validation):
         return FitSources(DataFrameSource(df), DataFrameSource(validation))
     if validation is not None and not isinstance(validation, str):
@@ -305,7 +304,7 @@ def _check_shapes(training: DataSchema, validation: DataSchema, name: str) -> No
 def _read_examples(
     rows: Source, schema: DataSchema, functions: RowFunctions
 ) -> tuple[DataSchema, dict[str, Any]]:
-    """Return the schema after decoders and examples of collated columns, both from the first row."""
+    """Learn the schema after decoders, and examples of collated columns, from the first row."""
     names = functions.needs_example(schema)
     if not names:
         return schema, {}

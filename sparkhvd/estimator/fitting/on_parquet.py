@@ -53,7 +53,7 @@ def split_arguments(
     params: Mapping[Any, Any] | Sequence[Any] | None,
     name: str = "fit_on_parquet",
 ) -> tuple[PathLike | None, list[ParamMap], bool]:
-    """Return the path, the param maps and whether they came as a list; Horovod's call passes params first.
+    """Path, param maps, and whether the maps came as a list; Horovod's call passes params first.
 
     Raises:
         InvalidArgumentError: params are given twice or are not param maps.
@@ -126,7 +126,7 @@ def check_options(options: FitOptions, name: str) -> None:
 
 
 def _locate(options: FitOptions, places: DataPaths) -> tuple[Store, Store | None]:
-    """Return the place of the training data, and of separate validation files if given."""
+    """Store of the training data, and of separate validation files if given."""
     index, validation_path = places.dataset_idx, places.validation_path
     storage = places.storage_options
     validation = store_of(validation_path, storage) if validation_path is not None else None
@@ -150,7 +150,7 @@ def _locate(options: FitOptions, places: DataPaths) -> tuple[Store, Store | None
 
 
 def reachable(spark: SparkSession, store: Store) -> Store:
-    """Return the place of a data set as this process reaches it: directly, or through tasks of a Connect session.
+    """Choose how this process reaches a data set: directly, or through tasks of a Connect session.
 
     A Connect client may see no files there, or other files under the same name. It has direct access if it lists the same
     files as an executor, with equal sizes and times. Nothing is written for this check.

@@ -136,7 +136,7 @@ def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None
 
 
 def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) -> float | None:
-    """Return the seconds between two reads; None, with a printed reason, if a read needs a task slot held by the ranks."""
+    """Seconds between two reads; None, with a printed reason, if a read needs a task slot held by the ranks."""
     if store.is_seen:
         return POLL_S
     if slots is None or slots > num_proc:

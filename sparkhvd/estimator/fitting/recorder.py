@@ -58,7 +58,7 @@ class Recorder:
         return found
 
     def lap(self, name: str) -> None:
-        """End a phase of the driver, which began at the previous lap."""
+        """End a phase of the driver, begun by the previous lap."""
         now = time.time()
         self._phases.append((name, now - self._lap))
         self._lap = now
@@ -90,7 +90,7 @@ class Recorder:
         self._changes.append((len(self._relaunches), change))
 
     def with_changes(self, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return records of epochs, each with the lines of its rank changes."""
+        """Add to the records of epochs the lines of their rank changes, and the data of `with_origin`."""
         places = self._places()
         lines: dict[int, list[str]] = {}
         for attempt, change in self._changes:
@@ -104,7 +104,7 @@ class Recorder:
         return with_origin(records, self._origin)
 
     def _places(self) -> dict[tuple[int, int], dict[str, int]]:
-        """Return the start position of each set of ranks, by attempt and generation."""
+        """Start position of each set of ranks, by attempt and generation."""
         return {(g["attempt"], g["generation"]): g for g in self._facts.get("generations", ())}
 
     def _rank_changes(self) -> list[dict[str, Any]]:
@@ -231,7 +231,7 @@ class Recorder:
 def with_origin(
     history: Sequence[Mapping[str, Any]], origin: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return records of epochs, each with the version of the tables that it was trained on, if known, as "data"."""
+    """Add to the records of epochs the version of the training's tables, if known, as "data"."""
     versions = [
         f"{table['name']}@{table['version']}"
         + (f" where {table['where']}" if table["where"] else "")
@@ -262,7 +262,7 @@ def _utc(moment: float) -> str:
 
 
 def _masked(value: Any, store: Store) -> Any:
-    """Return JSON values without the store's secrets."""
+    """Mask the store's secrets in JSON values."""
     if isinstance(value, str):
         return store.hide(value)
     if isinstance(value, Mapping):
@@ -273,7 +273,7 @@ def _masked(value: Any, store: Store) -> Any:
 
 
 def masked_params(params: Mapping[str, object], hide: Callable[[str], str]) -> dict[str, str]:
-    """Return values of Params as short texts: objects by class, named secrets hidden.
+    """Format values of Params as short texts: objects by class, named secrets hidden.
 
     Args:
         params: values by name.

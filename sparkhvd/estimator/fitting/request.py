@@ -131,7 +131,7 @@ class FitRequest(CheckedProgram):
         return is_kept or not is_temporary_store(self.store)
 
     def tells_outputs(self, labels: Sequence[Column]) -> bool:
-        """Return True if `loss` tells the meaning of outputs: it trains the model, on labels of whole rows."""
+        """Whether `loss` tells the meaning of outputs: it trains the model, on labels of whole rows."""
         return not self.program.user.computes_loss and all(map(is_of_row, labels))
 
 
@@ -468,7 +468,7 @@ class LoopOptions:
     early_stopping: EarlyStopping | None = None
 
     def describe(self, *, has_schedule: bool) -> dict[str, object]:
-        """Return the facts that a resumed fit must share: they decide which checkpoints are kept and what a schedule has seen.
+        """Facts that a resumed fit must share: they decide which checkpoints are kept and what a schedule has seen.
 
         Args:
             has_schedule: True if the fit has a learning-rate scheduler.
@@ -612,7 +612,7 @@ class PairingCheck:
                 warnings.warn(text, stacklevel=2)
 
     def with_ends(self, names: Sequence[str], ranges: Mapping[str, tuple[int, int]]) -> Compare:
-        """Return this check with one of the ends of labels: a class that the model's output lacks is an error."""
+        """Also check the ends of labels: a class that the model's output lacks is an error."""
 
         def compare(outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
             self(outputs, labels)

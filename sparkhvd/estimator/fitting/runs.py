@@ -70,7 +70,7 @@ class Run:
     start_from: str = ""
 
     def seed(self, given: int | None) -> int:
-        """Choose the seed: the given, the run's or a new one. The run stores it."""
+        """Choose the given seed, the run's or a new seed. The run stores it."""
         seed = given
         if seed is None:
             for name in (_FINGERPRINT, _SEED):
@@ -82,7 +82,7 @@ class Run:
         return seed
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        """Return the contents of a file of the run; None if missing or damaged."""
+        """Contents of a file of the run; None if missing or damaged."""
         try:
             return load_sealed(self.store.read_bytes(f"{self.run_dir}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
@@ -151,7 +151,7 @@ class Run:
             Checkpoints(self.store, self.run_dir).finish(finished.epoch, num_checkpoints)
 
     def finished(self) -> Finished | None:
-        """Return the end of a finished run, or None.
+        """End of a finished run, or None.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -186,11 +186,11 @@ class Run:
         return self.store.full_url(f"{self.run_dir}/{TIMELINE_NAME}")
 
     def position(self) -> Position:
-        """Return (epochs, steps of the next epoch) of the newest checkpoint; (0, 0) without a checkpoint."""
+        """Epochs, and steps of the next epoch, of the newest checkpoint; (0, 0) without a checkpoint."""
         return Checkpoints(self.store, self.run_dir).latest_position()
 
     def progress(self, epochs: int) -> str:
-        """Return the newest checkpoint in words."""
+        """Newest checkpoint in words."""
         position = self.position()
         if position == (0, 0):
             return "the beginning, without a checkpoint"
@@ -265,7 +265,7 @@ class Run:
                 sys.stderr.flush()
 
     def _holds_code(self) -> bool:
-        """Return True if the run's description holds the user's classes or functions, which need trust."""
+        """Whether the run's description holds the user's classes or functions; they need trust."""
         with contextlib.suppress(OSError, SparkhvdError):
             values = load_sealed(self.store.read_bytes(f"{self.run_dir}/{MODEL_NAME}"))
             return bool(values and values["code"])
@@ -281,7 +281,7 @@ class Run:
         return f"stays until you delete {urlsplit(self.store.url).path}"
 
     def finished_weights(self) -> str:
-        """Return the file with the weights of a finished run, relative to the store; "" for an unfinished run.
+        """File with the weights of a finished run, relative to the store; "" for an unfinished run.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -320,11 +320,7 @@ def new_run_id(uid: str) -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    """Return a run id that can name a folder.
-
-    Raises:
-        InvalidArgumentError: it cannot.
-    """
+    """Raise InvalidArgumentError unless a run id can name a folder."""
     if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*", run_id):
         raise InvalidArgumentError(
             f"run_id is {run_id!r}; it names a folder and may hold letters, digits, '.', '_' and '-'."
@@ -342,7 +338,7 @@ class Folds:
         self._num_calls = 0
 
     def label(self) -> str:
-        """Count a call of `fitMultiple`; return "fold 2" from the second one on."""
+        """Count the calls of `fitMultiple`; from the second on return a label, "fold 2"."""
         with self._lock:
             self._num_calls += 1
             return f"fold {self._num_calls}" if self._num_calls > 1 else ""

@@ -91,18 +91,17 @@ class StatusLine:
 
 
 def _is_notebook() -> bool:
-    """Return True in a Jupyter kernel."""
     ipython: Any = sys.modules.get("IPython")
     return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
 
 
 def _is_terminal() -> bool:
-    """Return True if lines can be replaced; a program's replacement of stdout may lack methods."""
+    """Whether lines can be replaced. A program's replacement of stdout may lack methods."""
     return sys.stdout is not None and getattr(sys.stdout, "isatty", lambda: False)()
 
 
 def _width() -> int:
-    """Return the columns that a line may fill without wrapping."""
+    """Columns that a line may fill without wrapping."""
     columns = 0
     with contextlib.suppress(OSError, ValueError):  # a terminal of the program's own
         columns = os.get_terminal_size(sys.stdout.fileno()).columns

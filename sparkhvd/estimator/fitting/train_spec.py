@@ -108,7 +108,7 @@ def build_train_spec(
 
 
 def initialized(request: FitRequest, data: FitData) -> FitRequest:
-    """Return the request with shapes for the parameters of lazy modules, which a forward on two rows gives them.
+    """Give the parameters of lazy modules their shapes, by a forward on two rows.
 
     Their values follow from the seed of the run. The caller's module is not changed.
 
@@ -151,7 +151,7 @@ def initialized(request: FitRequest, data: FitData) -> FitRequest:
 
 
 def fingerprint(request: FitRequest, data: FitData) -> str:
-    """Return the facts, as JSON, that two fits must share so that one can resume the other."""
+    """JSON of the facts that two fits must share so that one can resume the other."""
     options, program = request.options, request.program
     values = fingerprint_options(options)
     if data.validation is not None:

@@ -121,7 +121,7 @@ class TorchParams(Params):
 
     @classmethod
     def _row(cls, name: str) -> ParamRow:
-        """Return the row of a Param; a row without effects for Params of user subclasses."""
+        """Row of a Param; without effects for a Param of a user's subclass."""
         return getattr(getattr(cls, name, None), "row", _PLAIN)
 
     def _check_values(self) -> None:
@@ -200,7 +200,7 @@ class TorchParams(Params):
         return "model" if self.hasParam("model") else "feature_cols"
 
     def setParams(self, *positional: object, **keywords: object) -> Any:  # noqa: N802 - Spark's name
-        """Set several Params by keyword (None clears one); returns this object."""
+        """Set several Params by keyword (None clears a Param); returns this object."""
         self._set_keywords(positional, keywords)
         return self
 
@@ -226,7 +226,7 @@ class TorchParams(Params):
         return super()._set(**{n: value for n, value in values.items() if value is not None})
 
     def _get(self, name: str) -> Any:
-        """Return the value of a Param, or None."""
+        """None if the Param is not set and has no default."""
         return self.getOrDefault(name) if self.isDefined(name) else None
 
 

@@ -68,7 +68,7 @@ class Archive:
         self.module: nn.Module | None = None
 
     def pickles(self) -> dict[str, bytes]:
-        """Return the pickles of `code`, which refer to the module's tensors by name."""
+        """Pickle the values of `code`; they refer to the module's tensors by name."""
         return {name: self.pickled(value) for name, value in self.code.items()}
 
     def pickled(self, value: object) -> bytes:
@@ -172,7 +172,7 @@ def _encode_known(value: object) -> dict[str, Any] | None:
 
 
 def torch_name(value: object) -> str | None:
-    """Return torch's public name of a value, for example "torch.optim.Adam", or None."""
+    """Torch's public name of a value, such as "torch.optim.Adam", or None."""
     name = getattr(value, "__name__", "")
     for home, module in (("torch.optim", torch.optim), ("torch.nn.functional", nn.functional)):
         if (
@@ -332,7 +332,7 @@ class Decoder:
         )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the saved tensors whose names begin with `name`, without it."""
+        """Select the saved tensors below `name`, and cut it off their names."""
         if torch.__version__ < SAFE_TORCH:  # type: ignore[operator]  # it compares with tuples, too
             safe = ".".join(map(str, SAFE_TORCH))
             why = f"a crafted file of them can run code where torch is below {safe} (here {torch.__version__})"
@@ -343,7 +343,7 @@ class Decoder:
         return {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
 
     def _file(self, name: str) -> contextlib.AbstractContextManager[str]:
-        """Return a local path of the only file of a folder of the saved directory, for a block."""
+        """Local path, for a block, of the only file of a folder of the saved directory."""
         assert self.spark is not None
         return read_file(self.spark, f"{self.path}/{name}")
 

@@ -131,7 +131,7 @@ class _Writer(MLWriter):
             write_file(self.sparkSession, f"{path}/{name}", file)
 
     def _metadata(self, encoded: _Encoded) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-        """Return the arguments of Spark's metadata writer: instance, context, extra metadata and map of Params."""
+        """Arguments of Spark's metadata writer: instance, context, extra metadata and map of Params."""
         # Spark writes plain JSON without objects: our values are in `content`.
         bare = copy.copy(self.instance)
         bare._paramMap, bare._defaultParamMap = {}, {}
@@ -229,7 +229,7 @@ class _Reader(MLReader[Any]):
         return instance
 
     def _is_wanted(self, name: str, value: object, path: str) -> bool:
-        """Return True if a Param is loaded from the file: a store needs trust."""
+        """Whether a Param is loaded from the file: a store needs trust."""
         return (
             name != "store"
             or value is None

@@ -48,7 +48,7 @@ _OTHERS = frozenset(
 
 
 class Model(Protocol):
-    """Members of `TorchModel`, which stands above this module, that are used here."""
+    """Members of `TorchModel` used here; the class stands above this module."""
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -120,7 +120,6 @@ class Reproduction:
 
 
 def this_environment() -> Environment:
-    """Return the environment of this process."""
     return Environment(
         torch.__version__,
         platform.python_version(),
@@ -224,7 +223,7 @@ def reproduce(
 
 
 def load_recipe(run: Store, *, key: str | None = None, trusted: bool = False) -> tuple[Recipe, Any]:
-    """Return the recipe of a run, and its estimator with seed and number of ranks; errors as `reproduce`."""
+    """Recipe of a run, and its estimator with seed and number of ranks; errors as in `reproduce`."""
     url = run.full_url(RECIPE_NAME)
     try:
         values = load_sealed(run.read_bytes(RECIPE_NAME))
@@ -253,7 +252,7 @@ def load_recipe(run: Store, *, key: str | None = None, trusted: bool = False) ->
 
 
 def differences(recipe: Recipe) -> dict[str, tuple[str, str]]:
-    """Return the parts of the environment that differ from the fit's, as (then, now)."""
+    """Parts of the environment that differ from the fit's, as (then, now)."""
     then, now = asdict(recipe.environment), asdict(this_environment())
     return {name: (then[name], now[name]) for name in then if then[name] != now[name]}
 
@@ -305,7 +304,7 @@ def _digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that a tensor consists of."""
+    """Dense tensors that a tensor consists of, such as the indices and values of a sparse tensor."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return tensor.indices(), tensor.values()
@@ -322,7 +321,7 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _first_difference(recipe: Recipe, model: Model) -> str:
-    """Return the first difference of two trainings in words; "" without one."""
+    """First difference of two trainings in words; "" if there is no difference."""
     rows = zip(recipe.losses, _losses(model.history), strict=False)
     for epoch, (then, now) in enumerate(rows, 1):
         if then != now and not (math.isnan(then) and math.isnan(now)):

@@ -125,7 +125,7 @@ def load_run_model(
 
 
 class _RunDecoder(Decoder):
-    """Decoder of a run's model, which loads the weights of a checkpoint on first use."""
+    """Decoder of a run's model; loads the weights of a checkpoint on first use."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class _RunDecoder(Decoder):
 
 
 def _last_run(store: Store, run_id: str) -> Run:
-    """Return the run, or its last nonempty continuation.
+    """Find the run's newest continuation with a checkpoint, else the run itself.
 
     Raises:
         InvalidArgumentError: the store has no such run.

@@ -45,7 +45,7 @@ class OwnFiles:
 
     @classmethod
     def digests_of_code(cls, content: Mapping[str, Any]) -> frozenset[str]:
-        """Return the SHA-256, in hex, of the pickles of this process's saves with this metadata."""
+        """SHA-256, in hex, of the pickles in this process's saves with this metadata."""
         return frozenset(cls._of_process.get(_digest_of(content), ()))
 
 
@@ -66,7 +66,7 @@ def trust() -> Iterator[None]:
 
 
 def is_trusted(path: str, spark: SparkSession | None, *, trusted: bool = False) -> bool:
-    """Return True if the file is trusted; arguments as in `check_trusted`."""
+    """Arguments as in `check_trusted`."""
     if trusted or _is_trusted.get():
         return True
     return spark is not None and _has_trusted_prefix(path, spark.conf.get(TRUST_CONF, "") or "")
@@ -102,7 +102,7 @@ def check_trusted(
 
 
 def _has_trusted_prefix(path: str, prefixes: str) -> bool:
-    """Return True if the path is one of the comma-separated prefixes or below one."""
+    """Whether the path equals a prefix or is below it; commas separate the prefixes."""
     path = posixpath.normpath(path)
     for part in prefixes.split(","):
         if prefix := part.strip():

@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 
 def _links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the links from outputs to probabilities: as named, or from the losses; identity if unknown.
+    """Links from outputs to probabilities: as named, or from the losses; identity if unknown.
 
     Raises:
         InvalidArgumentError: both are given, or a name is unknown.
@@ -67,7 +67,7 @@ def described(
     history: Sequence[Mapping[str, Any]] | None = None,
     run_id: str | None = None,
 ) -> TrainedState:
-    """Return a module with facts of its training."""
+    """Add the facts of a training to a module."""
     made = construct_losses(loss, loss_constructors, fitted.module)
     return replace(
         fitted,
@@ -142,7 +142,7 @@ def bind_module(
 def name_outputs(
     bound: TrainedState, options: PredictOptions, widths: tuple[int, ...]
 ) -> TrainedState:
-    """Return a bound module with the widths, labels and links of its outputs.
+    """Add the widths, labels and links of its outputs to a bound module.
 
     Raises:
         InvalidArgumentError: nothing names the outputs, or the losses are not one per output.
@@ -175,7 +175,7 @@ def _row_shapes(options: PredictOptions) -> dict[str, Shape]:
 def _shaped(
     column: Column, field: AnyField, given: Shape | None, options: PredictOptions
 ) -> Column:
-    """Return the column with the shape of its rows."""
+    """Set the shape of a column's rows without reading rows."""
     if column.is_collated or column.shape is not None:
         return column
     if column.has_decoder:
@@ -196,7 +196,7 @@ def _shaped(
 
 
 def _looked_up(column: Column, options: PredictOptions) -> Column | None:
-    """Return the column of a dict decoder, whose values tell shape and dtype; None for another."""
+    """Set shape and dtype of a dict decoder's column from its values; None for another decoder."""
     decoder = (options.decoders or {}).get(column.name)
     if not isinstance(decoder, Mapping) or not decoder:
         return None
@@ -206,7 +206,7 @@ def _looked_up(column: Column, options: PredictOptions) -> Column | None:
 
 
 def _stored_shape(column: Column, given: Shape) -> Shape:
-    """Return the shape in which Spark has the rows: nested arrays have axes of their own, a flat one and a vector have one."""
+    """Shape of the rows in Spark: an axis per level of nested arrays, one axis for a flat array or a vector."""
     depth = max(1, column.source.count("array<"))
     if depth == 1:
         return (math.prod(given),)
@@ -312,7 +312,7 @@ def match_columns(
 def _policy(
     options: PredictOptions, pairs: Sequence[tuple[str, Column]]
 ) -> str | Mapping[str, str | float]:
-    """Return `handle_invalid` by this DataFrame's names, without labels; entries may use the training's names."""
+    """Key `handle_invalid` by this DataFrame's names, without labels; it may use the training's names."""
     policy = options.handle_invalid or "error"
     if not isinstance(policy, Mapping):
         return policy
@@ -421,12 +421,12 @@ def _layout(column: Column) -> str:
 
 
 def _kind(column: Column, trained: Column) -> str:
-    """Return the kind for reading values: their own, except sparse for a vector that was sparse in training."""
+    """Kind for reading values: the column's own, but sparse for a vector that was sparse in training."""
     return trained.kind if column.kind == "vector" and trained.kind == "sparse" else column.kind
 
 
 def width_of(field: AnyField) -> int | None:
-    """Return the elements per row of a vector from Spark ML's metadata, or None."""
+    """Elements per row of a vector from Spark ML's metadata; None if unknown."""
     attributes = (field.metadata or {}).get("ml_attr", {})
     if type(field.dataType).__name__ != "VectorUDT" or not isinstance(attributes, Mapping):
         return None

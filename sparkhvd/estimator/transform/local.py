@@ -185,7 +185,7 @@ def _outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output, ...
 def _spread(
     values: Sequence[npt.NDArray[Any]], outputs: Sequence[Output], done: npt.NDArray[np.bool_]
 ) -> dict[str, Array]:
-    """Return computed rows by output column, with NaN in place of the rows that are not in the mask."""
+    """Distribute computed rows over all rows, by output column; rows outside the mask are NaN."""
     if values and done.all():
         return {output.name: each for output, each in zip(outputs, values, strict=True)}
     found = {}
@@ -241,7 +241,7 @@ class _Given:
 
     @classmethod
     def of(cls, data: Any, fitted: TrainedState, names: Sequence[str]) -> _Given:
-        """Return the columns of data.
+        """Take the columns of data in any supported form.
 
         Raises:
             InvalidArgumentError: the data have another form, or columns of different lengths.
@@ -291,7 +291,7 @@ class _Given:
             )
 
     def arrays(self, names: Sequence[str], trained: Mapping[str, Column]) -> dict[str, pa.Array]:
-        """Return the Arrow arrays of those of the model's columns that are there."""
+        """Convert the model's columns to Arrow, except columns missing in the data."""
         return {
             name: _array(name, values, trained.get(name))
             for name, values in self.columns
@@ -299,7 +299,7 @@ class _Given:
         }
 
     def schema(self, arrays: Mapping[str, pa.Array], *, widths: bool = False) -> Schema:
-        """Return names and types of the columns.
+        """Names and types of the columns.
 
         Args:
             arrays: of the model's columns.
@@ -328,7 +328,7 @@ def _vector_field(name: str, width: int) -> Field:
 
 
 def _is_one(value: object) -> bool:
-    """Return True for the value of one row."""
+    """Whether the value belongs to a single row."""
     is_single = isinstance(value, (np.ndarray, Tensor)) and not value.ndim
     return value is None or is_single or isinstance(value, (str, bytes, Number, np.generic))
 

@@ -67,7 +67,7 @@ def _field(output: Output, *, nullable: bool) -> StructField:
 def _task(
     spec: bytes | Broadcast[bytes], is_vector: Sequence[bool]
 ) -> Callable[[Iterator[RecordBatch]], Iterator[RecordBatch]]:
-    """Return the function for `mapInArrow`; Spark's UI shows its name.
+    """Make the function for `mapInArrow`; Spark's UI shows its name.
 
     It refers only to plain data, so that it can check its process before it imports torch.
     """

@@ -167,7 +167,7 @@ NO_GPUS = TaskGpus()
 
 
 def task_gpus() -> TaskGpus:
-    """Return the GPUs that Spark assigned to the task of this worker."""
+    """GPUs and cores that Spark assigned to this worker's task; empty outside a task."""
     from pyspark import TaskContext
 
     task = TaskContext.get()
@@ -235,7 +235,7 @@ def _ordinal(address: str, count: int) -> int | None:
 
 
 def _uuid(index: int) -> str:
-    """Return the UUID of a GPU by torch's number; "" if this torch does not provide it."""
+    """UUID of a GPU by torch's number; "" if this torch does not provide it."""
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
@@ -284,7 +284,7 @@ def held(
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that only this user can use; another user may have made one with this name."""
+    """Make a folder for this user alone. Another user may have made a folder of this name: an error."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -379,7 +379,7 @@ class ModelCache:
         self._models: OrderedDict[tuple[str, str, str], nn.Module] = OrderedDict()
 
     def get(self, spec: PredictSpec, device: torch.device) -> nn.Module:
-        """Return the model of a spec, in eval mode, on the device."""
+        """Load a spec's model on the device, in eval mode, unless it is in the cache."""
         key = (spec.weights.sha256, hashlib.sha256(spec.shell).hexdigest(), str(device))
         if key not in self._models:
             model = in_mode(load_shell(spec.shell, spec.weights.load()), is_training=False)
@@ -395,7 +395,7 @@ _cache = ModelCache(KEPT_MODELS)
 
 
 def load_spec(carried: bytes | Broadcast[bytes]) -> PredictSpec:
-    """Return the driver's spec from the bytes sent with Spark's function."""
+    """Unpickle the driver's spec, sent with Spark's function."""
     spec: PredictSpec = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's closure
     return spec
 

@@ -7,8 +7,7 @@ __all__ = ["get_available_devices"]
 
 
 def get_available_devices() -> list[str]:
-    """Return this rank's GPU number as a list of one text, in this process's CUDA numbering; in another Spark task the task's
-    GPUs.
+    """This rank's GPU, in this process's CUDA numbering, as a list of one text. In another Spark task, the task's GPUs.
 
     Empty without a GPU. A rank's number is the current device of `sparkhvd.torch.init()`: if a process sees the GPUs of all ranks
     of its host, it is the local rank, for any address of the GPU in Spark.

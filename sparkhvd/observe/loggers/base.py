@@ -79,7 +79,7 @@ class Sink:
         """
 
     def is_refused(self, error: Exception) -> bool:
-        """Return True if another try would fail in the same way."""
+        """Whether another try would fail in the same way."""
         return True
 
 

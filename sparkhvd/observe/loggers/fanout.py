@@ -135,7 +135,7 @@ class LoggerFanout:
 
 
 def bound(loggers: Sequence[Logger]) -> list[Logger]:
-    """Return loggers with the state of the calling thread, for fits in other threads."""
+    """Give the loggers the state of the calling thread, for fits in other threads."""
     try:
         return [logger.bound() for logger in (*loggers, *_of_autolog(loggers))]
     except Exception as e:  # noqa: BLE001 - of a package, or of the user's logger
@@ -144,7 +144,7 @@ def bound(loggers: Sequence[Logger]) -> list[Logger]:
 
 
 def _of_autolog(loggers: Sequence[Logger]) -> Sequence[Logger]:
-    """Return the logger of MLflow's autologging, if that is on and the estimator has no MLflow logger."""
+    """The logger of MLflow's autologging, if that is on and the estimator has no MLflow logger."""
     if any(isinstance(logger, MLflowLogger) for logger in loggers):
         return ()
     try:

@@ -88,13 +88,13 @@ class MLflowLogger(Logger):
         return f"MLflowLogger({self.experiment!r})" if self.experiment else "MLflowLogger()"
 
     def bound(self) -> Self:
-        """Return a copy whose runs are below the active run."""
+        """Copy the logger, with runs below the active run."""
         that = copy.copy(self)
         that._parent = self._parent or self._active()
         return that
 
     def _active(self) -> str:
-        """Return this thread's active run, if the logger would use it; else ""."""
+        """This thread's active run, if the logger would use it; else ""."""
         import mlflow
 
         is_elsewhere = self.run_id or self.tracking_uri or self.experiment
@@ -113,7 +113,7 @@ class MLflowLogger(Logger):
 
     @classmethod
     def of_autolog(cls) -> Self | None:
-        """Return the logger for `mlflow.pyspark.ml.autolog()`; None if it is off, or no run is active."""
+        """The logger for `mlflow.pyspark.ml.autolog()`; None if it is off, or no run is active."""
         if "mlflow.pyspark.ml" not in sys.modules:
             return None
         import mlflow
@@ -185,7 +185,7 @@ class _Run(Sink):
             return str(found.experiment_id)
 
     def _interrupted(self) -> str:
-        """Return the run of MLflow started by an interrupted fit, or ""."""
+        """The run of MLflow started by an interrupted fit, or "". The run is active again."""
         if not self._fit.epochs_done:
             return ""
         wanted = f"tags.`{_RUN_TAG}` = '{self._fit.run_id}'"
@@ -341,7 +341,7 @@ class _Run(Sink):
             raise ConnectionError(type(e).__name__) from None
 
     def is_refused(self, error: Exception) -> bool:
-        """Return True for an answer of the server, except a server error."""
+        """True for an answer of the server, except a server error."""
         if isinstance(error, (ConnectionError, TimeoutError)):
             return False
         status = getattr(error, "get_http_status_code", None)
@@ -351,13 +351,13 @@ class _Run(Sink):
 
 
 def _short_digest(table: Mapping[str, Any]) -> str:
-    """Return a digest of a version of a table, within MLflow's 36 characters."""
+    """Digest a version of a table, within MLflow's 36 characters."""
     parts = [table["uuid"], table["version"], table["where"]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _as_pickle() -> dict[str, str]:
-    """Return the argument by which MLflow saves any module: newer versions export it by default, which needs an example of its input."""
+    """The argument by which MLflow saves any module: newer versions would export it and need an example input."""
     import mlflow.pytorch
 
     name = "serialization_format"

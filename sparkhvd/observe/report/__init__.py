@@ -1,5 +1,6 @@
-"""Report of a fit: one JSON document, an HTML page rendered from it, and the comparison of two. Pure: nothing here reads or
-writes a file.
+"""Report of a fit: one JSON document, an HTML page rendered from it, and the comparison of two reports.
+
+Pure: nothing here reads or writes a file.
 
     runs/<run_id>/report.json    the document
     runs/<run_id>/report.html    the page: no script, no network, light and dark, for screen and print

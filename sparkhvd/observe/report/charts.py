@@ -52,13 +52,13 @@ def format_seconds(value: float) -> str:
 
 
 def is_logarithmic(values: Iterable[float]) -> bool:
-    """Return whether finite values are positive and span more than two orders of magnitude."""
+    """Whether finite values are positive and span more than two orders of magnitude."""
     known = [value for value in values if math.isfinite(value)]
     return bool(known) and min(known) > 0 and max(known) / min(known) > _LOGARITHMIC
 
 
 def _ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers from `low` to `high`."""
+    """About `count` round numbers from `low` to `high`."""
     step = 10 ** math.floor(math.log10((high - low) / count))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -66,7 +66,7 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _frame(label: str, axis: str, content: str) -> str:
-    """Return the SVG of a chart; screen readers read `label`."""
+    """Build the SVG of a chart; screen readers read `label`."""
     bottom = f'<text class="axis" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(axis)}</text>'
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{content}{bottom}</svg>'
 
@@ -151,7 +151,7 @@ def lines(
 
 
 def legend(names: Sequence[str]) -> str:
-    """Return the names with their colours."""
+    """Build the names with their colours."""
     keys = (f'<span><i class="b{i}"></i>{escape(name)}</span>' for i, name in enumerate(names))
     return f'<div class="legend">{"".join(keys)}</div>' if names else ""
 

@@ -14,7 +14,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def compare(first: Document, second: Document) -> str:
-    """Return the differences of two runs as text: one table per subject with differences."""
+    """Show the differences of two runs as text: one table per subject with differences."""
     names = [str(each.get("run_id") or "") for each in (first, second)]
     tables = (
         ("settings that differ", _different),
@@ -46,7 +46,7 @@ def _different(first: Document, second: Document) -> list[list[str]]:
 def _row(
     name: str, values: Sequence[object], form: Callable[[float], str] = format_number
 ) -> list[str]:
-    """Return a row: both numbers, and the relative change; None for a missing value."""
+    """Show both numbers, and the relative change. A missing value is None."""
     shown = [form(number(v)) if is_number(v) else _MISSING for v in values]
     first, second = map(number, values)
     if math.isfinite(first) and math.isfinite(second) and first:
@@ -79,7 +79,7 @@ def _times(first: Document, second: Document) -> list[list[str]]:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of aligned columns."""
+    """Align the columns."""
     cells = [[visible(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     padded = (

@@ -55,7 +55,7 @@ _HEAD = (
 
 
 def render(document: Document) -> str:
-    """Return the page of a document, omitting missing parts."""
+    """Omit missing parts."""
     name = escape(str(document.get("run_id") or "fit"))
     parts: list[tuple[str, Callable[[Document], str], str]] = [
         ("Time of the fit", _phases, ""),
@@ -80,7 +80,7 @@ def render(document: Document) -> str:
 
 
 def _built(build: Callable[[Document], str], document: Document) -> str:
-    """Return a part of the page; a document that was written by hand or damaged loses this part alone."""
+    """Build a part of the page. A document that was written by hand or damaged loses this part alone."""
     try:
         return build(document)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -98,7 +98,7 @@ def _section(title: str, content: str, kind: str = "") -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table; numbers are right-aligned and formatted by `format_number`."""
+    """Numbers are right-aligned and formatted by `format_number`."""
     body = list(rows)
     if not body:
         return ""
@@ -121,14 +121,14 @@ def _history(document: Document) -> list[Mapping[str, Any]]:
 
 
 def measures(document: Document) -> list[str]:
-    """Return the names of losses, metrics and logged numbers in the history, including validation, finite or not."""
+    """Names of losses, metrics and logged numbers in the history, including validation, finite or not."""
     history = _history(document)
     names = dict.fromkeys(name for record in history for name in record if name not in OF_EPOCH)
     return [name for name in names if any(is_number(r.get(name)) for r in history)]
 
 
 def paired(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Pair the training and validation names of the same measure, by the measure's name; "" for a missing one.
+    """Pair the training and validation names of the same measure, by the measure's name; "" for a missing name.
 
     `val_loss` pairs with `loss`, or with `train_loss` as logged by Lightning modules.
     """
@@ -180,7 +180,7 @@ def _header(document: Document) -> str:
 
 
 def _best(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the tile of the epoch with the least loss, of the validation rows if there are any."""
+    """The tile of the epoch with the least loss, of the validation rows if there are any."""
     name = next((name for name in ("val_loss", "loss") if name in names), None)
     losses = [(number(r.get(name or "")), number(r.get("epoch"))) for r in history]
     finite = [(loss, epoch) for loss, epoch in losses if math.isfinite(loss)]
@@ -255,7 +255,7 @@ def _throughput(document: Document) -> str:
 
 
 def _quantile(counts: Sequence[float], edges: Sequence[float], share: float) -> float:
-    """Return the upper edge of the bin that holds a quantile."""
+    """The upper edge of the bin that holds a quantile."""
     seen, wanted = 0.0, share * sum(counts)
     for count, edge in zip(counts, edges[1:], strict=True):
         seen += count
@@ -265,7 +265,7 @@ def _quantile(counts: Sequence[float], edges: Sequence[float], share: float) -> 
 
 
 def _split_time(epochs: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    """Return the seconds that each rank computed, waited for data, waited for other ranks, and for gradients: (ranks, 4).
+    """Seconds of each rank computing, waiting for data, for other ranks, and for gradients: (ranks, 4).
 
     The rank that waits least for reduced gradients waits only for their bytes; the others' extra wait is for this rank.
     """
@@ -445,7 +445,7 @@ OF_EPOCH = (
 
 
 def dumps(document: Document) -> bytes:
-    """Return a document as JSON."""
+    """Write a document as JSON."""
     values = {"format": _FORMAT, **document}
     return json.dumps(_plain(values), allow_nan=False, indent=1).encode()
 
@@ -461,7 +461,7 @@ def _plain(value: object) -> object:
 
 
 def loads(data: bytes, place: str) -> dict[str, Any]:
-    """Return the document of `dumps`.
+    """Read the document of `dumps`.
 
     Raises:
         InvalidArgumentError: it is no document, or of a newer format; `place` names it.
@@ -483,12 +483,12 @@ def loads(data: bytes, place: str) -> dict[str, Any]:
 
 
 def is_number(value: object) -> TypeGuard[float | str]:
-    """Return whether a value is a number of a document, finite or not."""
+    """Whether a value is a number of a document, finite or not."""
     return isinstance(value, (int, float)) or value in _NOT_FINITE
 
 
 def number(value: object) -> float:
-    """Return a number of a document; NaN for a text or None."""
+    """Read a number of a document; NaN for a text or None."""
     try:
         return float(value) if is_number(value) else math.nan
     except OverflowError:  # hundreds of digits
@@ -496,7 +496,7 @@ def number(value: object) -> float:
 
 
 def total(values: Sequence[object]) -> float:
-    """Return the sum of the finite numbers."""
+    """Sum the finite numbers."""
     return math.fsum(x for x in map(number, values) if math.isfinite(x))
 
 
@@ -513,7 +513,7 @@ _TITLES = {
 
 
 def load_charts(document: Document) -> list[tuple[str, str]]:
-    """Return title and chart of each known number; only the first of many ranks."""
+    """Title and chart of each known number; only the first of many ranks."""
     ranks = list(document.get("load") or ())[:NUM_COLOURS]
     began = min((number(t) for rank in ranks for t in rank["time"]), default=math.nan)
     charts = []

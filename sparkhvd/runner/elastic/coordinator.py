@@ -177,7 +177,7 @@ class Tasks:
         self._service.call(each)
 
     def executors(self) -> set[str]:
-        """Return the ids of executors with active tasks."""
+        """Ids of executors with active tasks."""
         return {task.executor for task in list(self._tasks) if not task.is_leaving} - {""}
 
     def retire(self, executors: Collection[str]) -> None:
@@ -330,7 +330,6 @@ _SHOWN = 200
 
 
 def end_of(outcome: Outcome) -> RankEnded:
-    """Return the end of a process for the launcher."""
     assert outcome.rank is not None
     # A replacement would raise the same before it is a rank.
     is_final = outcome.kind in (OutcomeKind.EXCEPTION, OutcomeKind.EXIT, OutcomeKind.PREFLIGHT)
@@ -373,7 +372,7 @@ class ProcessOutcomes:
         self._cause = root_cause(self._failed)
 
     def order(self) -> list[int]:
-        """Return the numbers of the processes whose results count, by rank."""
+        """Return the numbers of the processes with a result for the caller, by rank."""
         well = [
             number for number, outcome in self._outcomes.items() if outcome.kind == OutcomeKind.OK
         ]
@@ -391,7 +390,7 @@ class ProcessOutcomes:
         return max(len(self._members), 1, *(1 + (each.rank or 0) for each in self._failed))
 
     def failure(self, problem: str) -> JobFailure:
-        """Return the failure of a job that has not finished.
+        """Call it for a job that has not finished.
 
         Args:
             problem: why it could not continue; "" if only its processes have failed.
@@ -407,7 +406,7 @@ class ProcessOutcomes:
         return JobFailure(elastic, self.is_lost and problem == STATE_IS_GONE)
 
     def _ranked(self, outcome: Outcome) -> Outcome:
-        """Return the outcome of a process with its last rank."""
+        """Replace the number of a process by its last rank, if it has had a rank."""
         number, members = outcome.rank, self._members
         return replace(outcome, rank=members.index(number) if number in members else number)
 
@@ -451,7 +450,6 @@ class AttemptResult:
     changes: tuple[RankChange, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return bytes from which `from_bytes` rebuilds this."""
         values = {
             "job_result": asdict(self.job_result),
             "outcomes": [[number, each.to_json()] for number, each in self.outcomes.items()],
@@ -621,7 +619,7 @@ class CoordinatorFiles:
         self._write(_ADDRESS, json.dumps(address).encode())
 
     def is_interrupted(self) -> bool:
-        """Return True once the client has interrupted the ranks."""
+        """Whether the client has interrupted the ranks."""
         return self._read(_INTERRUPT) is not None
 
     def report(self, result: AttemptResult) -> None:
@@ -631,7 +629,7 @@ class CoordinatorFiles:
     # --- For other tasks. ---
 
     def address(self) -> tuple[str, int] | None:
-        """Return the coordinator's address, even after its end; None before it is published."""
+        """None before it is published. It stays available after the coordinator's end."""
         if (content := self._read(_ADDRESS)) is None:
             return None
         host, port = read_json(content)  # its proof is checked
@@ -645,7 +643,6 @@ class CoordinatorFiles:
         return found
 
     def is_over(self) -> bool:
-        """Return True if the attempt has ended."""
         return self._files.exists(self._path(_RESULT))
 
     # --- For the client. ---
@@ -655,7 +652,7 @@ class CoordinatorFiles:
         self._write(_INTERRUPT, b"")
 
     def result(self) -> AttemptResult | None:
-        """Return the result of the attempt; None if its coordinator has not reported."""
+        """Wait some seconds for the coordinator's report; None without a report."""
         until = time.monotonic() + _LATE_S
         while (content := self._read(_RESULT)) is None and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -883,7 +880,7 @@ class _HostedCoordinator:
 
 
 def _own_address(choice: str, *, is_local: bool) -> str:
-    """Return the address at which other tasks reach this one.
+    """Numeric address of this task for the other tasks.
 
     Raises:
         OSError: Spark's name of this host has no address.

@@ -75,7 +75,7 @@ class HostsOfFunction:
         return self.given is None and not self.script
 
     def discovery(self) -> DiscoveryScript | None:
-        """Return the discovery script; None if the hosts are fixed.
+        """None if the hosts are fixed.
 
         Raises:
             InvalidArgumentError: hosts are given, too.
@@ -230,7 +230,7 @@ class _Job:
         return [launching.load_result(self.results[number]) for number in ends.order()]
 
     def _processes(self, stack: contextlib.ExitStack, address: str) -> ElasticProcesses:
-        """Return the starter of processes, which end with the stack."""
+        """The processes end with the stack."""
         group = self.group
         if group.others:
             return stack.enter_context(
@@ -293,7 +293,7 @@ class HostGroup:
         return [host for host in self.hosts if not self.reach.is_here(host)]
 
     def address(self) -> str:
-        """Return the address of this host at which all processes reach it."""
+        """This host's address for all processes."""
         if not self.others or loopback_addresses(self.hosts, self.reach):
             return loopback()
         return own_address(self.settings.values.interfaces, bare(self.others[0]))
@@ -306,7 +306,7 @@ class HostGroup:
         sys_path: Sequence[str] = (),
         use_gpu: bool | None = None,
     ) -> StartRequest:
-        """Return the request for the agent of a host; see `StartRequest` for the arguments."""
+        """Return the request for the agent of a host. The arguments are those of `StartRequest`."""
         return StartRequest(
             first=0,
             count=0,

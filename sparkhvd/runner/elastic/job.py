@@ -114,7 +114,7 @@ def launch_elastic(
         )
 
     def usable() -> int | None:
-        """Return the slots; None if more may come, for which the job itself waits."""
+        """Return the number of slots. None if it is unknown or too small: the job itself waits for more."""
         count = plan.slots()
         return None if count is None or count < limits.smallest else count
 
@@ -241,7 +241,7 @@ class _Attempt:
         return ends.failure(job_result.problem.replace(STAGE_HAS_ENDED, ""))
 
     def _unreported(self, future: Future) -> JobFailure:
-        """Return the failure of an attempt whose coordinator, in a task, has not reported."""
+        """Return the failure of an attempt without a report from its coordinator, which ran in a task."""
         cause = self._of_spark(future)
         if future.exception() is None and (cause is None or cause.kind == OutcomeKind.LOST):
             where = "" if cause is None else f" ({cause.message})"
@@ -253,7 +253,7 @@ class _Attempt:
         return JobFailure(error_of(cause, self._limits.first), is_retryable(cause))
 
     def _of_spark(self, future: Future) -> Outcome | None:
-        """Return the cause of the stage's end from Spark or its tasks; None if unknown."""
+        """Return the cause of the stage's end, from Spark's error or from the tasks. None if unknown."""
         if (error := future.exception()) is not None:
             if isinstance(error, SparkhvdError):  # Spark itself is gone
                 raise error
@@ -337,7 +337,7 @@ class Stages:
                 thread.join(_CANCEL_WAIT_S)
 
     def ended(self) -> Future:
-        """Return the stage that has failed, or the first one."""
+        """Return a failed stage, or else the first stage."""
         failed = [each for each in self._futures if each.done() and each.exception() is not None]
         return (failed or self._futures)[0]
 
@@ -386,7 +386,6 @@ STAGE_HAS_ENDED = "its Spark stage has ended"
 
 
 def not_started(limit_s: float) -> PreflightError:
-    """Return the error of a job without a started task in time."""
     return PreflightError(
         f"after {limit_s:g} s (start_timeout=) no task of the job has started. Free slots of the application, or raise start_timeout."
     )
@@ -558,11 +557,11 @@ class SharedStore(SharedFiles, Protocol):
         ...
 
     def seen_by(self, spark: SparkSession) -> SharedStore:
-        """Return it as the process of a session reaches it."""
+        """The same files, as the process of a session reaches them."""
         ...
 
     def waiting(self, limit_s: float) -> SharedStore:
-        """Return it with another timeout per access."""
+        """The same files, with another timeout per access."""
         ...
 
     def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:

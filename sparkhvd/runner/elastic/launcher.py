@@ -190,7 +190,7 @@ class ElasticLauncher:
         return bool(self._has_finished or self._received or self._problem)
 
     def _holds(self, number: int, process: _Process) -> bool:
-        """Return True if the job waits for the end of a process; the others end with this one."""
+        """Whether the job waits for the end of a process. The other processes end with the launcher."""
         if self._has_finished and self._have_joined and number not in self._have_joined:
             return False  # if none has joined, the program has no ranks
         if process.refusal is None:
@@ -342,7 +342,7 @@ class ElasticLauncher:
                 process.kill_at = now + LEFT_OUT_S
 
     def _awaited(self) -> dict[int, float]:
-        """Return the start times of processes that may join and have not."""
+        """Return the start times of processes that may still join, by number."""
         return {
             number: process.started_at
             for number, process in self._running.items()

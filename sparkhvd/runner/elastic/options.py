@@ -122,7 +122,6 @@ class ElasticOptions:
         return self.timeout_s if self.wait_to_start_s is None else self.wait_to_start_s
 
     def limits(self, patience_s: float) -> Limits:
-        """Return the limits for the coordinator."""
         return Limits(
             first=self.first,
             least=self.smallest,
@@ -136,7 +135,7 @@ class ElasticOptions:
     def join_token(
         self, key: bytes, job_id: str, number: int, coordinator: Endpoint, patience_s: float
     ) -> JoinToken:
-        """Return the join token of a member; see `JoinToken` for the arguments."""
+        """The arguments are those of `JoinToken`."""
         wait_s = max(self.timeout_s, self.start_timeout_s) + patience_s + _MARGIN_S
         return JoinToken(key, job_id, number, coordinator, wait_s, patience_s)
 
@@ -154,7 +153,6 @@ class CoordinatorTerms:
     wanted: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 
@@ -179,7 +177,7 @@ class RankRange:
     cooldown_s: tuple[float, float] | None = None
 
     def largest(self) -> int | None:
-        """Return the largest given number; None without one.
+        """Largest given number of ranks; None without a number.
 
         Raises:
             InvalidArgumentError: a number is wrong, or two contradict each other.
@@ -191,14 +189,14 @@ class RankRange:
         return max(given, default=None)
 
     def first(self, slots: int) -> int:
-        """Return the initial number of ranks: by default the slots, within the limits."""
+        """Initial number of ranks: by default the slots, within the limits."""
         if self.num_proc is not None:
             return self.num_proc
         least = max(slots, self.least or 1)
         return least if self.most is None else min(least, self.most)
 
     def options(self, num_proc: int | None, start_timeout_s: float) -> ElasticOptions:
-        """Return all limits.
+        """Replace missing limits by their defaults.
 
         Args:
             num_proc: initial number of ranks.

@@ -24,14 +24,13 @@ class Offer:
 
 
 def slots_of(hosts: Sequence[Host]) -> tuple[Slot, ...]:
-    """Return the slots of hosts, in order."""
     return tuple(Slot(host.name, number) for host in hosts for number in range(host.slots))
 
 
 def slots_to_fill(
     slots: Sequence[Slot], taken: Collection[Slot], most: int, left_out: Collection[str]
 ) -> list[Slot]:
-    """Return free slots in order, limited to `most` processes.
+    """Free slots in order, for at most `most` processes in total.
 
     Args:
         slots: the available ones.
@@ -44,7 +43,7 @@ def slots_to_fill(
 
 
 def surplus(slots: Collection[Slot], taken: Mapping[int, Slot]) -> list[int]:
-    """Return the processes, by number, whose slot is gone."""
+    """Return the numbers of the processes on slots no longer available."""
     return [number for number, slot in taken.items() if slot not in slots]
 
 
@@ -80,9 +79,8 @@ class Cooldown:
         return seconds
 
     def is_left_out(self, host: str, now: float) -> bool:
-        """Return True while a host is excluded."""
         return now < self._until.get(host, now)
 
     def next_end(self, now: float) -> float | None:
-        """Return when the next exclusion ends; None without one."""
+        """Time at which the next exclusion ends; None without an exclusion."""
         return min((until for until in self._until.values() if until > now), default=None)

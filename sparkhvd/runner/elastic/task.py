@@ -201,7 +201,7 @@ class TaskSlot:
             return replace(outcome, unsent=output.close(), job_id=spec.job_id), trainer.result
 
     def _gpu(self, trainer: Trainer, slot: int, visible: str | None) -> int | None:
-        """Return the ordinal of the process's GPU: its task's only one, or the one of its slot.
+        """Ordinal of the process's GPU: the task's only GPU, or the GPU of its slot.
 
         Raises:
             PreflightError: a required GPU is missing.
@@ -215,7 +215,7 @@ class TaskSlot:
 
 
 def executor_option(name: str) -> str:
-    """Return the value of an option on the command line of this executor's JVM; "" without one, as with a local master."""
+    """Value of an option on the command line of this executor's JVM; "" without it, as on a local master."""
     pid = os.getppid()
     for _ in range(_ANCESTORS):
         with contextlib.suppress(OSError, ValueError):

@@ -99,9 +99,9 @@ def own_gpu(
     seen: Sequence[str],
     base: str | None,
 ) -> OwnGpu:
-    """Return a rank's GPU: if possible its ordinal is the local rank, as in scripts for Horovod.
+    """If possible the ordinal is the local rank, as in scripts for Horovod.
 
-    Its process then sees the GPUs of all ranks of its host, in order. It sees only its own if it cannot see the
+    The rank's process then sees the GPUs of all ranks of its host, in order. It sees only its own if it cannot see the
     others', if they are unknown, and if ranks have several, which are then cuda:0, cuda:1, ... of each rank.
 
     Args:
@@ -180,7 +180,7 @@ def _describe_shared(
 
 
 def unknown_warning(ranks: Sequence[RankGpus]) -> str:
-    """Return a warning if Spark gave GPUs whose UUIDs are unknown, else ""."""
+    """Warning about GPUs from Spark with unknown UUIDs; "" if all are known."""
     for rank, gpus in enumerate(ranks):
         if not gpus.uuids:
             return (

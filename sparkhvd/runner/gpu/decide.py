@@ -171,9 +171,9 @@ def _of_profile(given: TaskShare, required: bool) -> GpuPlan:
 
 
 def share_of_a_gpu(conf: Mapping[str, str]) -> TaskShare | None:
-    """Return the share of a GPU that a stage of Python workers must request so that its concurrency stays the same.
+    """A task of a stage of Python workers must request this share, so that as many tasks run at once as without it.
 
-    None if its tasks get GPUs without a request, or cannot get them.
+    None if the tasks get GPUs without a request, or cannot get them.
 
     Args:
         conf: Spark configuration; only `SLOT_CONF_KEYS` and `DYNAMIC` are read.
@@ -206,7 +206,7 @@ def _number(conf: Mapping[str, str], key: str) -> float:
 def variables(
     mode: str, addresses: Sequence[str], visible: str | None, order: str | None
 ) -> dict[str, str]:
-    """Return the variables that make GPUs visible to a rank's process.
+    """These environment variables decide which GPUs a rank's process sees.
 
     Args:
         mode: of `GpuMode`.
@@ -232,12 +232,12 @@ def variables(
 
 
 def visible_names(visible: str) -> list[str]:
-    """Return the GPUs named by a value of CUDA_VISIBLE_DEVICES."""
+    """GPUs in a value of CUDA_VISIBLE_DEVICES, by their names there."""
     return [name.strip() for name in visible.split(",") if name.strip()]
 
 
 def _seen(address: str, visible: str | None) -> str:
-    """Return the name of the GPU with this address for a process that inherits `visible`."""
+    """Return the GPU's name for CUDA_VISIBLE_DEVICES. A numeric address indexes `visible`."""
     if visible is None:
         return address
     names = visible_names(visible)
@@ -253,7 +253,7 @@ def _seen(address: str, visible: str | None) -> str:
 
 
 def views(mode: str, visible: str | None) -> list[dict[str, str | None]]:
-    """Return the changes to `variables` under which a rank's process reports the GPUs that it sees.
+    """A rank's process reports the GPUs that it sees under each of these changes to `variables`.
 
     The first is no change. The second, if different, is the executor's value: a GPU that this process does not
     see, as in a container, would also hide those after it in the list.
@@ -325,7 +325,7 @@ _sharing = threading.Lock()
 
 
 def profile_to_share_gpus(shim: SparkShim) -> ResourceProfile | None:
-    """Return a profile with which tasks of an ordinary stage share the GPUs of their executors; None without GPUs.
+    """Tasks of an ordinary stage with this profile share the GPUs of their executors. None without GPUs.
 
     The same object for an application (on Connect: a session) during this process. The first call costs a few requests
     to the server.
@@ -350,13 +350,13 @@ def _profile_to_share(shim: SparkShim) -> ResourceProfile | None:
 
 
 def _first_line(error: Exception) -> str:
-    """Return Spark's message without the JVM's stack."""
+    """Leave out the JVM's stack of Spark's message."""
     text = str(getattr(error, "java_exception", None) or error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def slots_of(conf: Mapping[str, str], plan: GpuPlan, given: ResourceProfile | None = None) -> Slots:
-    """Return the most ranks that the configuration can run at once, each with its share."""
+    """Each slot has the share of `given`, else of the plan, else of the configuration."""
     share = share_of(given) or plan.profile or TaskShare()
     return configured_slots(conf, jvm_processors(), share.cpus, share.gpus)
 
@@ -368,7 +368,7 @@ def default_slots(
     library: str,
     env: Mapping[str, str] | None = None,
 ) -> Slots:
-    """Return the default slots of ranks that choose a GPU by local rank.
+    """Default slots of ranks that choose a GPU by local rank.
 
     On a local master at most the number of this host's GPUs, if any. Over Connect the master's host is another one.
 
@@ -390,7 +390,6 @@ def default_slots(
 
 
 def share_of(profile: ResourceProfile | None) -> TaskShare | None:
-    """Return the resources that a profile gives a task; None for no profile."""
     if profile is None:
         return None
     cpus, gpu = (profile.taskResources.get(name) for name in ("cpus", "gpu"))

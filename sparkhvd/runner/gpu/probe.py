@@ -30,7 +30,7 @@ class _CudaError(Exception):
 
 
 def cuda_uuids(library: str) -> list[str]:
-    """Return the UUIDs of the GPUs, or MIG devices, that this process sees, in the order of CUDA's driver.
+    """UUIDs of visible GPUs or MIG devices, in the order of CUDA's driver.
 
     Starts the driver in this process.
 
@@ -63,7 +63,7 @@ def cuda_uuids(library: str) -> list[str]:
 
 
 def has_started(library: str) -> bool:
-    """Return True if CUDA's driver has started in this process and no longer reads CUDA_VISIBLE_DEVICES; does not start it.
+    """Whether CUDA's driver has started in this process and no longer reads CUDA_VISIBLE_DEVICES. Does not start it.
 
     Args:
         library: the driver's library; "" for `LIBRARY`.
@@ -76,9 +76,9 @@ def has_started(library: str) -> bool:
 
 
 def count_beside(library: str, env: Mapping[str, str]) -> int:
-    """Return the number of GPUs that a child process sees; 0 if unknown.
+    """Count the GPUs that a child process sees; 0 if unknown.
 
-    This process may have threads, so a fresh one counts, which runs only this file.
+    A fresh process counts and runs only this file: this process may have threads.
 
     Args:
         library: the driver's library; "" for `LIBRARY`.

@@ -1,4 +1,4 @@
-"""GPUs of a barrier task: those that Spark gave it, those that its trainer sees, and the agreement of the ranks."""
+"""GPUs of a barrier task: as given by Spark, as seen by its trainer, and as agreed by the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def variables(context: TaskContext, mode: str) -> dict[str, str]:
-    """Return the variables that make GPUs visible to the trainer, before those of other ranks are known."""
+    """Variables for the GPUs of a trainer, before the GPUs of other ranks are known."""
     gpu = context.resources().get("gpu")
     return decide.variables(
         mode,
@@ -28,14 +28,14 @@ def variables(context: TaskContext, mode: str) -> dict[str, str]:
 
 
 def views(mode: str) -> list[dict[str, str | None]]:
-    """Return the changes of variables under which the trainer reports the GPUs that it sees."""
+    """See `decide.views`."""
     return decide.views(mode, inherited(VISIBLE))
 
 
 def rank_gpus(
     ranks: Sequence[RankFacts], endpoints: Sequence[Endpoint]
 ) -> list[agreement.RankGpus]:
-    """Return the GPUs that the ranks' processes see, by rank."""
+    """GPUs as the ranks' processes see them, by rank."""
     hosts = [endpoint.host_key for endpoint in endpoints]
     return [
         agreement.RankGpus(
@@ -58,7 +58,7 @@ def own_gpu(
     trainer: Trainer,
     env: Mapping[str, str],
 ) -> agreement.OwnGpu:
-    """Return the GPU of a rank.
+    """GPU of one rank; see `agreement.own_gpu`.
 
     Args:
         mode: of `decide.Mode`.

@@ -219,7 +219,7 @@ def _receive(channel: Channel) -> Message | None:
 
 
 def _is_there() -> bool:
-    """Return False if the launcher's host does not answer: it is down, or the network is cut.
+    """Whether the launcher's host answers. It does not if it is down, or the network is cut.
 
     A launcher that is only stopped sends no heartbeats either, but its host's kernel answers.
     """
@@ -246,7 +246,7 @@ def _expect(channel: Channel, kind: str) -> Message:
 
 
 def _address(order: StartRequest, settings: Settings) -> str:
-    """Return this host's address for the other hosts: the chosen one, or the one that ssh reached."""
+    """This host's address for the other hosts: of the chosen interface, or as ssh reached it."""
     if settings.interfaces:
         return address_on(settings.interfaces)
     if order.address:

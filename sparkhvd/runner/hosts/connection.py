@@ -54,12 +54,12 @@ class Reach:
     start_timeout_s: float = 30.0
 
     def is_here(self, host: str) -> bool:
-        """Return True for this host, which needs no ssh."""
+        """Whether the host is this one and needs no ssh."""
         given = (self.ssh_command, self.port, self.identity_file)
         return is_here(host, by_ssh=given != PLAIN_SSH)
 
     def command(self, host: str) -> list[str]:
-        """Return the command line that starts an agent on a host.
+        """Command line of an agent on a host.
 
         Raises:
             HostError: the ssh command has invalid shell syntax.

@@ -203,7 +203,7 @@ class Hosts:
 
 
 def loopback_addresses(hosts: Sequence[str], reach: Reach) -> dict[str, str]:
-    """Return the loopback addresses of hosts, if all of them are names of this machine; else empty."""
+    """Empty unless all hosts are names of this machine."""
     found = {}
     for host in hosts:
         if reach.is_here(host):
@@ -217,7 +217,7 @@ def loopback_addresses(hosts: Sequence[str], reach: Reach) -> dict[str, str]:
 
 
 def bare(host: str) -> str:
-    """Return a host's name without the user for ssh."""
+    """Remove the user for ssh, as in user@host."""
     return host.rpartition("@")[2]
 
 

@@ -48,7 +48,7 @@ class Channel:
         return unpack(frame)
 
     def read_line(self, mark: bytes, timeout_s: float) -> bytes | None:
-        """Return the rest of the first line that starts with a mark, before any message; None at the end of the peer.
+        """Return the rest of the first line with the mark; None if the peer has ended. Call it before `receive`.
 
         Other lines are the login shell's.
 

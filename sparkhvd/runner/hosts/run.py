@@ -59,7 +59,7 @@ class HostsOptions:
     metrics: Callable[[int, str], None] | None = None
 
     def hosts_given(self) -> list[Host]:
-        """Return the hosts.
+        """Read `hosts` or `hostfile`.
 
         Raises:
             InvalidArgumentError: they are given not at all, or twice.

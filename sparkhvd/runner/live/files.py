@@ -37,9 +37,7 @@ class Chunks(Protocol):
         """Write a file atomically."""
         ...
 
-    def exists(self, path: str) -> bool:
-        """Return True if the file exists."""
-        ...
+    def exists(self, path: str) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Mailbox:
 
 
 def folder_of(run_dir: str, attempt: int, job_id: str) -> str:
-    """Return the folder of an attempt's files; different for an earlier fit with the same run id."""
+    """Folder of an attempt's files. An earlier fit with the same run id has another folder."""
     return f"{run_dir}/attempts/{attempt}/live-{job_id}"
 
 
@@ -86,7 +84,7 @@ class ChunkWriter:
             self._is_over.wait(_PAUSE_S)
 
     def _has_room(self) -> bool:
-        """Return True below the limit of files, or if the driver has deleted the oldest."""
+        """Whether there are fewer files than the limit, or the driver has deleted the oldest."""
         if len(self._written) < _MOST_FILES:
             return True
         if self._files.exists(self._written[0]):

@@ -30,13 +30,12 @@ class Record(NamedTuple):
 
 
 def left_out(rank: int, lines: int, elsewhere: str) -> str:
-    """Return the line that counts lines of a rank that are not shown, with their place; "" for no place."""
+    """Return a line with the number of lines left out of a rank's output. `elsewhere` is their place, or ""."""
     where = f"; {elsewhere}" if elsewhere else ""
     return f"[{rank}] ({lines:,} line{'s' * (lines != 1)} left out here{where})"
 
 
 def pack(records: Iterable[Record]) -> bytes:
-    """Return the bytes of records on a connection."""
     return b"".join(
         wire.frame_of(
             wire.pack(
@@ -50,7 +49,7 @@ def pack(records: Iterable[Record]) -> bytes:
 
 
 def record_of(payload: bytes) -> Record:
-    """Return the record of a payload.
+    """Parse a payload.
 
     Raises:
         ValueError: it is invalid.
@@ -70,7 +69,7 @@ def unpack(data: bytes) -> Iterator[Record]:
 
 
 def shown(number: int) -> bytes:
-    """Return the bytes of the message that the driver has shown the records up to a number."""
+    """Return the driver's acknowledgement: it has shown the records up to a number."""
     return wire.frame_of(wire.pack("shown", b"", {"number": number}))
 
 

@@ -222,7 +222,7 @@ class Display:
         self._shown = [0] * size
 
     def last(self, rank: int) -> int:
-        """Return the number of the last shown record of a rank; 0 for none."""
+        """Return the number of the last shown record of a rank; 0 without a record."""
         return self._shown[rank]
 
     def take(self, rank: int, record: Record) -> None:

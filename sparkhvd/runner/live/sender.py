@@ -57,7 +57,7 @@ class OutputRoute:
     at_once: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, from which `wire.rebuild` rebuilds it."""
+        """`wire.rebuild` reads it."""
         return asdict(self)
 
     @property
@@ -174,7 +174,7 @@ class Bucket:
         self._is_closed = False
 
     def admits(self, num_bytes: int, now: float) -> bool:
-        """Return True, and consume tokens, if an item may pass at `now`."""
+        """Consume tokens if an item may pass at `now`."""
         rate, passed = self._rate, now - self._at
         self._at = now
         most_items, most_bytes = rate.per_s * rate.burst_s, rate.bytes_per_s * rate.burst_s
@@ -352,7 +352,7 @@ class Backlog:
             self._changed.notify_all()
 
     def rest(self) -> list[Record]:
-        """Return the unacknowledged records; beyond the limit of an outcome without their text."""
+        """Return the unacknowledged records. Older records beyond an outcome's limit lose their text."""
         with self._changed:
             self._close_record()
             found: deque[Record] = deque()

@@ -42,7 +42,7 @@ def start_allgather(ctx: Context, name: str, tensor: Tensor, process_set: int = 
 
 
 def gathered(work: Work, dtype: torch.dtype, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the result of a finished operation on a tensor like `shape`, and the rows from every rank."""
+    """Return the result of a finished operation on a tensor like `shape`, and the number of rows from every rank."""
     return unpack(work, dtype, [shape])[0]
 
 
@@ -127,7 +127,7 @@ def start_single_allgather(
 
 
 def joined_by(work: Operation, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Gathered:
-    """Return the results of a finished allgather of either plane, as `unpack` does."""
+    """As `unpack`, for a finished allgather on CPU or GPU."""
     if isinstance(work, DeviceGather):
         return work.outcome()
     assert isinstance(work, Work)

@@ -93,7 +93,7 @@ def _one(tensor: Tensor, request: ReductionRequest, *, in_place: bool = False) -
 def _start(
     tensors: Iterable[Tensor], request: ReductionRequest, *, in_place: bool
 ) -> tuple[str, list[Operation], list[Tensor]]:
-    """Submit tensors as one operation per element type; usually that is one.
+    """Submit tensors, an operation per element type; usually a single operation.
 
     Returns:
         The name, the operations, and their output tensors: the caller's if `in_place`.

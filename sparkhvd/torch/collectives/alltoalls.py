@@ -30,7 +30,6 @@ Splits = Tensor | Sequence[int]
 
 
 def split_numbers(what: str, splits: Splits | None) -> list[int] | None:
-    """Return the splits as integers."""
     if splits is None:
         return None
     if not isinstance(splits, Tensor):

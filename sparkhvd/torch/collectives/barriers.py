@@ -53,7 +53,7 @@ def join(device: int = -1) -> int:
 
 
 def _open_device(ctx: Context, device: int) -> None:
-    """Open this rank's GPU, on which it takes part, with zeros, in operations of ranks that have not joined."""
+    """Open this rank's GPU for operations of other ranks: after `join` it takes part in them with zeros."""
     gpu = ctx.part(RankGpu)
     if gpu.device is not None:
         return

@@ -93,7 +93,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return rank `root_rank`'s tensor on every rank.
+    """Send rank `root_rank`'s tensor to every rank.
 
     Args:
         tensor: same shape and dtype on every rank, not modified.

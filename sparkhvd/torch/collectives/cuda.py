@@ -68,7 +68,7 @@ class DeviceWork:
         self._finish = finish
 
     def done(self) -> bool:
-        """Return True if the GPU has finished it."""
+        """Whether the GPU has finished it."""
         return self._work.done()
 
     def wait(self) -> None:
@@ -127,7 +127,7 @@ def _digest(dtype: torch.dtype, op: ReduceOp, before: float, after: float) -> tu
 
 
 def scheme_of(what: str, dtype: torch.dtype, reduction: Reduction, size: int) -> Scheme:
-    """Return the scheme for tensors of a type on `size` ranks.
+    """Choose how to reduce tensors of a type on `size` ranks.
 
     Raises:
         InvalidArgumentError: the reduction is not supported.
@@ -233,7 +233,7 @@ def start_allreduce(
 def _to_send(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheme: Scheme
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return NCCL's input and output tensors; autograd does not record their computation."""
+    """Return NCCL's input and output tensors. Autograd does not record their computation."""
     if scheme.before == 1.0 and scheme.wire is inputs[0].dtype:
         return inputs, outputs
     ins = [each.detach() for each in inputs]
@@ -262,7 +262,7 @@ def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) ->
 def _finish(
     scheme: Scheme, written: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Callable[[], None] | None:
-    """Return the steps after the operation, if any."""
+    """None if nothing remains to do after the operation."""
     is_converted = scheme.wire != outputs[0].dtype and outputs[0].dtype != torch.bool
     if scheme.after == scheme.divisor == 1.0 and not is_converted:
         return None
@@ -338,7 +338,7 @@ def start_broadcast(
 
 
 def _of_all(ctx: Context, name: str, tensors: Sequence[Tensor]) -> Device:
-    """Return the common device of the tensors."""
+    """The common device of the tensors."""
     for tensor in tensors:
         device = opened(ctx, name, tensor)
     return device
@@ -418,7 +418,7 @@ class DeviceGather:
                 self._rows.wait(timeout_s)
 
     def done(self) -> bool:
-        """Return True if the GPU has finished."""
+        """Whether the GPU has finished."""
         if not self.advance(0):
             return False
         self._raise()
@@ -433,7 +433,7 @@ class DeviceGather:
             self._work.wait()
 
     def outcome(self) -> Outcome:
-        """Return, after `wait`, each concatenated tensor and the rows received from every rank."""
+        """Return, after `wait`, each concatenated tensor and the number of rows from every rank."""
         return self._outcome
 
     def _raise(self) -> None:
@@ -577,7 +577,7 @@ def start_device_alltoall(
 def _checked_splits(
     name: str, source: Tensor, splits: Sequence[int] | None, members: int
 ) -> list[int]:
-    """Return the rows for each rank; wrong splits are refused before any rank waits for them."""
+    """Return the rows for each rank. Wrong splits are refused before any rank waits for them."""
     if source.dim() == 0:
         raise InvalidArgumentError(
             f"{name}: a tensor without dimensions cannot be split. Give tensor.reshape(1)."
@@ -598,7 +598,7 @@ def _checked_splits(
 
 
 def _numbers(exchange: Work, name: str, members: int, each: int) -> list[list[int]]:
-    """Return the exchanged numbers, `each` per rank, rank after rank."""
+    """Return the exchanged numbers, `each` per rank, by rank."""
     output = exchange.output()
     if any(count != each for count in output.rows):
         raise MismatchError(
@@ -611,7 +611,7 @@ def _numbers(exchange: Work, name: str, members: int, each: int) -> list[list[in
 
 
 def _view(source: Tensor, target: Tensor) -> TensorView:
-    """Return an operand; the address 0 of an empty tensor would make the engine allocate the output."""
+    """Replace the address 0 of an empty output: with 0 the engine would allocate the output."""
     return TensorView(source.data_ptr(), target.data_ptr() or 1, source.shape)
 
 
@@ -638,7 +638,7 @@ class HostWork:
         self._outputs = outputs
 
     def done(self) -> bool:
-        """Return True if the host has the results; `wait` copies them to the GPU."""
+        """Whether the host has the results; `wait` copies them to the GPU."""
         return self._work.done()
 
     @torch.no_grad()

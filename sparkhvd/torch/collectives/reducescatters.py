@@ -33,7 +33,7 @@ from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members,
 
 
 def own_rows(rows: int, size: int, rank: int) -> int:
-    """Return the share of rank `rank` of `size` in `rows`: the first ranks get one more."""
+    """The first ranks get one row more where `rows` is not divisible by `size`."""
     return rows // size + (rank < rows % size)
 
 

@@ -45,7 +45,7 @@ class Saved(Protocol[_Arguments]):
 
 
 def engine_dtype(what: str, tensor: Tensor) -> DType:
-    """Return the engine's element type of a tensor.
+    """The engine's element type of a tensor.
 
     Raises:
         InvalidArgumentError: the engine does not support the tensor.
@@ -104,7 +104,7 @@ def _refusal(what: str, tensor: object) -> str:
 
 
 def by_dtype(what: str, tensors: Sequence[Tensor]) -> dict[tuple[DType, bool], list[int]]:
-    """Group tensors' indices by element type and plane (True: CPU, False: GPU), because an operation has one of each."""
+    """Group tensors' indices by element type and plane (True: CPU, False: GPU): an operation has one type and plane."""
     parts: dict[tuple[DType, bool], list[int]] = {}
     for index, tensor in enumerate(tensors):
         parts.setdefault((engine_dtype(what, tensor), tensor.is_cpu), []).append(index)
@@ -132,12 +132,12 @@ def require_contiguous(what: str, tensor: Tensor) -> None:
 
 
 def paired(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the engine's shape and type of a tensor: complex numbers are pairs of real numbers."""
+    """The engine's shape and type of a tensor: complex numbers are pairs of real numbers."""
     return ((*shape, 2), dtype.to_real()) if dtype.is_complex else (tuple(shape), dtype)
 
 
 def as_pairs(what: str, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Tensor:
-    """Return complex numbers as pairs of real numbers, with the same sums; other tensors unchanged.
+    """Turn complex numbers into pairs of real numbers, with the same sums; leave other tensors unchanged.
 
     Raises:
         InvalidArgumentError: the reduction is undefined for complex numbers, or cannot be done in place.
@@ -157,7 +157,7 @@ def as_pairs(what: str, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Tens
 
 
 def as_sent(tensor: Tensor) -> Tensor:
-    """Return the values in the engine's layout: row-major, signs resolved; copied only if necessary."""
+    """Bring the values into the engine's layout: row-major, signs resolved. Copied only if necessary."""
     return tensor.detach().contiguous().resolve_neg()
 
 
@@ -170,7 +170,7 @@ def view(source: Tensor, target: Tensor | None) -> TensorView:
 
 
 def lend(*tensors: Tensor) -> list[torch.UntypedStorage]:
-    """Return the memory of the engine's tensors, which must live until it has finished.
+    """Return the memory of the engine's tensors, for the caller to keep until the engine has finished.
 
     Keeping the tensors is not enough: `tensor.data = other`, as in `module.to()`, replaces a tensor's memory.
     """
@@ -204,7 +204,7 @@ class Operation(Protocol):
     """An operation in flight: the engine's `Work`, or an operation on a GPU."""
 
     def done(self) -> bool:
-        """Return True if it has finished, on the GPU too; raises its error."""
+        """Whether it has finished, on the GPU too; raises its error."""
 
     def wait(self) -> None:
         """Wait until the host, or this thread's current stream of the GPU, may use the result."""
@@ -239,7 +239,7 @@ class Handle(Generic[_Result]):
         return f"<Handle {self.name!r}>"
 
     def done(self) -> bool:
-        """Return True if `wait` would return at once; raises the errors of `wait`."""
+        """Whether `wait` would return at once; raises the errors of `wait`."""
         return all([work.done() for work in self._works])
 
     def wait(self) -> _Result:
@@ -256,7 +256,7 @@ class Handle(Generic[_Result]):
 
 
 def poll(handle: Handle[_Result]) -> bool:
-    """Return True if `synchronize(handle)` would return without waiting.
+    """Whether `synchronize(handle)` would return without waiting.
 
     Raises:
         InvalidArgumentError: `handle` does not come from an asynchronous call of this module, or the ranks
@@ -308,7 +308,7 @@ def start_group(
     reduction: Reduction | None = None,
     first_dimensions_differ: bool = False,
 ) -> list[Operation]:
-    """Submit a group as one operation per element type and plane; usually that is one.
+    """Submit a group, an operation per element type and plane; usually a single operation.
 
     Args:
         name: of the group.
@@ -383,7 +383,7 @@ class ReductionRequest(NamedTuple):
     process_set: ProcessSet
 
     def of_gradient(self) -> ReductionRequest:
-        """Return the request of the backward pass, named after this one."""
+        """The request of the backward pass, named after this one."""
         return self._replace(name=gradient_name(self.name))
 
 
@@ -418,7 +418,7 @@ def to_request(
 
 
 def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
-    """Return the reduction of `op`, or of its deprecated predecessor `average`."""
+    """Read `op`, or its deprecated predecessor `average`."""
     if average is None:
         if op is None:
             return Average
@@ -436,7 +436,7 @@ def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
 
 
 def to_op(op: ReduceOp | int) -> ReduceOp:
-    """Return the reduction of one of `hvd.Average`, `hvd.Sum`, ... or of its number."""
+    """Accept `hvd.Average`, `hvd.Sum`, ... or their numbers."""
     try:
         return ReduceOp(op)
     except ValueError:

@@ -141,7 +141,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return len(self._before) + sum(counts) + len(places) + since * self.num_replicas
 
     def state_dict(self) -> dict[str, object]:
-        """Return the epoch, the done rows and their number, for a checkpoint."""
+        """The epoch, the processed rows and their number, for a checkpoint."""
         done = sorted(self.processed_indices)
         return {
             "epoch": self.epoch,
@@ -170,7 +170,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._divide(done)
 
     def batches(self, batch_size: int) -> ElasticBatches:
-        """Return batches for a loader (`batch_sampler=`): equally many steps on every rank.
+        """Batches for a loader (`batch_sampler=`): equally many steps on every rank.
 
         Raises:
             InvalidArgumentError: the size is not an integer of at least 1.
@@ -194,7 +194,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     # --- For batches, and the state with this sampler. ---
 
     def share(self) -> list[int]:
-        """Return the rows of this rank."""
+        """The rows of this rank."""
         return list(self._share)
 
     def mark(self, first: int, last: int) -> None:
@@ -208,7 +208,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return count, gap in (-1, count)
 
     def marks_of_all(self) -> Tensor:
-        """Return a number for each of the remaining rows: 1 if this rank has recorded it."""
+        """Return a number for each of the remaining rows: 1 if this rank has recorded it, else 0."""
         marks = torch.zeros(len(self.remaining_indices), dtype=torch.int32)
         own = torch.frombuffer(self._marks, dtype=torch.uint8) if self._marks else torch.empty(0)
         places = torch.arange(self.rank, len(self.remaining_indices), self.num_replicas)
@@ -216,7 +216,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return marks
 
     def share_of(self, rank: int) -> int:
-        """Return the number of rows of a rank, without repeated rows."""
+        """The number of rows of a rank, without repeated rows."""
         return len(range(rank, len(self.remaining_indices), self.num_replicas))
 
     def agree(self, progress: EpochProgress) -> None:
@@ -224,7 +224,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._agreed = progress
 
     def snapshot(self) -> _Snapshot:
-        """Return the state for `restore`."""
+        """The state for `restore`."""
         return _Snapshot(
             self.epoch,
             self._before,
@@ -344,7 +344,7 @@ class ElasticBatches(torch.utils.data.Sampler[list[int]]):
         return min(self.num_steps, len(self.sampler))
 
     def _bounds(self, step: int) -> tuple[int, int]:
-        """Return the range of a step's rows; steps differ by at most one row, larger steps first."""
+        """The range of a step's rows. Steps differ by at most one row, larger steps first."""
         size, extra = divmod(len(self.sampler), self.num_steps)
         first = step * size + min(step, extra)
         return first, first + size + (step < extra)

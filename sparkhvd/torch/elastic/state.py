@@ -321,7 +321,7 @@ class ShardedHandler:
         self.settle()
 
     def save(self, former: object) -> object:
-        """Return None: `exchange` and `settle` save, because one rank alone cannot."""
+        """Do nothing: `exchange` and `settle` save, because one rank alone cannot."""
         del former
         return None
 
@@ -384,7 +384,7 @@ class ShardedHandler:
         return copy.deepcopy(self.value.own_state())
 
     def _keep_parts(self, parts: dict[int, OwnState]) -> None:
-        """Keep copies of this moment; other ranks may have failed at an earlier one, and continue from it."""
+        """Add copies of this moment to the last and the committed copies: other ranks may continue from these."""
         kept = {self._version, self._committed}
         self._copies = {each: some for each, some in self._copies.items() if each in kept}
         self._version += 1
@@ -401,7 +401,7 @@ class Handler(Protocol):
     value: Any
 
     def save(self, former: object) -> object:
-        """Return a copy; `former` is an unused earlier copy, whose memory may be reused."""
+        """Copy the state; `former` is an unused earlier copy, whose memory may be reused."""
 
     def restore(self, saved: object) -> None:
         """Restore a copy."""
@@ -411,7 +411,7 @@ class Handler(Protocol):
 
 
 def handler_of(name: str, value: object) -> Handler | None:
-    """Return the handler of an object; None for plain objects.
+    """None for plain objects.
 
     Raises:
         UnsupportedError: it is a sharded optimizer that excludes some ranks, or shares parameters.
@@ -480,7 +480,7 @@ class _SamplerHandler:
 
 
 def copied(value: Any, former: object) -> Any:
-    """Return a deep copy, in the tensors of `former` if they fit."""
+    """Copy deeply, into the tensors of `former` if they fit."""
     if isinstance(value, Tensor):
         source = value.detach()
         if (
@@ -530,7 +530,7 @@ class StateAgreement:
 
 
 def rendezvous() -> ElasticRendezvous | None:
-    """Return this member's rendezvous; None outside of an elastic job."""
+    """This member's rendezvous; None outside of an elastic job."""
     current = context().rendezvous
     return current if isinstance(current, ElasticRendezvous) else None
 

@@ -31,7 +31,7 @@ class Buckets:
         return len(self._all)
 
     def describe(self) -> list[dict[str, str | int]]:
-        """Return for each bucket the `name` of its operation, its `kind`, its number of `parameters`, and its `bytes` on the wire."""
+        """Give for each bucket its operation's `name`, `kind`, number of `parameters`, and `bytes` on the wire."""
         return [
             {
                 "name": bucket.name,
@@ -70,7 +70,7 @@ class Buckets:
                 entry.version = entry.grad._version
 
     def find_changed(self) -> GradientSlot | None:
-        """Return a parameter whose gradient was changed or replaced since it was submitted."""
+        """Find a parameter with a gradient changed or replaced since its submission."""
         for bucket in self._all:
             for entry in bucket.entries:
                 if entry.is_changed:

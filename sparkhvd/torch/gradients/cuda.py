@@ -125,7 +125,7 @@ class DeviceBucket(GradientBucket):
     _num_copies = 1
 
     def _arrange(self, num_flags: int, options: ReduceOptions, op: ReduceOp) -> Call:
-        """Arrange gradients and flags, in elements; return the operation, whose memory `_put` sets."""
+        """Arrange gradients and flags, in elements; return the operation. `_put` sets its memory."""
         entries, wire = self.entries, self.entries[0].wire_dtype
         counts = [entry.param.numel() for entry in entries]
         *self._offsets, self._num_values = offsets_of(counts, wire.itemsize)
@@ -154,7 +154,7 @@ class DeviceBucket(GradientBucket):
 
     @property
     def has_memory(self) -> bool:
-        """Return True if `lay_out` was called."""
+        """Whether `lay_out` was called."""
         return self._memory is not None
 
     def lay_out(self, memory: Tensor) -> None:
@@ -192,7 +192,7 @@ class DeviceBucket(GradientBucket):
 
     @torch.no_grad()
     def start(self, engine: Engine) -> None:
-        """Pack the gradients of all entries, which `grad` has, and submit them."""
+        """Pack `grad` of every entry, and submit the pack."""
         stream = self._device.stream()
         await_streams(self._device, self.entries)
         self._pack()
@@ -309,7 +309,7 @@ class DeviceBucket(GradientBucket):
             drop_unused(self.entries, self._sums.tolist(), resparsify=self._resparsify)
 
     def _becomes_view(self, entry: GradientSlot) -> bool:
-        """Return True if `.grad` becomes a view of the reduced gradient, instead of a copy.
+        """Whether `.grad` becomes a view of the reduced gradient, instead of a copy.
 
         A gradient without a hook is copied, because a captured graph keeps writing into its own memory.
         """
@@ -318,13 +318,13 @@ class DeviceBucket(GradientBucket):
         return entry.stream is not None or self._as_views
 
     def _reduced(self, number: int, gradient: Tensor) -> Tensor:
-        """Return the part of an entry's gradient with this rank's sums."""
+        """The part of an entry's gradient with this rank's sums."""
         del number
         return gradient
 
 
 def _can_take_result(entry: GradientSlot, grad: Tensor) -> bool:
-    """Return True if a result can be copied into a gradient: it has its planned form, and its own memory."""
+    """Whether a gradient has its planned form and its own memory."""
     return (
         grad.layout is torch.strided
         and grad.dtype is entry.dtype
@@ -420,14 +420,13 @@ class FlatGradients:
         self.slots = [home.data for home in self._homes]  # each counts its own changes
 
     def slot(self, number: int) -> Tensor:
-        """Return the slot of a parameter: the same tensor as before, unless its memory was replaced."""
+        """The slot of a parameter: the same tensor as before, unless its memory was replaced."""
         slot = self.slots[number]
         if slot.data_ptr() != self._addresses[number]:
             slot = self.slots[number] = self._homes[number].data
         return slot
 
     def find_slots(self) -> list[Tensor]:
-        """Return the slots of all parameters, as `slot` does."""
         for number, (slot, address) in enumerate(zip(self.slots, self._addresses, strict=True)):
             if slot.data_ptr() != address:
                 self.slots[number] = self._homes[number].data

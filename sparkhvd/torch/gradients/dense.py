@@ -123,7 +123,7 @@ class DenseBucket(GradientBucket):
             self.flags = torch.empty_like(self.ones)
 
     def start(self, engine: Engine) -> None:
-        """Submit the gradients of all entries, which `grad` has."""
+        """Submit `grad` of every entry."""
         tensors = self.call.tensors
         keep: list[torch.UntypedStorage | Tensor] = []
         plain = self._plain
@@ -179,7 +179,10 @@ class DenseBucket(GradientBucket):
         return torch.tensor(flags, dtype=self.ones.dtype)
 
     def _send_instead(self, entry: GradientSlot, grad: Tensor) -> Tensor:
-        """Return the copy to send for a gradient that cannot or must not be sent in place."""
+        """Copy a gradient that cannot or must not be sent in place.
+
+        Returns the gradient itself if its memory differs from the plan in dimensions of length 1 only.
+        """
         require_cpu(entry, grad)
         require_same_dtype(entry)
         require_same_shape(entry, grad)
@@ -379,7 +382,7 @@ class GradientSlot:
 
     @property
     def is_changed(self) -> bool:
-        """Return True if `.grad` differs from the submitted gradient in tensor, address or values."""
+        """Whether `.grad` differs from the submitted gradient in tensor, address or values."""
         grad = self.param.grad
         if grad is not self.grad:
             return True
@@ -399,14 +402,14 @@ class GradientSlot:
 
 
 def _memory_layout(param: Tensor) -> tuple[int, ...]:
-    """Return autograd's strides for the gradient of `param`: its own if its memory has no holes."""
+    """Autograd's strides for the gradient of `param`: its own if its memory has no holes."""
     return tuple(torch.empty_like(param, device="meta").stride())
 
 
 def drop_unused(
     entries: Sequence[GradientSlot], flags: Sequence[float], *, resparsify: bool
 ) -> None:
-    """Convert this rank's missing gradients to the other ranks' layout, or drop them if no rank has one.
+    """Convert this rank's missing gradients to the other ranks' layout, or drop them if no rank has a gradient.
 
     Args:
         entries: the parameters of a bucket, with results in `.grad`.
@@ -427,7 +430,7 @@ def drop_unused(
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """Return True if no other tensor has this one's storage.
+    """Whether no other tensor has this one's storage.
 
     Backward uses views as gradients: in `(p.view(-1) + q.view(-1)).backward()` both share the memory of one gradient,
     which backward may still read afterwards. The engine must not write memory of another tensor.
@@ -436,7 +439,7 @@ def owns_memory(tensor: Tensor) -> bool:
 
 
 def is_alone(memory: torch.UntypedStorage) -> bool:
-    """Return True if at most one tensor has this memory, besides the object `memory`."""
+    """Whether at most one tensor has this memory, besides the object `memory`."""
     return bool(_use_count(memory._cdata) <= _ALONE)
 
 
@@ -517,7 +520,7 @@ class Neighbours:
         self._by_storage: dict[int, list[tuple[Tensor, int, int]]] | None = None
 
     def overlap(self, entry: GradientSlot, grad: Tensor) -> bool:
-        """Return True if another gradient overlaps this one's memory, such as another view of one tensor."""
+        """Whether another gradient overlaps this one's memory, such as another view of the same tensor."""
         if owns_memory(grad):
             return False
         first, last = _span(grad)
@@ -538,14 +541,14 @@ class Neighbours:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte and behind the last byte."""
+    """The addresses of the first byte and behind the last byte."""
     places = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
     return first, first + (places + 1) * tensor.element_size()
 
 
 def _is_one_place_per_element(grad: Tensor) -> bool:
-    """Return True if certainly no two elements share memory."""
+    """True if certainly no two elements share memory."""
     return bool(torch._debug_has_internal_overlap(grad) == 0)
 
 
@@ -580,7 +583,7 @@ def _num_bytes(entry: HasGradient) -> int:
 
 
 def needed_bytes(entries: Sequence[HasGradient]) -> int:
-    """Return the length of memory for the gradients of these parameters, in any order."""
+    """The length of memory for the gradients of these parameters, in any order."""
     return sum(_num_bytes(entry) for entry in entries)
 
 
@@ -646,7 +649,7 @@ class GradientMemory:
             entry.param.grad = self._view(entry)
 
     def _view(self, entry: HasGradient) -> Tensor:
-        """Return the tensor for `.grad`: the same as before, unless its memory was replaced."""
+        """The tensor for `.grad`: the same as before, unless its memory was replaced."""
         view, place = self._views[id(entry)], self._places[id(entry)]
         if view.data_ptr() != place.data_ptr():
             view = self._views[id(entry)] = place.data

@@ -23,7 +23,7 @@ def _aligned(count: int, itemsize: int) -> int:
 
 
 def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
-    """Return the offsets of tensors with these counts, in elements, and the total length."""
+    """Offsets of tensors with these counts, in elements, and the total length."""
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + _aligned(count, itemsize))
@@ -70,7 +70,7 @@ class Slices:
         return self.length * self.num
 
     def part(self, number: int, place: int) -> tuple[int, int]:
-        """Return the range of a tensor's elements in a slice; (0, 0) if it is empty."""
+        """The range of a tensor's elements in a slice; (0, 0) if it is empty."""
         begin = self.offsets[number]
         first = max(0, place * self.length - begin)
         last = min(self.counts[number], (place + 1) * self.length - begin)
@@ -78,7 +78,7 @@ class Slices:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill one range of memory, each once."""
+    """Whether the elements fill one range of memory, each once."""
     lengths = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     expected = 1
     for stride, length in lengths:
@@ -89,18 +89,17 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order of its memory, as a view."""
+    """View the elements of a dense tensor in the order of its memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def cut_range(count: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Return the range of a part's elements."""
     first = part * (count // num_parts) + min(part, count % num_parts)
     return first, first + own_rows(count, num_parts, part)
 
 
 def same_places(strides: tuple[int, ...], tensor: Tensor) -> bool:
-    """Return True if equal indices mean equal offsets; the stride of a dimension of length 1 is arbitrary."""
+    """Whether equal indices mean equal offsets; the stride of a dimension of length 1 is arbitrary."""
     return all(
         a == b or n == 1 for a, b, n in zip(strides, tensor.stride(), tensor.shape, strict=True)
     )

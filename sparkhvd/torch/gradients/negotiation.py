@@ -260,7 +260,7 @@ class ParameterCheck:
 
     @property
     def has_equal_strides(self) -> bool:
-        """Return True if all strides are the same on every rank, after `check`; every rank gets the same answer."""
+        """Whether all strides are the same on every rank, after `check`. Every rank gets the same answer."""
         return bool(self._is_equal().all())
 
     def differing_strides(self) -> list[int]:
@@ -285,7 +285,7 @@ class ParameterCheck:
         return by_rank == digests
 
     def _exchange(self, what: str, value: _T) -> list[_T]:
-        """Return the values of all ranks, in the order of ranks."""
+        """The values of all ranks, by rank."""
         text: Tensor = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         work = start_allgather(self._context, f"{self._label}.{what}", text, self._process_set)
         work.wait()

@@ -55,7 +55,7 @@ class SavedMatrix(TypedDict):
 
 @dataclass
 class MatrixState:
-    """State of a parameter whose gradient is compressed.
+    """State of a parameter with a compressed gradient.
 
     Attributes:
         steps: number of steps so far.
@@ -108,7 +108,7 @@ class PowerSGD(Compressor):
         PowerSGD.compress(tensor)
 
     def state_dict(self) -> dict[str, SavedMatrix]:
-        """Return the state for an exact resume. The errors are this rank's own, so save it on every rank.
+        """The state for an exact resume. The errors are this rank's own, so save it on every rank.
 
         Returns:
             By parameter name: steps, q and error (None before the first compressed step). The tensors are not
@@ -142,7 +142,7 @@ class PowerSGD(Compressor):
     # --- For the reducer. ---
 
     def claim(self, entries: Sequence[GradientSlot]) -> None:
-        """Register these parameters, whose gradients are compressed from now on.
+        """Register these parameters: their gradients are compressed from now on.
 
         Raises:
             InvalidArgumentError: a name belongs to another parameter, or the loaded state has other shapes.
@@ -178,7 +178,7 @@ class PowerSGD(Compressor):
         ]
 
     def is_due(self, entry: GradientSlot) -> bool:
-        """Return True if the gradient is compressed in this step."""
+        """Whether the gradient is compressed in this step."""
         state = self._states.get(entry.name)
         return state is not None and self._is_worth(entry) and state.steps >= self.warm_up_steps
 
@@ -201,7 +201,7 @@ class PowerSGD(Compressor):
                 state.q = self._first_q(entry)
 
     def state_of(self, entry: GradientSlot) -> MatrixState:
-        """Return the state of a compressed parameter, with an error."""
+        """The state of a compressed parameter, with an error."""
         state = self._states[entry.name]
         if state.error is None:
             state.error = state.q.new_zeros(matrix_shape(entry))
@@ -216,7 +216,7 @@ class PowerSGD(Compressor):
         return min(self.rank, *matrix_shape(entry))
 
     def _first_q(self, entry: GradientSlot) -> Tensor:
-        """Return a random Q, the same on every rank."""
+        """A random Q, the same on every rank."""
         generator = torch.Generator().manual_seed(entry.index)
         _, columns = matrix_shape(entry)
         # Not orthogonal: only its span matters.
@@ -227,7 +227,7 @@ class PowerSGD(Compressor):
 
 
 def stateless(compression: type[Compressor] | Compressor) -> type[Compressor]:
-    """Return the compression if it is stateless, as Adasum needs."""
+    """Refuse a compression with state, because Adasum cannot use it."""
     if isinstance(compression, type):
         return compression
     raise InvalidArgumentError(
@@ -237,7 +237,7 @@ def stateless(compression: type[Compressor] | Compressor) -> type[Compressor]:
 
 
 def describe(compression: type[Compressor] | Compressor) -> str:
-    """Return the compression's name, the same on every rank."""
+    """The compression's name, the same on every rank."""
     if isinstance(compression, PowerSGD):
         return repr(compression)
     # An object's own `repr` may hold its address, which always differs between ranks.
@@ -245,14 +245,14 @@ def describe(compression: type[Compressor] | Compressor) -> str:
 
 
 def _beside(entry: GradientSlot, values: Tensor) -> Tensor:
-    """Return values on the device of the parameter."""
+    """Move values to the device of the parameter."""
     if values.device == entry.param.device:
         return values
     return entry.param.new_empty(values.shape, dtype=values.dtype).copy_(values)
 
 
 def matrix_shape(entry: GradientSlot) -> tuple[int, int]:
-    """Return rows and columns of the gradient as a matrix: its first dimension, all others."""
+    """Rows and columns of the gradient as a matrix: its first dimension, all others."""
     rows = entry.shape[0]
     return rows, entry.param.numel() // rows
 
@@ -486,7 +486,7 @@ class LowRankBucket:
                 matrix.entry.param.grad = None
 
     def _used(self) -> list[bool]:
-        """Return for each parameter True if any rank has a gradient."""
+        """Whether any rank has a gradient, for each parameter."""
         if not any([entry.missing for entry in self.entries]):
             return [True] * len(self.entries)
         return [flag > 0 for flag in self._flags.tolist()]

@@ -100,7 +100,7 @@ class BackwardEnd:
 
 
 def is_worth_overlapping(engine: Engine, ranks: Sequence[int]) -> bool:
-    """Return True if reducing while backward runs saves time: if ranks wait for a network, or cores are idle.
+    """Whether reducing while backward runs saves time: if ranks wait for a network, or cores are idle.
 
     Where the ranks of one host compute on all of its cores, the engine's threads would take cores from them in turn, and
     every rank would wait for every other: a step of ResNet-50 with 2 ranks on 2 cores took 5 % longer.
@@ -180,27 +180,27 @@ class Cycle:
 
     @property
     def is_in_pass(self) -> bool:
-        """Return True while a backward pass with a gradient runs."""
+        """Whether a backward pass with a gradient runs."""
         return self._end is not None and self._end() is not None
 
     @property
     def is_interrupted(self) -> bool:
-        """Return True if the last backward pass ended in an exception."""
+        """Whether the last backward pass ended in an exception."""
         return self._end is not None and self._end() is None
 
     @property
     def is_in_flight(self) -> bool:
-        """Return True if an operation of this cycle has been submitted."""
+        """Whether an operation of this cycle has been submitted."""
         return self.state in (CycleState.SENDING, CycleState.SENT)
 
     @property
     def is_last_pass(self) -> bool:
-        """Return True if the gradients are complete after the running or next pass."""
+        """Whether the gradients are complete after the running or next pass."""
         return self.passes_left == 1 and not self.is_held
 
     @property
     def is_open(self) -> bool:
-        """Return True if the cycle has begun and must be waited for."""
+        """Whether the cycle has begun and must be waited for."""
         return self.state not in (CycleState.IDLE, CycleState.REDUCED)
 
     # --- Transitions. ---
@@ -281,7 +281,7 @@ class ReducedGradients:
         self._noted = {i: (weakref.ref(g), g._version) for i, g in grads if g is not None}
 
     def find_changed(self, entries: Sequence[GradientSlot]) -> str | None:
-        """Return the name of a parameter whose gradient changed since its record."""
+        """Name a parameter with a gradient changed since its record."""
         for index, (reference, version) in self._noted.items():
             entry = entries[index]
             grad = entry.param.grad
@@ -290,7 +290,7 @@ class ReducedGradients:
         return None
 
     def is_added_to(self, entry: GradientSlot) -> bool:
-        """Return True if backward added to the recorded gradient of this parameter."""
+        """Whether backward added to the recorded gradient of this parameter."""
         reference, version = self._noted.get(entry.index, (None, 0))
         grad = entry.param.grad
         if reference is None or grad is None or grad is not reference():
@@ -298,7 +298,7 @@ class ReducedGradients:
         return grad._version == version + 1  # else it was set to zero in place before
 
     def was_dropped(self, entry: GradientSlot, entries: Sequence[GradientSlot]) -> bool:
-        """Return True if a gradient of this cycle, in flight or reduced, is no longer `.grad`.
+        """Whether a gradient of this cycle, in flight or reduced, is no longer `.grad`.
 
         Args:
             entry: the parameter with another gradient.
@@ -314,7 +314,7 @@ class ReducedGradients:
         )
 
     def _known(self, entry: GradientSlot) -> Tensor | None:
-        """Return the gradient of this cycle, in flight or reduced."""
+        """The gradient of this cycle, in flight or reduced."""
         if entry.grad is not None:
             return entry.grad
         reference, _ = self._noted.get(entry.index, (None, 0))
@@ -392,17 +392,16 @@ class Reducer:
 
     @property
     def is_detached(self) -> bool:
-        """Return True if `detach` was called."""
         return not self._finalizer.alive
 
     @property
     def in_flight(self) -> bool:
-        """Return True if gradients of this cycle have been submitted."""
+        """Whether gradients of this cycle have been submitted."""
         return self.cycle.is_in_flight
 
     @property
     def is_reduced(self) -> bool:
-        """Return True if `.grad` holds reduced gradients that the optimizer has not used yet."""
+        """Whether `.grad` holds reduced gradients that the optimizer has not used yet."""
         return self.cycle.state is CycleState.REDUCED
 
     # --- From the hooks. ---
@@ -454,16 +453,16 @@ class Reducer:
 
     @property
     def _can_reduce_again(self) -> bool:
-        """Return True if sums with reduced gradients can be reduced again, because a mean of equal values is that value."""
+        """Whether sums with reduced gradients can be reduced again: a mean of equal values is that value."""
         return self.options.op is ReduceOp.AVERAGE and not self.options.sharded
 
     @property
     def takes_part(self) -> bool:
-        """Return True if the cycle ends with another reducer's of the optimizer."""
+        """Whether the cycle ends with another reducer's of the optimizer."""
         return not self.is_reduced or self._can_reduce_again
 
     def leave(self, end: BackwardEnd) -> None:
-        """End a backward pass, with all passes that it lies in."""
+        """End a backward pass, and all passes around it."""
         if not self.cycle.leave(end):
             return
         if not self._negotiation.is_negotiated and self._negotiation.begin():
@@ -558,7 +557,7 @@ class Reducer:
         self.cycle.results.note(self._entries)
 
     def find_changed(self) -> str | None:
-        """Return the name of a parameter whose gradient was changed or replaced since `remember`."""
+        """Name a parameter with a gradient changed or replaced since `remember`."""
         return self.cycle.results.find_changed(self._entries)
 
     def discard(self) -> None:

@@ -76,7 +76,7 @@ class ShardedBucket(GradientBucket):
         )
 
     def start(self, engine: Engine) -> None:
-        """Submit the gradients of all entries, which `grad` has."""
+        """Submit `grad` of every entry."""
         keep: list[torch.UntypedStorage | Tensor] = []
         for position, entry in enumerate(self.entries):
             tensor = self._to_send(entry)

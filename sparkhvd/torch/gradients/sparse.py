@@ -152,19 +152,19 @@ class LayoutVote:
 
 
 def _sparse_dim(grad: Tensor | None) -> int | None:
-    """Return the number of sparse dimensions; 0 for a dense gradient, None without one."""
+    """The number of sparse dimensions; 0 for a dense gradient, None without a gradient."""
     if grad is None:
         return None
     return 0 if grad.layout is torch.strided else grad.sparse_dim()
 
 
 def _row_length(entry: GradientSlot) -> int:
-    """Return the number of values per index."""
+    """The number of values per index."""
     return torch.Size(entry.shape[entry.sparse_dim :]).numel()
 
 
 def _rows(tensor: Tensor, length: int) -> Tensor:
-    """Return the tensor as row-major rows, for any strides in dimensions of length 1."""
+    """Reshape to row-major rows, for any strides in dimensions of length 1."""
     return tensor.reshape(-1).view(len(tensor), length)
 
 

@@ -99,7 +99,7 @@ class DistributedAdasum(torch.optim.Optimizer):
         ]
 
     def synchronize(self) -> None:
-        """Return at once: gradients stay this rank's own."""
+        """Do nothing: gradients stay this rank's own."""
 
     def skip_synchronize(self) -> NoReturn:
         """Refuse: ranks combine the step itself."""

@@ -57,7 +57,7 @@ def placed(groups: Sequence[Mapping[str, Iterable[Tensor]]]) -> list[tuple[int, 
 
 
 def check_arguments(op: ReduceOp, passes: int, predivide: float) -> tuple[int, float]:
-    """Return passes and predivide factor as plain numbers.
+    """Return `passes` and `predivide` as plain numbers.
 
     Raises:
         InvalidArgumentError: a number is out of range, or a predivide factor is given without Average.
@@ -86,7 +86,7 @@ def parameter_names(
     parameters: list[tuple[int, int, Tensor]],
     named_parameters: Iterable[tuple[str, Tensor]] | None,
 ) -> dict[Tensor, str]:
-    """Return a name for every parameter of the optimizer, in the optimizer's order."""
+    """Name every parameter of the optimizer, in the optimizer's order."""
     if named_parameters is None:
         return {p: f"allreduce.noname.{group}.{index}" for group, index, p in parameters}
     named = to_list(
@@ -127,7 +127,7 @@ def parameter_names(
 def group_numbers(
     groups: int | Sequence[Sequence[Tensor]] | None, parameters: list[Tensor]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the argument `groups` as parameter numbers."""
+    """Replace the parameters of the argument `groups` by their numbers."""
     if groups is None:
         return ()
     wanted = to_integer(groups)

@@ -300,7 +300,7 @@ class Distributed(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients, after waiting for gradients in flight, whose results are lost."""
+        """Drop or zero the gradients. First wait for gradients in flight; their results are lost."""
         self._include_thawed()
         for reducer in self._reducers:
             reducer.discard()
@@ -374,7 +374,7 @@ def _all_reducers(optimizer: Distributed | None) -> Sequence[Reducer]:
 def plain_optimizer(
     kind: type[torch.optim.Optimizer], state: dict[str, object]
 ) -> torch.optim.Optimizer:
-    """Create the plain optimizer from a pickle of a distributed one."""
+    """Create the plain optimizer from a pickle of a distributed optimizer."""
     made = kind.__new__(kind)
     made.__setstate__(state)
     return made

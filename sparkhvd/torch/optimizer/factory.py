@@ -188,7 +188,7 @@ def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
 def _distributed_class(
     kind: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]
 ) -> type[torch.optim.Optimizer]:
-    """Return the subclass of an optimizer's class; the same in every call."""
+    """The same class in every call."""
     return type(
         kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )

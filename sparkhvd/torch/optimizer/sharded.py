@@ -212,7 +212,7 @@ class Sharded(Distributed):
 
     @property
     def _cycles(self) -> tuple[int, ...]:
-        """Return the number of ended cycles of every reducer."""
+        """The number of ended cycles of every reducer."""
         return tuple(reducer.cycle.count for reducer in self._reducers)
 
     @property
@@ -303,7 +303,7 @@ class Sharded(Distributed):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain optimizer's state, for any number of ranks, on every rank. Every rank must call this.
+        """The plain optimizer's state, for any number of ranks, on every rank. Every rank must call this.
 
         The gathered state is as large as without `sharded`.
         """
@@ -324,11 +324,11 @@ class Sharded(Distributed):
 
     @property
     def has_own_ranks(self) -> bool:
-        """Whether only some ranks take part, or those of a host share memory."""
+        """Whether only some ranks take part, or the ranks of a host share memory."""
         return self._configuration.number != 0 or self._configuration.share_parameters
 
     def own_state(self) -> OwnState:
-        """Return this rank's part of the state, without a copy and without communication."""
+        """This rank's part of the state, without a copy and without communication."""
         parts, self.state = self.state, type(self.state)(dict)
         try:
             groups = super().state_dict()["param_groups"]
@@ -341,7 +341,7 @@ class Sharded(Distributed):
         self.load_state_dict(join_states(states, self._in_order()))
 
     def _in_order(self) -> list[Tensor]:
-        """Return the parameters in the order of `state_dict()`."""
+        """The parameters in the order of `state_dict()`."""
         return [p for group in self.__dict__["param_groups"] for p in group["params"]]
 
     def _divide_state(self) -> None:

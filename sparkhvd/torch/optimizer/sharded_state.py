@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class _Piece(NamedTuple):
-    """Piece of state for other ranks, whose GPUs differ.
+    """Piece of state for other ranks, on other GPUs.
 
     Attributes:
         value: on the CPU.
@@ -40,7 +40,7 @@ class _Piece(NamedTuple):
         return cls(value)
 
     def beside(self, param: Tensor) -> object:
-        """Return the value, on the GPU of its parameter if it belongs there."""
+        """The value, on the GPU of its parameter if it belongs there."""
         if not (self.was_on_gpu and isinstance(self.value, Tensor)):
             return self.value
         return param.new_empty(self.value.shape, dtype=self.value.dtype).copy_(self.value)
@@ -66,7 +66,7 @@ def own_state(
     params: Sequence[Tensor],
     shards: Mapping[Tensor, Shard],
 ) -> OwnState:
-    """Return this rank's part of the state of parameters, in the order of `state_dict()`; on the CPU, not copied."""
+    """This rank's part of the state of parameters, in the order of `state_dict()`. On the CPU, not copied."""
     parts = {}
     for number, param in enumerate(params):
         shard = shards.get(param)
@@ -112,7 +112,7 @@ def join_states(states: Sequence[OwnState], params: Sequence[Tensor]) -> dict[st
 def divide_state(
     state: Mapping[Tensor, dict[str, object]], shards: Mapping[Tensor, Shard]
 ) -> State:
-    """Return this rank's part of state by parameter; state of other keys does not change."""
+    """Cut state by parameter to this rank's part. State of other keys does not change."""
     kept: State = defaultdict(dict)
     for key, values in state.items():
         shard = shards.get(key) if isinstance(key, Tensor) else None
@@ -216,7 +216,7 @@ def _describe(
 
 
 def _part_of(shard: Shard, value: object) -> object:
-    """Return this rank's part of a piece of state of a parameter."""
+    """This rank's part of one entry of a parameter's state."""
     param = shard.param
     if not (shard.is_cut and isinstance(value, Tensor) and value.shape == param.shape):
         return value

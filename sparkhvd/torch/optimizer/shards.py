@@ -119,7 +119,7 @@ class Shard:
             self.part = torch.nn.Parameter(self.of(param), requires_grad=param.requires_grad)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part, a view, of a tensor with the parameter's memory layout."""
+        """View this rank's part of a tensor with the parameter's memory layout."""
         return flat(tensor)[self.first : self.last] if self.is_cut else tensor.detach()
 
     def follow(self) -> None:
@@ -160,7 +160,7 @@ class Shard:
             self.part.grad = None
 
     def is_own(self, value: object) -> bool:
-        """Return True if a piece of optimizer state is element-wise for this rank's part."""
+        """Whether an entry of optimizer state is element-wise for this rank's part."""
         return (
             self.part is not None and isinstance(value, Tensor) and value.shape == self.part.shape
         )
@@ -581,7 +581,7 @@ class ShardLayout:
         named: Mapping[Tensor, str],
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
-        """Divide further parameters; every rank must pass the same ones in the same order."""
+        """Divide further parameters; every rank must pass the same parameters in the same order."""
         parameters = [p for p in named if p.numel() > 0]
         for p in parameters:
             if not p.is_cpu:

@@ -47,7 +47,7 @@ class Changes:
         return owners
 
     def state_dict(self, watch: Watch | None, attributes: Sequence[list[Entry]]) -> dict[str, Any]:
-        """Return the changes: plain values by name.
+        """The changes: plain values by name.
 
         Args:
             watch: of callbacks, or None.
@@ -81,7 +81,7 @@ class Changes:
         }
 
     def for_result(self, watch: Watch | None) -> dict[str, Any]:
-        """Return this rank's part of `state_dict` for the model of a run."""
+        """This rank's part of `state_dict` for the model of a run."""
         return {
             "requires_grad": self._changed_flags(),
             "attributes": [self.own_attributes(watch)],
@@ -96,7 +96,7 @@ class Changes:
         }
 
     def own_attributes(self, watch: Watch | None) -> list[Entry]:
-        """Return the changes of attributes on this rank."""
+        """The changes of attributes on this rank."""
         return self.attributes.changes(watch.attributes if watch is not None else ())
 
     def load_flags(self, state: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class Changes:
         return groups if self._optimizer is None else self._optimizer.__dict__["param_groups"]
 
     def _grouped(self) -> list[list[str]]:
-        """Return the names of the parameters of each group."""
+        """Name the parameters of each group."""
         return [
             [self._name(number, p) for p in group["params"]]
             for number, group in enumerate(self._param_groups)
@@ -198,7 +198,7 @@ def set_changes(model: nn.Module, others: LossState, state: Mapping[str, Any]) -
 
 
 def of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of `Changes.state_dict` for `set_changes`."""
+    """Take the part of `Changes.state_dict` for `set_changes`."""
     return {
         "requires_grad": state.get("requires_grad", {}),
         "attributes": state.get("attributes", [])[:1],
@@ -207,7 +207,7 @@ def of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_losses(state: Mapping[str, Any]) -> bool:
-    """Return True if the part of `of_rank_0` has flags or attributes of losses."""
+    """Whether the part of `of_rank_0` has flags or attributes of losses."""
     part = of_rank_0(state)
     names = [*part["requires_grad"], *(entry[0] for each in part["attributes"] for entry in each)]
     return any(name.removeprefix("parameter ").startswith(".") for name in names)
@@ -224,7 +224,7 @@ def _parameters(model: nn.Module, others: LossState) -> dict[str, Tensor]:
 
 
 def _owners(model: nn.Module, others: LossState) -> dict[str, object]:
-    """Return all objects with watched attributes, by name."""
+    """All objects with watched attributes, by name."""
     holders = {f".{name}": holder for name, holder in others.holders()}
     parameters = {f"parameter {n}": p for n, p in _parameters(model, others).items()}
     return {**_modules(model, others), **holders, **parameters}

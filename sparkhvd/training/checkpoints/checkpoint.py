@@ -190,13 +190,13 @@ def _mapped(file: IO[bytes]) -> dict[str, Any]:
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers excluded from the model's state dict (`persistent=False`), by name."""
+    """Buffers excluded from the model's state dict (`persistent=False`), by name."""
     saved = model.state_dict()
     return {name: value for name, value in model.named_buffers() if name not in saved}
 
 
 def load_buffers(model: nn.Module, values: Mapping[str, Tensor | None]) -> None:
-    """Set buffers to these values of any shape; None empties one."""
+    """Set buffers to these values of any shape; None empties a buffer."""
     with torch.no_grad():
         for name, value in values.items():
             path, _, leaf = name.rpartition(".")
@@ -219,7 +219,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def extra_states(model: nn.Module) -> State:
-    """Return the extra states of modules by module name; tensors on the CPU."""
+    """Extra states of modules by module name; tensors on the CPU."""
     return {
         name: to_cpu(module.get_extra_state())
         for name, module in model.named_modules()

@@ -80,7 +80,7 @@ class Checkpoints:
         self.warning = ""
 
     def path(self, epoch: int, step: int = 0) -> str:
-        """Return the file after `epoch` epochs and `step` steps, relative to the store."""
+        """The file after `epoch` epochs and `step` steps, relative to the store."""
         name = f"epoch-{epoch}-step-{step}" if step else f"epoch-{epoch}"
         return f"{self._folder}/{name}.pt"
 
@@ -151,7 +151,6 @@ class Checkpoints:
             self._files.remove(position)
 
     def saved_epochs(self) -> set[int]:
-        """Return the epochs with a checkpoint."""
         files = self._positions() if self._files is None else self._files
         return {epoch for epoch, step in files if not step}
 
@@ -206,22 +205,22 @@ class Checkpoints:
         self._store.write_bytes(self._profile, json.dumps(state).encode())
 
     def profile(self) -> dict[str, Any]:
-        """Return the last written profile; {} if missing or damaged."""
+        """The last written profile; {} if missing or damaged."""
         try:
             return _profile_of(self._store.read_bytes(self._profile))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return {}
 
     def latest_epoch(self) -> int:
-        """Return the epochs of the newest checkpoint; 0 without a checkpoint."""
+        """The number of epochs in the newest checkpoint; 0 without a checkpoint."""
         return self.latest_position()[0]
 
     def latest_position(self) -> Position:
-        """Return (epochs, steps of the next epoch) of the newest checkpoint; (0, 0) without a checkpoint."""
+        """(epochs, steps of the next epoch) of the newest checkpoint; (0, 0) without a checkpoint."""
         return self._pointer() or self._newest_whole() or (0, 0)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, or None; if a newer one is damaged, `warning` names the training to repeat.
+        """The newest complete checkpoint, or None. If a newer one is damaged, `warning` names the training to repeat.
 
         Raises:
             InvalidArgumentError: all checkpoints are damaged, or have another format version.
@@ -265,7 +264,7 @@ class Checkpoints:
         warnings.warn(self.warning, stacklevel=3)
 
     def load(self, epoch: int, step: int = 0) -> Checkpoint:
-        """Return the checkpoint after `epoch` epochs and `step` steps.
+        """Load the checkpoint after `epoch` epochs and `step` steps.
 
         Raises:
             FileNotFoundError: it does not exist.
@@ -274,18 +273,18 @@ class Checkpoints:
         return self._load_or_advise(self.path(epoch, step))
 
     def load_weights(self, path: str) -> dict[str, Any]:
-        """Return the model's state dict in a checkpoint file of any run, relative to the store; raises as `load`.
+        """Load the model's state dict from a checkpoint file of any run, relative to the store; raises as `load`.
 
         Uses memory of the model's size: the optimizer's state, twice that with Adam, stays in the file.
         """
         return self._load_or_advise(path, is_mapped=True).result.model
 
     def load_start(self, path: str) -> Checkpoint:
-        """Return a checkpoint of any run for its weights; all tensors except the model's stay in the file. Raises as `load`."""
+        """Load a checkpoint of any run. All tensors except the model's stay in the file. Raises as `load`."""
         return self._load_or_advise(path, is_mapped=True)
 
     def newest_whole(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, or None; all tensors except the model's stay in the file."""
+        """The newest complete checkpoint, or None. All tensors except the model's stay in the file."""
         position = self._newest_whole()
         if position is None:
             return None
@@ -341,15 +340,15 @@ class Checkpoints:
                 self._store.write_bytes(self._metrics, _lines(history[:count]))
 
     def history(self) -> History:
-        """Return the records of the finished epochs from the metrics file."""
+        """The records of the finished epochs, from the metrics file."""
         return self.reader().after(0)
 
     def reader(self) -> HistoryReader:
-        """Return a reader of the metrics file from its start."""
+        """Read the metrics file from its start."""
         return HistoryReader(self._store, self._metrics)
 
     def _pointer(self) -> Position | None:
-        """Return the position in the pointer; None if missing or damaged.
+        """The position in the pointer; None if missing or damaged.
 
         On a file system without atomic rename, a writer may have been killed between two pointers.
         """
@@ -359,7 +358,7 @@ class Checkpoints:
             return None
 
     def _newest_whole(self) -> Position | None:
-        """Return the position of the newest complete file."""
+        """The position of the newest complete file."""
         for position in sorted(self._positions(), reverse=True):
             path = self.path(*position)
             with contextlib.suppress(FileNotFoundError, DamagedError), self._opened(path) as file:
@@ -384,7 +383,7 @@ class _Profile:
 
 
 def _profile_of(content: bytes) -> dict[str, Any]:
-    """Return a run's profile; raises ValueError for any other content."""
+    """Raises ValueError unless the content is a run's profile."""
     state = read_json(content)
     if not isinstance(state, dict):
         raise ValueError("a profile that is no object")
@@ -414,7 +413,7 @@ class HistoryReader:
         self._read_to = 0
 
     def after(self, reported: int) -> History:
-        """Return the records of later epochs than `reported`.
+        """Read the records of later epochs than `reported`.
 
         Raises:
             ValueError: a line is no record.
@@ -426,7 +425,7 @@ class HistoryReader:
         return records or []
 
     def _added(self, reported: int) -> History | None:
-        """Return the new records; None if this is another file, or some are missing."""
+        """Read the new records; None if this is another file, or some are missing."""
         data = self._bytes_from(self._read_to)
         if data is None:
             return None
@@ -442,7 +441,7 @@ class HistoryReader:
         return records
 
     def _bytes_from(self, start: int) -> bytes | None:
-        """Return the file from a byte on; b"" if there is no file, None if it is shorter."""
+        """Read the file from a byte on. b"" if there is no file, None if it is shorter."""
         try:
             if not start or not self._store.is_seen:
                 data = self._store.read_bytes(self._path)
@@ -470,7 +469,7 @@ def _records(lines: bytes) -> History:
 
 
 def epoch_of(record: Mapping[str, Value]) -> int:
-    """Return the epoch of a record; raises ValueError without one."""
+    """Raises ValueError for a record without an epoch."""
     epoch: Any = record.get("epoch")
     if not isinstance(epoch, int):
         raise ValueError(f"a record of epoch {epoch!r:.100}")

@@ -90,7 +90,7 @@ def broadcast_weights(model: nn.Module) -> frozenset[str]:
 
 
 def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the frozen parameters equal on all ranks, and of all that rank 0 has; all ranks must call it.
+    """Names of the frozen parameters equal on all ranks, and of all that rank 0 has; all ranks must call it.
 
     Cost: one pass over frozen parameters, and an allgather of about 100 bytes for each.
     """
@@ -100,7 +100,7 @@ def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def frozen_sums(model: nn.Module) -> Sums:
-    """Return shape, dtype and checksum of each state dict parameter without gradient."""
+    """Shape, dtype and checksum of each state dict parameter without gradient."""
     return _sums(
         {
             name: value
@@ -112,7 +112,7 @@ def frozen_sums(model: nn.Module) -> Sums:
 
 
 def weight_sums(model: nn.Module) -> Sums:
-    """Return shape, dtype and checksum of each plain tensor of the state dict."""
+    """Shape, dtype and checksum of each plain tensor of the state dict."""
     return _sums({n: t for n, t in _tensors(model.state_dict()).items() if type(t) is Tensor})
 
 
@@ -121,7 +121,7 @@ def _sums(tensors: Mapping[str, Tensor]) -> Sums:
 
 
 def unwritten(model: nn.Module, weights: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a state dict that skips frozen parameters with equal values when loaded: their memory may be shared."""
+    """Make a state dict that skips frozen parameters with equal values when loaded: their memory may be shared."""
     own = model.state_dict(keep_vars=True)
     state = copy.copy(weights)  # keeps the attributes that modules add
     same = {name: own[name] for name, value in weights.items() if _is_same(own.get(name), value)}
@@ -140,7 +140,7 @@ def _is_same(own: object, value: object) -> bool:
 
 
 def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return parameters and buffers of a state dict, without extra states, which may be tensors too."""
+    """Parameters and buffers of a state dict, without extra states, because these may be tensors too."""
     return {
         name: value
         for name, value in state.items()

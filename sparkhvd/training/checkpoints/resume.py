@@ -76,7 +76,7 @@ class TrainingState:
         self.changes = Changes(self.model, self.optimizer, self.others)
 
     def beside_weights(self) -> State:
-        """Return the run's model state outside its state dict: buffers, changes and losses of this rank."""
+        """The run's model state outside its state dict: buffers, changes and losses of this rank."""
         return {
             "buffers": unsaved_buffers(self.model),
             "changes": self.changes.for_result(self.watch),
@@ -230,7 +230,7 @@ def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resum
 def _load_start(
     spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, others: LossState
 ) -> Checkpoint | None:
-    """Load the weights into rank 0's model, and the state of others; return the checkpoint, if there is one.
+    """Load the weights into rank 0's model, and the state of others; return the checkpoint, if any.
 
     Raises:
         InvalidArgumentError: it does not fit this run, or no checkpoint is complete.
@@ -404,7 +404,7 @@ def _load_parts(state: TrainingState, resumed: Resumed) -> None:
 
 
 def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
-    """Return why this fit cannot resume from a checkpoint, or ""."""
+    """Say why this fit cannot resume from a checkpoint; "" if it can."""
     problem = differences(checkpoint.fingerprint, spec.fingerprint)
     if not problem and checkpoint.position > (spec.epochs, 0):
         problem = f"it has {checkpoint.epoch} epochs, and epochs is {spec.epochs}"

@@ -123,7 +123,7 @@ class Saver:
             self._take(history)
 
     def _is_epoch_due(self) -> bool:
-        """Return rank 0's decision whether this epoch has a checkpoint."""
+        """Whether this epoch has a checkpoint; rank 0 decides."""
         callbacks = self._state.callbacks
         if self._spec.num_checkpoints > 1 or (callbacks is not None and callbacks.see_checkpoints):
             return True
@@ -133,7 +133,7 @@ class Saver:
         return bool(hvd.broadcast(answer, 0, name="checkpoint.epoch").item())
 
     def _is_best(self, history: History) -> bool:
-        """Return True if the last epoch is the best one and `fit` returns that; equal on all ranks."""
+        """Whether the last epoch is the best one and `fit` returns the best; equal on all ranks."""
         if not self._spec.return_best:
             return False
         is_best, monitor = False, self._spec.monitor
@@ -170,7 +170,7 @@ class Saver:
             self._save([(replace(checkpoint, final=final), left_out)])
 
     def _changed(self, before: State, left_out: list[str]) -> State:
-        """Return the changed entries of the model's state dict; {} with a note if its names differ."""
+        """The changed entries of the model's state dict; {} with a note if its names or shapes differ."""
         after, still_left_out = self._frozen.divide(self._state.model)
         shapes = [
             {n: getattr(value, "shape", None) for n, value in part.items()}
@@ -238,7 +238,7 @@ class Saver:
         return bool(is_due)
 
     def _save(self, copies: list[tuple[Checkpoint, list[str]]]) -> None:
-        """Write copies of checkpoints in the background, after those before; the last one is the newest. Empties the list."""
+        """Write copies of checkpoints in the background, after earlier copies; the last is newest. Empties the list."""
         self.wait()
         self._taken_at = time.monotonic()
         self._cadence.taken(self._taken_at)
@@ -406,7 +406,7 @@ class Budget:
         self._left, self._at = float(self.BURST), now
 
     def spend(self, now: float) -> bool:
-        """Return True if the epoch that has ended now has a checkpoint."""
+        """Whether the epoch that has ended now has a checkpoint."""
         seconds, self._at = now - self._at, now
         self._left = min(self.BURST, self._left + seconds / self._seconds)
         if seconds < self._LONG_S and self._left < 1:

@@ -84,12 +84,12 @@ class _NotPlain(Exception):
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the state dict by name, detached."""
+    """The tensors of the state dict by name, detached."""
     return {n: t.detach() for n, t in module.state_dict().items() if isinstance(t, Tensor)}
 
 
 def foreign_class(module: nn.Module) -> str | None:
-    """Return the first class in the module outside `torch.nn`, or None."""
+    """The first class in the module outside `torch.nn`, or None."""
     for part in module.modules():
         if not _is_allowed(type(part)):
             return f"{type(part).__module__}.{type(part).__qualname__}"
@@ -298,7 +298,7 @@ def _attach(tensor: Tensor, text: TensorText) -> None:
 
 
 def _reduce_cached_property(value: functools.cached_property[Any]) -> tuple[object, ...]:
-    """Reduce the property of a class that travels by value, which has a lock before Python 3.12."""
+    """Reduce the property of a class pickled by value: it has a lock before Python 3.12."""
     return _cached_property, (value.func, value.attrname)
 
 
@@ -309,7 +309,7 @@ def _cached_property(function: Any, name: str | None) -> functools.cached_proper
 
 
 def _reduce_cached_function(value: Any) -> str | tuple[object, ...]:
-    """Reduce a function of `functools.lru_cache`, which pickle holds by name, also where ranks do not have it."""
+    """Reduce a function of `functools.lru_cache`: pickle would hold it by name, also where ranks do not have it."""
     if not is_by_value(value):
         return str(value.__qualname__)
     return _cached_function, (value.__wrapped__, value.cache_parameters())
@@ -367,7 +367,7 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
 
 
 def _context_global(value: object) -> str | None:
-    """Return the name of a global of transformers with a ContextVar, to which hooks of its models refer; by value it cannot be pickled."""
+    """Name the global of transformers that is this object with a ContextVar: by value it cannot be pickled."""
     module = type(value).__module__
     if not module.startswith("transformers.") or module not in sys.modules:
         return None
@@ -378,7 +378,7 @@ def _context_global(value: object) -> str | None:
 
 
 def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
-    """Reduce a module with parametrizations for pickle, which torch rejects because their class is made at run time."""
+    """Reduce a module with parametrizations for pickle. Torch rejects it: its class is made at run time."""
     kind: Any = parametrize.type_before_parametrizations(module)
     if isinstance(module, nn.RNNBase):
         # Its own state computes the weights, which may change buffers.
@@ -389,7 +389,7 @@ def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _reduce_optimizer(optimizer: Optimizer) -> tuple[Any, ...]:
-    """Reduce an optimizer for pickle with its attributes and step hooks, which torch omits."""
+    """Reduce an optimizer for pickle with its attributes and step hooks: torch omits these."""
     omitted = ("step", "_zero_grad_profile_name")  # wrappers of a scheduler and of torch
     state = {name: value for name, value in vars(optimizer).items() if name not in omitted}
     return copyreg.__newobj__, (type(optimizer),), state  # type: ignore[attr-defined]
@@ -415,7 +415,7 @@ def _set_parametrized(module: nn.Module, state: Any) -> None:
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    """Reduce code with the name of its file, which cloudpickle 3.1 and later replace with "<dynamic-code>"."""
+    """Reduce code with the name of its file: cloudpickle 3.1 and later replace it with "<dynamic-code>"."""
     make, values = cloudpickle.Pickler.dispatch_table[CodeType](code)
     named = (
         code.co_filename if isinstance(value, str) and value == "<dynamic-code>" else value

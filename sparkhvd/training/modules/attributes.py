@@ -86,7 +86,7 @@ class Attributes:
         self._begun = self._inspect()
 
     def replaced(self) -> list[str]:
-        """Return the names of objects that are gone or changed their class."""
+        """The names of objects that are gone or changed their class."""
         classes = {name: type(owner) for name, owner in self._owners().items()}
         return [name for name, kind in self._classes.items() if classes.get(name) is not kind]
 
@@ -95,7 +95,7 @@ class Attributes:
         _load(self._owners(), self._first, [])
 
     def changes(self, large: Collection[tuple[str, str]] = ()) -> list[Entry]:
-        """Return the differences from the program.
+        """The differences from the program.
 
         Args:
             large: (owner, attribute) of large values to include.
@@ -131,7 +131,7 @@ class Attributes:
             _load(self._owners(), self._begun, [entry for entry in entries if entry[3]])
 
     def _inspect(self) -> dict[Key, Any]:
-        """Return values by place, encoded; None for a large one."""
+        """Encode values, by place; None for a large value."""
         return {
             key: None if _num_bytes(value) > _LARGE_BYTES else _encode(value)
             for key, value in _walk(self._owners(), None).items()
@@ -187,7 +187,7 @@ def _hashable(name: Any) -> Any:
 def _walk(
     owners: Mapping[str, object], large: Collection[tuple[str, str]] | None
 ) -> dict[Key, object]:
-    """Return the supported values by place; of a shared object the first place, and `_Same` for the others.
+    """Collect the supported values by place. A shared object has its first place, and `_Same` at the others.
 
     Args:
         owners: objects by name.
@@ -230,7 +230,7 @@ def _roots(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
 
 
 def _attributes(owner: object) -> dict[str, object]:
-    """Return the attributes of an object, including slots."""
+    """Include slots."""
     found: dict[str, object] = dict(getattr(owner, "__dict__", {}))
     if not isinstance(owner, (nn.Module, Tensor)):
         for kind in type(owner).__mro__:
@@ -241,7 +241,7 @@ def _attributes(owner: object) -> dict[str, object]:
 
 
 def _is_of_torch(owner: object, attribute: str) -> bool:
-    """Return True for an attribute in a state dict, or of torch, transformers or this package."""
+    """True for an attribute in a state dict, or of torch, transformers or this package."""
     if isinstance(owner, torch.optim.Optimizer):
         return attribute.startswith("_") or attribute in ("state", "param_groups")
     is_modules = isinstance(owner, nn.Module) and attribute in _OF_TORCH
@@ -251,7 +251,7 @@ def _is_of_torch(owner: object, attribute: str) -> bool:
 
 
 def _parts(value: object) -> list[tuple[tuple[str, Any], object]]:
-    """Return the parts of a value that cannot be saved as a whole, with the steps to them."""
+    """The parts of a value that cannot be saved as a whole, with the steps to them."""
     if isinstance(value, dict):
         return [(("[]", k), each) for k, each in value.items() if _is_key(k)]
     if isinstance(value, (list, tuple)):
@@ -346,7 +346,7 @@ def _num_bytes(value: object) -> int:
 
 
 def _encode(value: Any) -> tuple[Any, ...]:
-    """Return a copy of a value as a kind and content that torch.load reads with weights_only."""
+    """Copy a value as a kind and content that torch.load reads with weights_only."""
     if isinstance(value, _Same):
         return "same", _plain_key(value.key)
     if isinstance(value, Tensor):
@@ -470,7 +470,7 @@ def _in_place(old: Any, new: Any) -> Any:
 
 
 def _is(encoded: Any, value: object) -> bool:
-    """Check whether a value equals the encoded one; a large one, encoded as None, is not compared."""
+    """Check whether a value equals the encoded value. A large value, encoded as None, is not compared."""
     if value is _ABSENT or encoded is _ABSENT:
         return value is encoded
     if encoded is None:
@@ -503,7 +503,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def _load(owners: Mapping[str, object], before: Mapping[Key, Any], entries: list[Entry]) -> None:
-    """Set places to `before` and then the entries, with shared objects as one; delete places in neither."""
+    """Set places to `before` and then the entries; a shared object stays shared. Delete places in neither of them."""
     there = _walk(owners, None)
     wanted = {key: encoded for key, encoded in before.items() if encoded is not None}
     wanted |= {_key(entry): entry[2] for entry in entries}
@@ -541,7 +541,6 @@ def _decoded(encoded: Any, owners: Mapping[str, object], key: Key, *, in_place: 
 
 
 def _above(key: Key) -> set[Key]:
-    """Return the places above a place."""
     return {(key[0], key[1][:n]) for n in range(len(key[1]))}
 
 
@@ -550,7 +549,7 @@ def _is_shared(encoded: Any) -> bool:
 
 
 def _sharing(places: Mapping[Key, Any]) -> dict[Key, set[Key]]:
-    """Return by the first place of an object its other places."""
+    """Map the first place of an object to its other places."""
     found: dict[Key, set[Key]] = {}
     for key, encoded in places.items():
         if _is_shared(encoded):
@@ -559,7 +558,7 @@ def _sharing(places: Mapping[Key, Any]) -> dict[Key, set[Key]]:
 
 
 def _get(owners: Mapping[str, object], key: Key) -> Any:
-    """Return the value at a place, or `_ABSENT`."""
+    """The value at a place, or `_ABSENT`."""
     value: Any = owners.get(key[0], _ABSENT)
     for kind, name in key[1]:
         try:
@@ -594,7 +593,7 @@ def _device(owners: Mapping[str, object]) -> torch.device:
 
 
 def unreadable_type(value: object) -> str:
-    """Return the type of a value in a state that `torch.load` rejects with weights_only, or ""."""
+    """The type of a value in a state that `torch.load` rejects with weights_only, or ""."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):

@@ -189,7 +189,6 @@ class WithHooks(NamedTuple):
 
 
 def hooks_of(tensor: Tensor) -> TensorHooks | None:
-    """Return the hooks of a tensor, or None."""
     found = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     if not any(found):
         return None
@@ -198,7 +197,7 @@ def hooks_of(tensor: Tensor) -> TensorHooks | None:
 
 
 def hooks_by_name(module: nn.Module) -> dict[str, TensorHooks]:
-    """Return the hooks of a module's parameters by name."""
+    """Hooks of a module's parameters. Parameters without hooks are left out."""
     found = ((name, hooks_of(p)) for name, p in module.named_parameters())
     return {name: hooks for name, hooks in found if hooks is not None}
 

@@ -155,7 +155,7 @@ _CERTAIN = re.compile(
 
 
 def failure_on_zeros(fitted: TrainedState) -> str:
-    """Return the error of a trained module on two rows of zeros, in brackets for a message; "" without an error."""
+    """The error of a trained module on two rows of zeros, in brackets for a message; "" without an error."""
     try:
         outputs_of(
             forward(
@@ -284,7 +284,7 @@ def _checked_outputs(result: object, num_rows: int) -> tuple[Tensor, ...]:
 
 
 def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:
-    """Return the widths of a model's outputs if there is one output per label.
+    """Require one output per label.
 
     Raises:
         InvalidArgumentError: the numbers differ.

@@ -32,7 +32,7 @@ _FORWARDS = tuple(kind.forward for kind in _KINDS)
 
 
 def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    """Return the embeddings of a model by name, without those of classes that change the indices."""
+    """The embeddings of a model by name, without classes that change the indices."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -173,7 +173,7 @@ class _Trial:
             yield from ((found, c) for c, range_ in self._ranges.items() if range_ == (low, high))
 
     def _is_from(self, found: _Beyond, column: str) -> bool:
-        """Return True if an index holds all elements of a column, whatever the others are."""
+        """Whether an index holds all elements of a column, whatever the others are."""
         others = self._ranges.keys() - {column}
         alone, without = (self._run(each)[found.call].indices for each in ({column}, others))
         num_elements: int = next(
@@ -278,7 +278,7 @@ def _lookup_text(index: Tensor, weight: Tensor, model: nn.Module, columns: Colum
 
 
 def _frame_of(error: BaseException) -> FrameType | None:
-    """Return the frame of torch's function that looked up the index, or None."""
+    """The frame of torch's function that looked up the index, or None."""
     found, traceback = None, error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code

@@ -88,7 +88,7 @@ def dump(tensors: Mapping[str, Tensor], sink: IO[bytes] | io.RawIOBase | None = 
 
 
 def is_of_machine(error: Exception) -> bool:
-    """Return True if an error of torch's reader tells of this machine or its torch, and not of the file.
+    """Whether an error of torch's reader comes from this machine or its torch, and not from the file.
 
     A damaged file is left out and repaired; a machine without memory must not lose an intact one by that.
     """

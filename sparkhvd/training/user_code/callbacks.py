@@ -303,7 +303,7 @@ class Callbacks:
             ) from e
 
     def has(self, hook: str) -> bool:
-        """Return True if a callback of this rank overrides a method."""
+        """Whether a callback of this rank overrides a method."""
         return _overrides(hook, self._called)
 
     def step_end(self, loss_sum: torch.Tensor | float, weight: float) -> None:
@@ -313,7 +313,7 @@ class Callbacks:
 
     @property
     def see_checkpoints(self) -> bool:
-        """Return True if a callback overrides `on_checkpoint`: every epoch then has a checkpoint."""
+        """Whether a callback overrides `on_checkpoint`: every epoch then has a checkpoint."""
         return _overrides("on_checkpoint", self._all)
 
     def checkpoint(self, saver: Writer) -> None:
@@ -352,7 +352,7 @@ class Callbacks:
         return self.stopped
 
     def state_dict(self) -> State:
-        """Return the states of the callbacks by position and class, and the reason to stop."""
+        """The states of the callbacks by position and class, and the reason to stop."""
         states = {
             _key(i, c): c.state_dict() for i, c in enumerate(self._all) if hasattr(c, "state_dict")
         }

@@ -310,7 +310,7 @@ def _called(name: str, function: Callable[..., Any], given: Any, keywords: dict[
 
 
 def _keywords(function: Callable[..., Any], training: bool) -> dict[str, bool]:
-    """Return `training=` for functions with such an argument."""
+    """`training=` for functions with an argument of this name, else {}."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Changes of the model by callbacks: those that a checkpoint keeps, and those that it cannot keep.
+"""Changes of the model by callbacks: a checkpoint keeps some, and cannot keep others.
 
 A relaunched or resumed run builds the program's model and optimizer, loads the checkpoint and calls `on_train_begin`, then
 `on_epoch_begin`. These two may repeat any change except new parameters. Attributes of modules with plain values are kept; other
@@ -170,7 +170,7 @@ class Watch:
         return [list(group["params"]) for group in groups]
 
     def _written(self) -> list[tuple[str, Any]]:
-        """Return markers for changes of weights, their flags, the optimizer's options or its state, with their kind."""
+        """Mark weights, their flags, the optimizer's options and its state, with their kind. Marks change with them."""
         of_losses = [*self._others.parameters.values(), *self._others.buffers().values()]
         tensors = [*self._model.parameters(), *self._model.buffers(), *of_losses]
         weights = [(_mark(each), each.requires_grad) for each in tensors]
@@ -219,7 +219,7 @@ class Watch:
 
 
 def _mark(value: object) -> object:
-    """Return a marker that differs after a change of the value."""
+    """Make a marker that differs after a change of the value."""
     if not isinstance(value, Tensor):
         return repr(value)
     is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_quantized
@@ -242,7 +242,7 @@ def _is_kept(before: object, after: object) -> bool:
 
 
 def _is_lost(before: object, after: object) -> bool:
-    """Return True for a value that is neither in a checkpoint nor kept by `forward`, such as outputs of a layer."""
+    """True for a value that is neither in a checkpoint nor kept by `forward`, such as outputs of a layer."""
     if after is _ABSENT:
         return callable(before)
     if callable(before) or callable(after):
@@ -261,7 +261,7 @@ def _is_of_graph(value: object, depth: int = 4) -> bool:
 
 
 def _functions(scheduler: object) -> dict[object, object]:
-    """Return the functions called by a scheduler and omitted from its state dict, by attribute and number."""
+    """The functions called by a scheduler and omitted from its state dict, by attribute and number."""
     found: dict[object, object] = {}
     for name, value in vars(scheduler).items():
         entries = value if isinstance(value, list) else [value]
@@ -273,7 +273,7 @@ def _functions(scheduler: object) -> dict[object, object]:
 
 
 def _joined(hooks: list[Any]) -> dict[object, object]:
-    """Return hooks by kind and number, without our own, which an added group of parameters brings."""
+    """Hooks by kind and number. An added group of parameters brings hooks of our own, which are left out."""
     return {
         (kind, number): function
         for kind, of_kind in enumerate(hooks)

@@ -28,7 +28,7 @@ class Backend(ABC):
 
     @abstractmethod
     def num_processes(self) -> int:
-        """Return the number of ranks."""
+        """Number of ranks."""
 
 
 class SparkBackend(Backend):
@@ -59,7 +59,7 @@ class SparkBackend(Backend):
         return run(fn, args, kwargs, num_proc=self.num_processes(), env=variables, **self._kwargs)
 
     def num_processes(self) -> int:
-        """Return the number of ranks; by default Spark's default parallelism.
+        """By default Spark's default parallelism.
 
         Raises:
             InvalidArgumentError: no number was given, and there is no classic session.
@@ -75,7 +75,7 @@ class SparkBackend(Backend):
 
 
 def launch_arguments(backend: object) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """Return a `SparkBackend`'s arguments of `horovod.spark.run` and its variables, for an estimator's own launch.
+    """Arguments of `horovod.spark.run` and variables of a `SparkBackend`, for an estimator's own launch.
 
     None for a backend with its own `run`, which an estimator must call: relaunches and live output are then the program's.
     """

@@ -61,10 +61,10 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     # --- hooks of subclasses
 
     def _get_or_create_backend(self) -> Any:
-        """Return the backend of a fit: an object with `run(fn, args, kwargs, env)` and `num_processes()`.
+        """A backend has `run(fn, args, kwargs, env)` and `num_processes()`.
 
         Raises:
-            ValueError: both `backend` and `num_proc` are given.
+            InvalidArgumentError: `num_proc` is a pair, or differs from the backend's number of ranks.
         """
         backend, num_proc = self._get("backend"), self._get("num_proc")
         if isinstance(num_proc, tuple):
@@ -80,13 +80,13 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return backend
 
     def get_model_class(self) -> type[Any]:
-        """Return the class of the model that a fit returns."""
+        """A fit returns a model of this class."""
         raise NotImplementedError
 
     def _get_model_kwargs(
         self, model: Any, history: Any, optimizer: Any, run_id: str, metadata: Any
     ) -> dict[str, Any]:
-        """Return the keyword arguments of `get_model_class()`."""
+        """Keyword arguments of `get_model_class()`."""
         return {
             "history": history,
             "model": model,
@@ -106,7 +106,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return self._with_backend(super()._options())
 
     def _with_backend(self, options: FitOptions) -> FitOptions:
-        """Return the options with the backend's number of ranks, and Horovod's treatment of an existing run."""
+        """Set the backend's number of ranks, and Horovod's treatment of an existing run."""
         self._backend = backend = self._get_or_create_backend()
         store = checked_for_fit(options.store)
         if not isinstance(store, Store) or store.saving_runs():
@@ -119,7 +119,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return replace(options, num_proc=backend.num_processes(), explicit=explicit)
 
     def _reads_parquet(self) -> bool:
-        """Return True if the user's code on the ranks reads the data of a fit as Parquet."""
+        """Whether the user's code on the ranks reads the data of a fit as Parquet."""
         return False
 
     def _fit_sources(self, sources: FitSources) -> Any:
@@ -140,7 +140,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return model
 
     def _as_parquet(self, sources: FitSources) -> FitSources:
-        """Return the sources as the ranks read them; written data go into the store's folders for them."""
+        """Write the data to the store's folders if the ranks read Parquet. Return the sources for the ranks."""
         store = checked_for_fit(self._get("store"))
         if not isinstance(sources.training, DataFrameSource):
             return sources
@@ -180,7 +180,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return open_sources(options, places, spark)
 
     def _history_of(self, fitted: Any) -> list[dict[str, Any]]:
-        """Return the records of the epochs, in Horovod's shape."""
+        """Records of the epochs, in Horovod's shape."""
         records: list[dict[str, Any]] = fitted.getHistory()
         return records
 
@@ -211,7 +211,7 @@ def _named(schema: AnySchema, kind: str) -> frozenset[str]:
 
 
 def _metadata(schema: AnySchema) -> dict[str, dict[str, Any]]:
-    """Return the columns' metadata for Horovod's models; their types are pyspark's classes, as programs compare them."""
+    """Metadata of columns for Horovod's models. Types are pyspark's classes, because programs compare them."""
     classes = {"VectorUDT": VectorUDT, **vars(types)}
     return {
         each.name: {
@@ -226,7 +226,7 @@ def _metadata(schema: AnySchema) -> dict[str, dict[str, Any]]:
 
 
 def checked_for_fit(store: Any) -> Any:
-    """Return a store whose runs are where its own methods place them.
+    """Check where the store's own methods place a run, and keep runs there.
 
     Raises:
         InvalidArgumentError: its class has no place, or a method returns a place that a run cannot use.

@@ -71,22 +71,23 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return self._set(model=module)
 
     def getModel(self) -> Any:  # noqa: N802
-        """Return the module."""
         module = self._get("model")
         return self._own_class.getModel(self) if module is None else module
 
     def getHistory(self) -> Any:  # noqa: N802
-        """Return the records of the epochs."""
+        """Records of the epochs."""
         records = self._get("history")
         return self._own_class.getHistory(self) if records is None else records
 
     def getRunId(self) -> Any:  # noqa: N802
-        """Return the name of the run."""
         run_id = self._get("run_id")
         return self._own_class.getRunId(self) if run_id is None and self._fitted else run_id
 
     def get_prediction_fn(self) -> Callable[[Any, Mapping[str, Any]], Any]:
-        """Return a function from the module and a row, a dict by column, to the outputs for the row; subclasses may override it."""
+        """The function takes the module and a row, a dict by column, and returns the row's outputs.
+
+        Subclasses may override this method.
+        """
         features = self._get("feature_cols") or []
         shapes = self._get("input_shapes") or [[-1]] * len(features)
 
@@ -110,7 +111,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return _by_rows(dataset, *self._row_function(), self._output_names())
 
     def local(self) -> LocalModel:
-        """Return a predictor of this process; without a row function of a subclass, which takes rows of Spark."""
+        """A row function of a subclass has no local predictor: it takes rows of Spark."""
         if type(self).get_prediction_fn is not HorovodModel.get_prediction_fn:
             raise InvalidArgumentError(
                 f"local: {type(self).__name__} has a get_prediction_fn of its own, which transform calls. Call it on getModel() and a dict of "
@@ -119,18 +120,18 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return self._own_class.local(self)
 
     def _row_function(self) -> tuple[Callable[[Any, Mapping[str, Any]], Any], torch.nn.Module]:
-        """Return the function of a module and a row, and the module, in the form sent to Spark's workers."""
+        """The row function and the module, in the form sent to Spark's workers."""
         return self.get_prediction_fn(), self.getModel()
 
     def _output_names(self) -> list[str]:
-        """Return the names of the columns that `transform` adds."""
+        """Columns that `transform` adds."""
         return list(
             self._get("outputCols")
             or [f"{name}__output" for name in self._get("label_cols") or ["prediction"]]
         )
 
     def getOutputCols(self) -> list[str]:  # noqa: N802
-        """Return the names of the columns that `transform` adds."""
+        """Columns that `transform` adds."""
         return self._output_names()
 
 
@@ -165,9 +166,12 @@ def _by_rows(
 
 
 def _row_outputs(carried: bytes | Broadcast[bytes]) -> Callable[[Any], list[list[float]]]:
-    """Return a function that calls the user's for a row; a task unpickles that at its first row.
+    """Return a function that calls the user's function for a row.
 
-    It refers only to plain data, so that a worker checks itself and registers the name `horovod` first.
+    A task unpickles the user's function at its first row.
+
+    The returned function refers only to plain data, so that a worker checks itself and registers the name `horovod`
+    first.
     """
     is_as_horovod = as_horovod.is_installed()
     loaded: list[Any] = []

@@ -47,7 +47,7 @@ class _Wanted:
     seed: int | None
 
     def frames(self) -> tuple[DataFrame, DataFrame | None]:
-        """Return the rows to train on and those to validate with."""
+        """Rows for training, and rows for validation or None."""
         training = _frame(self.sources.training)
         validation: DataFrame | None = None
         split = self.sources.split
@@ -97,7 +97,7 @@ class _Written:
         )
 
     def is_of(self, wanted: _Wanted) -> bool:
-        """Return True if the data set was written from these DataFrames."""
+        """Whether the data set was written from these DataFrames."""
         other = _Written.of(wanted)
         pairs = ((self.training, other.training), (self.validation, other.validation))
         is_same = all((a and a()) is (b and b()) for a, b in pairs)
@@ -160,7 +160,7 @@ def write(store: Store, sources: FitSources, columns: Sequence[str], seed: int |
 def find(
     store: Store, places: DataPaths, spark: SparkSession, *, has_validation: bool
 ) -> DataPaths:
-    """Return the places of the store's data for `fit_on_parquet`, writing those of the last fit if necessary.
+    """Find the store's data for `fit_on_parquet`. Writes the data of the last fit if necessary.
 
     Raises:
         InvalidArgumentError: there are no data, or validation rows are required and the last fit had none.
@@ -208,7 +208,7 @@ def _is_there(store: Store, places: DataPaths, spark: SparkSession) -> bool:
 
 
 def _data_path(store: Store, role: str, idx: int | None) -> str:
-    """Return the folder of a store's data, "train" or "val", from the store or by Horovod's convention."""
+    """`role` is "train" or "val". The store names the folder, or else Horovod's convention."""
     asked = getattr(store, f"get_{role}_data_path", None)
     if asked is not None:
         return str(asked(idx))

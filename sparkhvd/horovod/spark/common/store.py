@@ -82,7 +82,7 @@ class Store(StoreWithRuns):
     # --- saved files
 
     def described(self) -> dict[str, Any]:
-        """Return the description of the store in a saved estimator or model: the folders of its methods, in place of a subclass."""
+        """Describe the store for a saved estimator or model: the folders of its methods, in place of its subclass."""
         folders = {r: getattr(self, f"get_{r}_data_path")(None) for r in ("train", "val", "test")}
         runs = bare_url(self._absolute(self.get_run_path("a-run"))).rpartition("/")[0]
         moved = None if runs == bare_url(own.Store.full_url(self, "runs")) else runs
@@ -90,7 +90,7 @@ class Store(StoreWithRuns):
 
     @classmethod
     def from_description(cls, store: str, runs: str | None = None, **places: Any) -> own.Store:
-        """Return the store at a URL, as described."""
+        """Open the store at a URL, as `described`."""
         made = Store(store, runs=runs)
         made._folders, made._save_runs = places.get("folders", {}), places.get("save_runs", True)
         return made
@@ -103,15 +103,14 @@ class Store(StoreWithRuns):
         return self.url
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """Return the folder of training data for `fit_on_parquet`, of a data set by its index."""
+        """Folder of training data for `fit_on_parquet`. `idx` is the index of a data set."""
         return self._data("train", idx)
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """Return the folder of validation data for `fit_on_parquet`."""
+        """Folder of validation data for `fit_on_parquet`. `idx` is the index of a data set."""
         return self._data("val", idx)
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """Return the folder of test data."""
         return self._data("test", idx)
 
     def _data(self, role: str, idx: int | None) -> str:
@@ -119,24 +118,22 @@ class Store(StoreWithRuns):
         return folder if idx is None else _appended(folder, f".{idx}")
 
     def saving_runs(self) -> bool:
-        """Return True if runs are kept after their fit."""
+        """Whether runs are kept after their fit."""
         return self._save_runs
 
     def get_runs_path(self) -> str:
-        """Return the folder of all runs."""
         return self.full_url("runs")
 
     def get_run_path(self, run_id: str) -> str:
-        """Return the folder of a run."""
         return _appended(self.get_runs_path(), f"/{run_id}")
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Return the folder of a run's checkpoints; None if runs are not kept."""
+        """None if runs are not kept."""
         run = self.get_run_path(run_id)
         return _appended(run, "/checkpoints") if self.saving_runs() else None
 
     def get_checkpoint_filename(self) -> str:
-        """Return the name of the file that points to a run's newest checkpoint."""
+        """The file points to a run's newest checkpoint."""
         return "latest.json"
 
     def get_checkpoints(self, run_id: str, suffix: str = ".pt") -> list[str]:
@@ -145,30 +142,30 @@ class Store(StoreWithRuns):
         return [self.full_url(path) for path in found if path.endswith(suffix)]
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """Return the folder of a run's logs; None if runs are not kept."""
+        """None if runs are not kept."""
         run = self.get_run_path(run_id)
         return _appended(run, f"/{self.get_logs_subdir()}") if self.saving_runs() else None
 
     def get_logs_subdir(self) -> str:
-        """Return the name of the folder of logs in a run's."""
+        """Name of the folder of logs in a run's folder."""
         return "logs"
 
     def get_full_path(self, path: str) -> str:
-        """Return the URL of a path."""
+        """URL of a path."""
         place, relative = Store._located(self, path)
         return place.full_url(relative)
 
     def get_full_path_fn(self) -> Callable[[str], str]:
-        """Return `get_full_path`, for a function that runs on ranks."""
+        """`get_full_path`, for functions on ranks."""
         return functools.partial(Store.get_full_path, self)
 
     def get_localized_path(self, path: str) -> str:
-        """Return a path in the form for `fs`."""
+        """A path for `fs`."""
         place, relative = self._located(path)
         return place._place.full(relative)
 
     def _located(self, path: str) -> tuple[own.Store, str]:
-        """Return the store of a path, and the path in it; a path elsewhere is in the store of its folder."""
+        """Return the store of a path, and the path in it. A path elsewhere is in the store of its folder."""
         root = own.Store.local_path(self, "") or ""
         for prefix in (self.url, root, f"file://{root}", f"file:{root}"):
             if prefix and (path == prefix or path.startswith(f"{prefix.rstrip('/')}/")):
@@ -182,7 +179,7 @@ class Store(StoreWithRuns):
         return self, path
 
     def _absolute(self, path: str) -> str:
-        """Return the URL of an absolute path or URL; a path is in the store's file system."""
+        """An absolute path becomes a URL in the store's file system. A relative path stays."""
         if os.path.isabs(path) and not self.is_local:
             path = urlsplit(self.url)._replace(path=path, query="").geturl()
         return own.Store(path).url if os.path.isabs(path) or "://" in path else path
@@ -197,12 +194,11 @@ class Store(StoreWithRuns):
         return opened.handler.fs if is_fsspec else ArrowFSWrapper(opened)
 
     def exists(self, path: str) -> bool:
-        """Return True if a file or folder exists."""
+        """Whether a file or folder exists."""
         place, relative = self._located(path)
         return own.Store.exists(place, relative)
 
     def read(self, path: str) -> bytes:
-        """Return the content of a file."""
         place, relative = self._located(path)
         return place.read_bytes(relative)
 
@@ -223,23 +219,23 @@ class Store(StoreWithRuns):
                 shutil.copyfileobj(content, sink)
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """Return a function that copies the content of a local folder to that of a run; it also works on ranks."""
+        """The function copies the content of a local folder to a run's folder. It also works on ranks."""
         return functools.partial(Store.copy, self, rpath=self.get_run_path(run_id), recursive=True)
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], AbstractContextManager[str]]:
-        """Return a function that makes a local folder, deleted at the end of its `with`."""
+        """The function makes a local folder, deleted at the end of its `with`."""
         del run_id
         return tempfile.TemporaryDirectory
 
     def _writable(self, path: str) -> tuple[own.Store, str]:
-        """Return the result of `_located`, and make the folder."""
+        """Like `_located`, and make the folder."""
         place, relative = Store._located(self, path)
         if place is not self:
             place.prove_writable()
         return place, relative
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Return True if a folder holds Parquet files."""
+        """Whether a folder holds Parquet files, at any depth."""
         place, relative = self._located(path)
         files = place.list(relative, recursive=True)
         return any(name.endswith((".parquet", ".pq")) for name in files)
@@ -259,7 +255,7 @@ class Store(StoreWithRuns):
     )
 
     def to_remote(self, run_id: str, dataset_idx: int | None = None) -> SimpleNamespace:
-        """Return the paths of a run as plain attributes, for a function that runs on ranks."""
+        """Paths of a run as plain attributes, for functions on ranks."""
         return SimpleNamespace(
             train_data_path=self.get_train_data_path(dataset_idx),
             val_data_path=self.get_val_data_path(dataset_idx),
@@ -325,12 +321,12 @@ class DBFSLocalStore(FilesystemStore):
 
     @staticmethod
     def matches_dbfs(path: str) -> bool:
-        """Return True if a path or URL is in DBFS."""
+        """Whether a path or URL is in DBFS."""
         return re.match(_DBFS, path) is not None
 
     @staticmethod
     def normalize_path(path: str) -> str:
-        """Return the file URL of a path in DBFS: "file:///dbfs/...".
+        """File URL of a path in DBFS: "file:///dbfs/...".
 
         Raises:
             InvalidArgumentError: it is not in DBFS.
@@ -388,5 +384,5 @@ def _appended(url: str, text: str) -> str:
 
 
 def bare_url(url: str) -> str:
-    """Return a URL without its query."""
+    """Remove the query and final slashes."""
     return url.partition("?")[0].rstrip("/")

@@ -12,5 +12,4 @@ host_hash = as_horovod.stub(
 
 
 def is_databricks() -> bool:
-    """Return True in Databricks' runtime."""
     return bool(databricks_runtime())

@@ -37,7 +37,7 @@ _LAUNCH = ("stderr", "stdout", "verbose", "start_timeout", "prefix_output_with_t
 
 
 def to_network(value: object) -> Any:
-    """Wrap a Keras model, whose own pickle lacks the classes of user-defined layers."""
+    """Wrap a Keras model, because its own pickle lacks the classes of user-defined layers."""
     return value if value is None or isinstance(value, Network) else Network(value)
 
 
@@ -54,7 +54,7 @@ class KerasModel(HorovodModel, OwnModel):  # type: ignore[misc]  # `history` is 
     _floatx = param(any_value, "Keras' default dtype in the training")
 
     def getModel(self) -> Any:  # noqa: N802 - Horovod's name
-        """Return the trained model of Keras."""
+        """The trained Keras model."""
         network = self._get("model")
         return OwnModel.getModel(self) if network is None else network.model
 
@@ -83,13 +83,11 @@ class KerasEstimator(HorovodEstimator, own.KerasEstimator):
     label_shapes = param(any_value, "no effect", no_effect="the model's outputs have them")
 
     def get_model_class(self) -> type[Any]:
-        """Return the class of the model that a fit returns."""
         return KerasModel
 
     def _get_model_kwargs(
         self, model: Any, history: Any, optimizer: Any, run_id: str, metadata: Any
     ) -> dict[str, Any]:
-        """Return the keyword arguments of `get_model_class()`."""
         return {
             "history": history,
             "model": model,

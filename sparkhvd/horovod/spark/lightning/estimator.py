@@ -68,7 +68,6 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
     train_minibatch_fn = param(any_value, "no effect", no_effect="training_step is that")
 
     def get_model_class(self) -> type[Any]:
-        """Return the class of the model that a fit returns."""
         return TorchModel
 
     @property
@@ -127,7 +126,7 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
         return {**super()._loading(options), **given}
 
     def _history_of(self, fitted: Any) -> list[dict[str, Any]]:
-        """Return the logged metrics of the epochs."""
+        """Logged metrics of the epochs."""
         records: list[dict[str, Any]] = fitted.history
         return records
 

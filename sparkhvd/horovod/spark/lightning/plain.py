@@ -25,7 +25,7 @@ __all__ = ["PlainModule", "check_metrics", "package_name"]
 
 
 def package_name(parts: Iterable[object]) -> str:
-    """Return the Lightning package of callbacks, loggers and other parts, or the default package."""
+    """Package of the first part from Lightning, such as a callback or a logger; else the default package."""
     for part in parts:
         kinds = part.__mro__ if isinstance(part, type) else type(part).__mro__
         for name in NAMES:
@@ -35,7 +35,7 @@ def package_name(parts: Iterable[object]) -> str:
 
 
 def check_metrics(metrics: Sequence[AnyMetric]) -> tuple[Metric, ...]:
-    """Return the metrics, which must be means over rows.
+    """The metrics must be means over rows.
 
     Raises:
         InvalidArgumentError: a metric is not a mean over rows.
@@ -143,7 +143,7 @@ class _Step:
         return total, means, num_rows
 
     def _checked(self, batch: Any) -> Mapping[str, Any]:
-        """Return the batch after a check of its columns."""
+        """Check the columns of a batch."""
         spec = self._spec
         if not isinstance(batch, Mapping):
             raise InvalidArgumentError(
@@ -159,7 +159,7 @@ class _Step:
         return batch
 
     def _input(self, argument: Argument, batch: Mapping[str, Any]) -> Any:
-        """Return an argument of `forward`: values of the fit's loaders have their shape and dtype, except joined columns."""
+        """Argument of `forward`. Values of the fit's loaders have their shape and dtype, except joined columns."""
         names = _names(argument, batch)
         values = [batch[name] for name in names]
         dtype = getattr(torch, argument.dtype) if argument.is_joined else self._dtype
@@ -176,6 +176,6 @@ class _Step:
 
 
 def _names(argument: Argument, batch: Mapping[str, Any]) -> Sequence[str]:
-    """Return the names in a batch of an argument's parts."""
+    """Names of an argument's parts in a batch."""
     name = argument.name
     return [name] if name is not None and name in batch else argument.columns

@@ -35,5 +35,4 @@ class TorchEstimator(HorovodEstimator, own.TorchEstimator):
         return replace(read, callbacks=[c for c in read.callbacks or [] if isinstance(c, Callback)])
 
     def get_model_class(self) -> type[Any]:
-        """Return the class of the model that a fit returns."""
         return TorchModel
