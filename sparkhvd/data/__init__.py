@@ -41,23 +41,14 @@ if TYPE_CHECKING:
     from sparkhvd.data.dataset import make_spark_converter as make_spark_converter
     from sparkhvd.data.dataset import prepare as prepare
 
-# Module of each public name. Ranks of a fit need none of these.
-_HOMES = {
-    "Dataset": "dataset",
-    "Loader": "loader",
-    "data_module": "lightning",
-    "load": "dataset",
-    "make_spark_converter": "converter",
-    "prepare": "dataset",
-}
-
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - the names are data, so that they stand once
+# Loaded when needed: ranks of a fit need none of these names.
+__all__ = ["Dataset", "Loader", "data_module", "load", "make_spark_converter", "prepare"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'sparkhvd.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"sparkhvd.data.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module("sparkhvd.data.dataset"), name)
 
 
 def __dir__() -> list[str]:
