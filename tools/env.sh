@@ -30,6 +30,7 @@ find_python() {
 }
 
 python=$venv/bin/python
+wheels=build/wheels-of-env
 # Most installed files are never imported. Imported ones are compiled at import, and the bytecode is kept.
 install() { pip install -q --no-compile "$@"; }
 say() { echo "make env: $*"; }
@@ -54,7 +55,23 @@ install_build_tools() {
   problem=$("$python" -c 'import setup; setup.compiler()' 2>&1) || fail "${problem##*BuildProblem: }"
 }
 
+# pip packs 400 MB of pyspark into a wheel, on one core.
+build_pyspark() {
+  local requirement
+  requirement=$(grep -o 'pyspark\[connect\][^"]*' pyproject.toml)
+  pip wheel -q --no-deps --wheel-dir "$wheels" "$requirement"
+}
+
 install_packages() {
+  local building= packages=(--no-build-isolation)
+  # Without the library: make compiles it, once, in build/native.
+  export SPARKHVD_BUILD_ENGINE=0
+  if ! "$python" -c 'import pyspark' 2>/dev/null; then
+    rm -rf "$wheels"
+    build_pyspark &
+    building=$!
+    packages+=(--find-links "$wheels")
+  fi
   if ! "$python" -c 'import torch' 2>/dev/null; then
     # pip prefers the CPU build of a version, 2.x.y+cpu, wherever an index or folder that it knows has one.
     local index=()
@@ -64,9 +81,18 @@ install_packages() {
       "choose another version with \`make env TORCH=torch==2.x.y\`, or see pip's message above."
   fi
   say "installing sparkhvd with its test extras (a few minutes)"
-  # Without the library: make compiles it, once, in build/native.
-  SPARKHVD_BUILD_ENGINE=0 install --no-build-isolation -e ".[test,dev]" ||
-    fail "could not install sparkhvd; the last lines above say why."
+  if [ -n "$building" ]; then
+    # With the pandas of the extra `spark`.
+    install --no-build-isolation -e ".[test-tools]" "pandas<3" || fail_to_install
+    wait "$building" || fail_to_install
+  fi
+  install "${packages[@]}" -e ".[test,dev]" || fail_to_install
+  rm -rf "$wheels"
+}
+
+fail_to_install() {
+  [ -z "$building" ] || kill "$building" 2>/dev/null || true
+  fail "could not install sparkhvd; the last lines above say why."
 }
 
 case ${1-} in

@@ -37,4 +37,5 @@ for requirement in importlib.metadata.requires("torch"):
 [ ${#cuda[@]} -eq 0 ] || install "${cuda[@]}"
 # Add the checkout: the file with the main environment's path to it is not read here.
 { site "$main"; realpath "$(dirname "${BASH_SOURCE[0]}")/.."; } > "$(site "$python")/zz_main_environment.pth"
-"$python" -c 'import torch; print("torch", torch.__version__)'
+# Not imported: the main environment may still be without what torch imports.
+"$python" -c 'import importlib.metadata; print("torch", importlib.metadata.version("torch"))'

@@ -35,7 +35,7 @@ def test_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
     settings = Settings(connect_timeout_s=60, stall_shutdown_s=60)
     body = "meet_and_leave" if tcp_only else "initialize_and_shut_down"
     body = f"tests.engine.generations:{body}"
-    count = amount(100, 10_000)
+    count = amount(50, 10_000)
     with rank_processes(body, 2, tcp_only=tcp_only, settings=settings) as ranks:
         for rank in ranks:
             rank.tell(count)
@@ -47,7 +47,7 @@ def test_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize(("how", "count"), [("shutdown", 200), ("abort", 100), ("vanish", 200)])
+@pytest.mark.parametrize(("how", "count"), [("shutdown", 100), ("abort", 50), ("vanish", 100)])
 def test_engines_that_end_in_any_way_leave_nothing(how: str, count: int) -> None:
     """End ranks, threads of one process, with an operation in flight; an abort costs six times as much as the others."""
     ended = subprocess.run(

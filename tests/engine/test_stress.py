@@ -17,7 +17,7 @@ from tests.harness.soak import SOAK, amount
 pytestmark = pytest.mark.processes
 
 # Over all layouts.
-ENGINE_SECONDS = amount(4, 180)
+ENGINE_SECONDS = amount(3, 180)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -146,7 +146,8 @@ def test_ranks_of_this_host_get_gpus_by_their_local_rank(
     driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    settings = Settings(cuda_library=driver)
+    # A zygote for each environment would take seconds.
+    settings = Settings(cuda_library=driver, nursery="0")
     env = {"FAKE_GPUS": "1,2"}
     given = run_local(sees, num_proc=2, env=env, settings=settings, use_gpu=True)
     assert given == [(None, 0), (None, 1)]

@@ -105,6 +105,7 @@ def _wait_for(folder: Path, name: str, driver: subprocess.Popen[str], ranks: int
     assert all(map(Path.exists, files)), driver.stdout and driver.stdout.read()
 
 
+@soak("Ctrl-C on a cluster: cluster/test_programs; interrupts of ranks: test_interrupts")
 def test_ranks_save_and_nothing_is_left(tmp_path: Path) -> None:
     """Interrupt the driver's process group as a terminal does, then the driver alone, with ranks that end only at the second.
 

@@ -118,7 +118,7 @@ def test_a_launcher_with_few_descriptors_names_the_limit(way: str) -> None:
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"a network of its own: {why_not()}")
-@pytest.mark.parametrize("way", STARTS)
+@pytest.mark.parametrize("way", ["sparkhvdrun", *left_to_soak("sparkhvdrun, here", "run_local")])
 def test_ranks_of_a_host_whose_loopback_has_ipv6_alone(way: str) -> None:
     with two_hosts(ipv6_only=True) as (host, _):
         ended = started(way, *host.command())

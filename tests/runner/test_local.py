@@ -19,6 +19,7 @@ import pytest
 import sparkhvd
 from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.runner import context, run_local
+from sparkhvd.settings import Settings
 from sparkhvd.topology import HOROVOD_NAMES
 from tests.harness import faults
 from tests.harness.paths import ROOT
@@ -132,12 +133,17 @@ def test_user_variables_win_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) 
         return here.num_threads, [os.environ.get(name) for name in LIBRARIES]
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert run_local(threads, num_proc=1, env={"OMP_NUM_THREADS": "7"}) == [(7, ["7"] * 4)]
-    assert run_local(threads, num_proc=1) != [(7, ["7"] * 4)]
+    settings = Settings(nursery="0")  # a zygote for each environment would take seconds
+
+    def found(**env: str) -> list[Any]:
+        return run_local(threads, num_proc=1, env=env, settings=settings)
+
+    assert found(OMP_NUM_THREADS="7") == [(7, ["7"] * 4)]
+    assert found() != [(7, ["7"] * 4)]
     # So do those of this process.
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
     monkeypatch.setenv("MKL_NUM_THREADS", "3")
-    assert run_local(threads, num_proc=1) == [(5, ["5,2", "3", "5", "5"])]
+    assert found() == [(5, ["5,2", "3", "5", "5"])]
 
 
 @pytest.mark.parametrize("nursery", ["auto", *left_to_soak("by the zygote, here", "0")])

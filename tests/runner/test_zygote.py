@@ -178,6 +178,7 @@ def test_variables_that_libraries_read_when_they_are_imported_are_those_of_the_l
     assert found == [("theirs", str(tmp_path), False)]
 
 
+@soak("modules of Python itself, here")
 @pytest.mark.usefixtures("torch_in_the_zygote")
 def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
     own_zygote: None, tmp_path: Path

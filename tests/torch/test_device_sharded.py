@@ -481,6 +481,7 @@ def train_with_one_missing_wait(
     return fake_gpus.control("fake_cuda_count", "cuStreamWaitEvent") - before[0], results
 
 
+@soak("without shards, in test_device_optimizer")
 def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
     expected = training.alone(steps=2)
     for slow in (0, 1):

@@ -180,6 +180,7 @@ def test_a_block_leaves_torch_as_it_was() -> None:
     )
 
 
+@soak("test_torch_is_as_ever_once_something_compiles")
 def test_an_error_of_the_import_reaches_what_compiles_each_time() -> None:
     python(
         "import sys, torch\nfrom sparkhvd import lazy_compiler\nlazy_compiler.install()\n"

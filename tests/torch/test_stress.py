@@ -17,7 +17,7 @@ from tests.harness.soak import SOAK, amount
 
 pytestmark = pytest.mark.processes
 
-SECONDS = amount(2, 120)
+SECONDS = amount(1, 120)
 OPERATIONS = 14
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 KINDS = (

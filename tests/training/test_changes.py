@@ -24,6 +24,7 @@ from sparkhvd.training.checkpoints.resume import finish
 from sparkhvd.training.checkpoints.saver import Cadence
 from sparkhvd.training.train import train
 from tests.harness.ranks import RanksFailed, run_ranks
+from tests.harness.soak import left_to_soak
 from tests.training.ranks import RUN_DIR, Case, without_times
 
 pytestmark = pytest.mark.ranks
@@ -246,7 +247,7 @@ def checkpoints_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ("callbacks", "optimizer", "size"),
     [
         ([Thaws(), Options(), Modes()], adam, 3),
-        ([Groups()], of_the_last, 2),
+        *left_to_soak("other callbacks, here", ([Groups()], of_the_last, 2)),
         ([GroupsAtBegin()], of_one, 1),
     ],
 )
