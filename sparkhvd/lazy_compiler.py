@@ -40,7 +40,7 @@ class _Compiler(ModuleType):
         vars(self).update(_disabled=[], _lock=threading.RLock())
 
     def graph_break(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing for a step of an optimizer."""
+        """Ignore the call if a torch optimizer makes it; any other caller loads the compiler."""
         if _caller().startswith("torch.optim."):
             return None
         return _load(self).graph_break(*args, **kwargs)

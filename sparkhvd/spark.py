@@ -187,7 +187,7 @@ class SparkShim:
         *,
         is_barrier: bool = True,
     ) -> DataFrame:
-        """`collect` on the result runs `task` in a stage of `size` tasks.
+        """Make a DataFrame whose `collect` runs `task` in a stage of `size` tasks.
 
         The tasks start together if `is_barrier`, else as slots become free.
         """

@@ -248,7 +248,7 @@ def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     """Check rank and size; if both are None, take those of this process."""
     if (rank is None) != (size is None):
         raise InvalidArgumentError(
-            f"loader: rank is {rank} and size {size}. Give both, or neither for those of the launcher."
+            f"loader: rank is {rank} and size {size}. Give both, or leave both out to use the launcher's."
         )
     if rank is None or size is None:
         return place()

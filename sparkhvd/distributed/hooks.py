@@ -61,7 +61,7 @@ def ddp_hook(
 
 
 class PowerSGDState:
-    """State of `powersgd_hook`: matrices and errors of one model's parameters.
+    """State of `powersgd_hook` for one model: each gradient's low-rank matrices and its error so far.
 
     Args:
         process_group: of the model; None = the default one.

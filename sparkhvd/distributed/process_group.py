@@ -95,7 +95,7 @@ else:
 # ----------------------------------------------------------------------------------------------------
 # Call signatures of torch's groups: full with lists and options, as ours, and short.
 
-# Attributes of options, by their names as arguments.
+# Name of an argument -> name of the attribute of torch's options that holds it.
 _OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 _TENSOR_NAMES = ("{}_tensors", "{}_tensor", "{}Tensor", "{}", "{}s", "{}_lists", "{}_list")
 

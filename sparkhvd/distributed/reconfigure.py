@@ -136,8 +136,8 @@ class Reconfiguration:
             said = "" if is_used else store.get("failed").decode(errors="replace")[:1000]
             failed = f" It failed on rank {said}." if said else ""
             raise CollectiveError(
-                f"{what}: the uuid was already used.{failed} Give all ranks a new uuid, the same on each, with the handles of "
-                "the ranks that are left."
+                f"{what}: the uuid was already used.{failed} Call reconfigure again on the ranks that are left, with "
+                "one new uuid and the handles of these ranks."
             )
 
 

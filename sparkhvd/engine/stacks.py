@@ -17,7 +17,7 @@ import os
 import threading
 from pathlib import Path
 
-# Signal and pipe of an engine without stacks.
+# Signal and pipe if this process cannot write its stacks.
 NO_STACKS = (0, -1)
 
 # Room for the stacks of many threads; a full pipe truncates the text and never blocks.

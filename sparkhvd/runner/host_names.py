@@ -151,7 +151,7 @@ def place_ranks(hosts: Sequence[Host], num_proc: int) -> list[HostSlots]:
     if num_proc > slots:
         named = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         raise InvalidArgumentError(
-            f"hosts is {named!r} with {slots} slots, and num_proc (-np) is {num_proc}; it must have as many slots as ranks."
+            f"hosts is {named!r} with {slots} slots, and num_proc (-np) is {num_proc}; there must be at least one slot per rank."
         )
     places = []
     first = 0

@@ -282,7 +282,7 @@ def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable
 
 
 def erase_line(stream: TextIO) -> None:
-    """Erase an unfinished line on a terminal, such as a progress bar, which is redrawn."""
+    """Erase an unfinished line on a terminal, such as a progress bar."""
     if getattr(stream, "isatty", lambda: False)():
         stream.write(ERASE)
 

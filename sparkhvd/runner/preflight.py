@@ -309,7 +309,7 @@ def check_address_space(facts: RankFacts) -> None:
     """
     if facts.is_short_of_address_space:
         raise PreflightError(
-            f"The processes of this one {_describe_shortage(facts)}. "
+            f"Processes that this process starts {_describe_shortage(facts)}. "
             "Raise the limit of this process, for example by 'ulimit -v unlimited' in the shell that starts it."
         )
 

@@ -1,4 +1,4 @@
-"""Frames on the pipes between a task and its trainer; two of them are a dataclass as JSON."""
+"""Frames on the pipes between a task and its trainer. The first and the last frame to a trainer are JSON."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def _converted(
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         raise InvalidArgumentError(
             f"convert_sync_batchnorm: {type(layer).__name__} does not know its channels before its first batch. "
-            "Give it one, or say num_features."
+            "Run one batch through the model first, or use the class that takes num_features (without 'Lazy')."
         )
     made = kind(
         layer.num_features,

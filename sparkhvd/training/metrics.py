@@ -746,7 +746,7 @@ def _assigned(metrics: object, num_labels: int) -> Iterator[tuple[str, object, i
 
 
 def _entries(metrics: object) -> list[tuple[str, object]]:
-    """List functions and groups with their names; "" for a group outside of a dict: its functions have names."""
+    """List functions and groups with their names. A group that is not in a dict has the name "", because its functions have names."""
     if isinstance(metrics, Mapping) or is_metric_collection(metrics):
         return [(str(name), entry) for name, entry in metrics.items()]
     entries = metrics if isinstance(metrics, (list, tuple)) else [metrics]

@@ -285,7 +285,7 @@ def test_the_doctor_tries_a_store(tmp_path: Path, store: str, found: str) -> Non
         (["-np", "2", "-H", "a:1,b:1,a:2", "true"], "is there twice, a"),
         (["-np", "2", "--hosts=-oProxyCommand=x:2", "true"], "it must be host:slots,host:slots"),
         (["-np", "2", "-x", "NOT_SET_HERE", "true"], "this variable is not set here"),
-        (["-np", "3", "-H", "localhost:2", "true"], "as many slots as ranks"),
+        (["-np", "3", "-H", "localhost:2", "true"], "at least one slot per rank"),
         (["-np", "2", "--hostfile", "/nowhere", "true"], "'/nowhere' cannot be read"),
         (["-np", "2", "--fusion-threshold-mb", "much", "true"], "is 'much'; it must be a number"),
         (["-np", "2", "--fusion-threshold-mb", "inf", "true"], "is 'inf'; it must be a number"),

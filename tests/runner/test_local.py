@@ -240,7 +240,8 @@ if __name__ == "__main__":
     assert ended.stdout == "[2]\n", ended
     last = ended.stderr.splitlines()[-1]
     assert (
-        "PreflightError: The processes of this one may have 512 MiB of address space each" in last
+        "PreflightError: Processes that this process starts may have 512 MiB of address space each"
+        in last
     )
     assert last.endswith("'ulimit -v unlimited' in the shell that starts it.")
 

@@ -169,7 +169,7 @@ def test_too_little_address_space_names_the_limit_the_need_and_the_conf() -> Non
     with pytest.raises(PreflightError) as e:
         check_address_space(SMALL)
     assert str(e.value) == (
-        "The processes of this one may have 512 MiB of address space each (RLIMIT_AS), and a trainer with torch "
+        "Processes that this process starts may have 512 MiB of address space each (RLIMIT_AS), and a trainer with torch "
         "2.13.0+cpu needs 800 MiB before its model and data. Raise the limit of this process, for example by "
         "'ulimit -v unlimited' in the shell that starts it."
     )

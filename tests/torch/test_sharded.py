@@ -712,7 +712,7 @@ def test_shared_parameters_need_one_host() -> None:
         (
             OPTIMIZERS["SGD"],
             {"gradient_as_bucket_view": True},
-            "is for gradients that every rank gets",
+            "gradient_as_bucket_view=True needs all of them",
         ),
     ],
 )

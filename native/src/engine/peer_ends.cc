@@ -78,7 +78,7 @@ LossKind Peers::kind_of(const Link& link) {
 
 void Peers::suspect(const DataLink& link) {
   const LossKind kind = kind_of(link);
-  // A live peer has no last frames.
+  // A dead peer may have sent last frames, so it is only a suspect for a short time. A silent peer is lost at once.
   if (kind == LossKind::kSilent) return lose(link.peer(), kind, link.trouble());
   suspects_.try_emplace(link.peer(), Suspect{Clock::now() + kLastWordsTime, kind, link.trouble()});
 }

@@ -23,7 +23,8 @@ class Ended final : public WaitCondition {
   const Operation& operation_;
 };
 
-/// Ended, or launched on the device. A negotiated launch needs a few microseconds of the plane's thread.
+/// The operation has ended, or is launched on the device. The device plane's thread
+/// launches a negotiated operation within a few microseconds, so polling for it is worthwhile.
 class Launched final : public WaitCondition {
  public:
   Launched(const Operation& operation, bool has_cpu_for_plane)

@@ -83,8 +83,8 @@ void PointToPoint::check_time(TimePoint now) {
            tag_text(operation) + " within " + seconds(operation) +
            ". Look at what it does, or raise the timeout.";
   });
-  // A message may last, and so may earlier ones: the timeout counts from the last movement on this rank, or on the
-  // peer if the bytes wait in its buffer.
+  // A large message, or messages before it, may take longer than the timeout. So the timeout counts from the time
+  // when bytes last moved: on this rank, or on the peer if the bytes wait in the peer's buffer.
   const auto check = [&](Operation& operation, Rank other, TimePoint moved_at) {
     if (now < operation.timeout.deadline() ||
         operation.timeout.extend(moved_at, operation.descriptor.timeout_s, std::span(&other, 1),

@@ -235,7 +235,7 @@ void PointToPoint::accept(Rank from, const Message& message, Receive receive) {
   make_busy(from);
 }
 
-/// A message of an ended process set. Its sender ends a large message itself.
+/// Drops a message of an ended process set. A large message was only announced, and its sender ends it.
 void PointToPoint::drop(Rank from, const Message& message) {
   if (!message.is_announced) consume(from, message.bytes);
 }

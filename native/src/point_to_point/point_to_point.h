@@ -62,7 +62,7 @@ class PointToPoint {
   TimePoint next_deadline() const noexcept { return next_deadline_; }
   /// Ends operations without a match in time. Throws Error(TIMEOUT) if bytes have stopped in the middle.
   void check_time(TimePoint now);
-  /// The rank lives, with the time of its last tensor bytes on a connection.
+  /// Records that the rank is alive, and when tensor bytes last moved on a connection with it.
   void note_life(Rank rank, TimePoint moved_at);
   /// A rank has left gracefully.
   void depart(Rank rank);

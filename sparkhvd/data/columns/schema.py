@@ -411,7 +411,7 @@ def _remedy(source: str, name: str) -> str:
 
 
 def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int, ...]:
-    """Check the shape of a column's rows in a Param, and drop the batch.
+    """Check the row shape that a Param gives for a column, and drop its leading -1 for the batch.
 
     Raises:
         InvalidArgumentError: it is no shape, or has another number of elements than the column.

@@ -260,7 +260,7 @@ class _BlockSequence(_Sequence):
 
 
 class _RestSequence(_Sequence):
-    """Rest of a sequence after a stage of an epoch: by rank the rest of a window, then whole windows.
+    """Rows that are left after a stage of an epoch: for each rank, the rest of its current window and then the rows after it.
 
     The rest of a window is computed when it is read: only one rank reads most of them.
     """

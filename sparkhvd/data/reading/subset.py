@@ -285,7 +285,7 @@ class _Groups(SampleOrder):
 
     @functools.cached_property
     def _begins(self) -> Rows:
-        """First row of each group in the files."""
+        """For each group in the order of the epoch: the number of its first row in the files."""
         return self.edges[self._sequence]
 
     @functools.cached_property

@@ -82,7 +82,7 @@ def secrets(url: str, options: Mapping[str, Any] | None = None) -> frozenset[str
             found |= addresses.secrets_of(value, {})
     # "user:password" of a REST catalog.
     found |= {str((options or {}).get("credential", "")).partition(":")[2]} - {""}
-    # Without "://" a catalog's address is not understood, so it may be anything.
+    # An address of a catalog without "://" cannot be parsed, so all of it counts as a secret.
     place = str((options or {}).get("uri", ""))
     return frozenset(found | ({place} if place and "://" not in place else set()))
 

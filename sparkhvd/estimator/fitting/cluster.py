@@ -158,12 +158,12 @@ def _range_of_ranks(options: FitOptions) -> tuple[int | None, int | None]:
         )
     if options.timeline:
         raise InvalidArgumentError(
-            f"{what}, and timeline shows the steps of ranks whose number does not change. Leave it out, or give num_proc a number."
+            f"{what}, and timeline needs a fixed number of ranks. Leave timeline out, or set num_proc to one number."
         )
     if isinstance(options.gradient_compression, PowerSGD):
         raise InvalidArgumentError(
-            f"{what}, and powersgd keeps a part of the gradients on each rank, of which a lost one takes its own along. Give num_proc a "
-            "number, or another gradient_compression."
+            f"{what}, and powersgd keeps a part of the gradients on each rank, and that part is lost with the rank. Set num_proc to one "
+            "number, or use another gradient_compression."
         )
     if options.accumulate > 1 and options.elastic_batch is not None:
         raise InvalidArgumentError(

@@ -189,7 +189,7 @@ class Recorder:
                 store.write_bytes(f"{run_dir}/{HTML_NAME}", render(self.document).encode())
 
     def write_failure(self, store: Store, run_dir: str, error: BaseException) -> None:
-        """Write the report of a failed fit if this process sees the store and the run is kept."""
+        """Write the report of a failed fit, if this process sees the store and the run's folder has files."""
         is_there = False
         with contextlib.suppress(Exception):  # the error of the fit says more
             is_there = store.is_seen and bool(store.list(run_dir))

@@ -72,7 +72,7 @@ class Archive:
         return {name: self.pickled(value) for name, value in self.code.items()}
 
     def pickled(self, value: object) -> bytes:
-        """Pickle a value, with the module's tensors by name."""
+        """Pickle a value. Tensors of the estimator's module are replaced by their names."""
         module = nn.Module() if self.module is None else self.module
         return architecture.dump_shell(module, value)
 

@@ -312,7 +312,7 @@ def match_columns(
 def _policy(
     options: PredictOptions, pairs: Sequence[tuple[str, Column]]
 ) -> str | Mapping[str, str | float]:
-    """Key `handle_invalid` by this DataFrame's names, without labels; it may use the training's names."""
+    """Rename the columns in `handle_invalid` to this DataFrame's names. Entries for labels are dropped."""
     policy = options.handle_invalid or "error"
     if not isinstance(policy, Mapping):
         return policy

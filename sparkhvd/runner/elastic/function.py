@@ -52,7 +52,7 @@ def run_elastic(
         fn: any picklable function.
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
-        num_proc: initial number of ranks. None means the configured slots, within the next two.
+        num_proc: initial number of ranks. None means the configured slots, but at least `min_num_proc` and at most `max_num_proc`.
         min_num_proc: smallest number of ranks; with fewer the training waits. None means `num_proc`.
         max_num_proc: largest number of ranks; None means `num_proc`.
         start_timeout: longest wait in seconds for `min_num_proc` ranks at the start; None means

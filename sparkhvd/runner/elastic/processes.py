@@ -172,7 +172,7 @@ class ElasticProcessesOnHosts:
 
 
 class _Agent:
-    """Agent whose messages wait until it is connected; guarded by the lock of `ElasticProcessesOnHosts`."""
+    """A host's agent. Messages to it wait until it is connected. Guarded by the lock of `ElasticProcessesOnHosts`."""
 
     def __init__(self, host: str) -> None:
         self.host = host

@@ -132,7 +132,7 @@ def require_contiguous(what: str, tensor: Tensor) -> None:
 
 
 def paired(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """The engine's shape and type of a tensor: complex numbers are pairs of real numbers."""
+    """Shape and dtype that the engine uses for a tensor. A complex number becomes a pair of real numbers."""
     return ((*shape, 2), dtype.to_real()) if dtype.is_complex else (tuple(shape), dtype)
 
 
@@ -170,7 +170,7 @@ def view(source: Tensor, target: Tensor | None) -> TensorView:
 
 
 def lend(*tensors: Tensor) -> list[torch.UntypedStorage]:
-    """Return the memory of the engine's tensors, for the caller to keep until the engine has finished.
+    """Return the storages of tensors that the engine uses. The caller keeps them until the engine has finished.
 
     Keeping the tensors is not enough: `tensor.data = other`, as in `module.to()`, replaces a tensor's memory.
     """

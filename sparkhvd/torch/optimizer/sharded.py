@@ -64,7 +64,8 @@ def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configurati
         )
     if configuration.as_views:
         raise InvalidArgumentError(
-            f"{what}gradient_as_bucket_view=True is for gradients that every rank gets. Leave one of them out."
+            f"{what}each rank gets only its part of the gradients, and gradient_as_bucket_view=True needs all of them. Leave sharded or "
+            "gradient_as_bucket_view out."
         )
     if not isinstance(configuration.compression, type):
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""TorchScript modules: copies that keep tensors and gradients, and a pickle.
+"""Copy TorchScript modules so that the copies can be trained, and pickle them.
 
 torch's own copy of a compiled module holds tensors inside the autograd graph, and pickle rejects the module.
 """
