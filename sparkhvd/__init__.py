@@ -146,7 +146,7 @@ _HOMES = {
     "trust": "sparkhvd.estimator",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are data, so that they stand once
+__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are data, so that each is listed once
 
 
 def __getattr__(name: str) -> Any:

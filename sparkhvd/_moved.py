@@ -273,13 +273,13 @@ MOVED: dict[str, str] = {
 
 
 def present_name(dotted: str) -> str:
-    """Present name of a class or function in a save."""
+    """Map the dotted name of a class or function in a saved file to its present module."""
     home, _, name = dotted.rpartition(".")
     return f"{MOVED.get(home, home)}.{name}" if home else name
 
 
-class _Finder:  # not of importlib.abc, which would load `tempfile`
-    """Import of a former name: the module that has its content now."""
+class _Finder:  # not a subclass of importlib.abc's finder: that module imports `tempfile`
+    """Imports the present module under a former name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -292,7 +292,7 @@ class _Finder:  # not of importlib.abc, which would load `tempfile`
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # `import` has set this to the former name's.
+        # The import system has set `__spec__` to the spec of the former name: restore the module's own.
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
 
@@ -301,6 +301,6 @@ class _Finder:  # not of importlib.abc, which would load `tempfile`
 
 
 def install() -> None:
-    """Let former names be imported, where nothing else has them."""
+    """Install the finder of former names, after all other finders."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

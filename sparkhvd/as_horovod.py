@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Processes with the value 1 have the name.
+# A process with the value 1 imports this package as `horovod`.
 VARIABLE = "SPARKHVD_AS_HOROVOD"
 _NAME = "horovod"
 _IMPORT_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "import_path")
-# Modules are looked up in this order.
+# Prefix of a Horovod module, and of the module of sparkhvd in its place; the first existing module is used.
 _HOMES = (
     ("horovod", "sparkhvd.horovod"),
     ("horovod.torch", "sparkhvd.torch"),
@@ -120,7 +120,7 @@ class Stub:
     refusal = ""
 
     def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse.
+        """Refuse the call.
 
         Raises:
             NotImplementedError: always, with the replacement.
@@ -149,7 +149,7 @@ def _stub_in(module: str, name: str) -> object:
 
 
 def _module_in(package: str, earlier: Callable[[str], object] | None, name: str) -> object:
-    """Import a stub module of a package under another name, as `from package import name` requires; else ask the package."""
+    """Return a stub submodule of a package; for any other name call the package's own `__getattr__`."""
     if f"{package}.{name}" in STUBS:
         return importlib.import_module(f"{package}.{name}")
     if earlier is None:
@@ -158,14 +158,14 @@ def _module_in(package: str, earlier: Callable[[str], object] | None, name: str)
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module that exists under another name, or a pure stub module."""
+    """Loads a module that exists under another name, or a module of stubs alone."""
 
     def __init__(self, home: str | None) -> None:
         self._home = home
         self._spec: importlib.machinery.ModuleSpec | None = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Import the module under its own name, if any; add stubs of its missing names."""
+        """Import the module of sparkhvd, if there is one; add stubs for its missing names."""
         if self._home is None:
             module, self._spec = ModuleType(spec.name), spec
         else:
@@ -236,7 +236,7 @@ def install() -> None:
             f"install_as_horovod(): {getattr(present, '__file__', None) or present} has been imported as horovod. Call it "
             "before the first import of horovod."
         )
-    environ = os.environ  # noqa: TID251 - for the processes that this one starts
+    environ = os.environ  # noqa: TID251 - for processes that this process starts
     environ[VARIABLE] = "1"
     environ.update(path_variables(environ))
     if not is_installed():
@@ -245,12 +245,12 @@ def install() -> None:
 
 
 class _ProcessName(str):
-    """Name of a multiprocessing process, which installs `horovod` when unpickled: before the process imports the program."""
+    """Name of a multiprocessing process; unpickling it installs `horovod`, before the program is imported."""
 
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
-        """Install in the process that unpickles."""
+        """Call `install()` in the process that unpickles the name."""
         return _named, (str(self),)
 
 
@@ -260,7 +260,7 @@ def _named(name: str) -> str:
 
 
 def _install_in_spawned() -> None:
-    """Give the name to processes that multiprocessing spawns, or its fork server forks, such as a DataLoader's."""
+    """Install `horovod` in processes of multiprocessing: spawned, or forked by its fork server."""
     made = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """These variables give other processes the name `horovod`; empty unless this process has it."""
+    """Variables that make other processes import this package as `horovod`; empty unless this process does."""
     return {VARIABLE: "1"} if is_installed() else {}
 
 
@@ -306,6 +306,6 @@ def command(words: Sequence[str]) -> list[str]:
     first = 1
     while first < len(words) and words[first].startswith("-") and words[first] not in ("-m", "-c"):
         first += 2 if words[first] in _WITH_VALUE else 1
-    if first >= len(words):  # it reads its standard input, or only prints its version
+    if first >= len(words):  # python reads its standard input, or prints its version
         return list(words)
     return [*words[:first], "-m", "sparkhvd.horovod", *words[first:]]

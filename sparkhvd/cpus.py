@@ -1,4 +1,4 @@
-"""Processors that a process may use: affinity and control groups."""
+"""CPUs of a process, by its affinity and control groups."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 
 
 def allowed() -> float:
-    """Processors' worth of time that this process may use, by affinity and quota; may be a fraction."""
+    """CPUs that this process may use, by affinity and quota; may be a fraction."""
     quota = cgroup_quota()
     return affinity() if quota is None else min(affinity(), quota)
 
 
 def jvm_processors() -> int:
-    """Processors as a JVM in this process counts them: fractions are rounded up."""
+    """Number of CPUs as a JVM in this process counts them: fractions are rounded up."""
     return max(1, math.ceil(allowed()))
 
 
 def affinity() -> int:
-    """Number of processors that this process may run on."""
+    """Number of CPUs on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cgroup_quota(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> float | None:
-    """Processors' worth of time that this process's control group may use; None if unlimited."""
+    """CPUs that the quota of this process's control group allows; may be a fraction, None if unlimited."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
         return None
     quotas = []
     for _, controllers, path in (group for group in groups if len(group) == 3):
-        if not controllers:  # version 2; limits of parent groups count too
+        if not controllers:  # cgroup version 2; limits of parent groups count, too
             here = root / path.lstrip("/")
             for folder in (here, *here.parents):
                 quotas.append(_quota(read_text(folder / "cpu.max").split()))
@@ -59,7 +59,7 @@ def _quota(words: Sequence[str]) -> float | None:
 
 
 def read_text(path: Path) -> str:
-    """Strip the text; "" if the file cannot be read."""
+    """Read and strip the text of a file; "" if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 
-# A table may have ten thousand columns, and a message is read by a person.
+# A table may have ten thousand columns: a message with all of them would be unreadable.
 _MOST_LISTED = 30
 
 
 def listed(items: Iterable[str], separator: str = ", ") -> str:
-    """Join the first 30 items for a message, with the number of the others."""
+    """Join the first 30 items for a message, and say how many more there are."""
     every = list(items)
     more = len(every) - _MOST_LISTED
     tail = [f"and {more:,} more"] if more > 0 else []
@@ -102,7 +102,7 @@ class NotInitializedError(InvalidArgumentError, CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A rank did not arrive in time; the message names it."""
+    """A rank did not arrive in time; the message names the rank."""
 
 
 class PeerLostError(CollectiveError, ConnectionError):
@@ -110,11 +110,14 @@ class PeerLostError(CollectiveError, ConnectionError):
 
 
 class ElasticError(SparkhvdError, RuntimeError):
-    """An elastic job cannot continue: too few ranks, too many resets, no rank with the training's state, or no coordinator. Never retried."""
+    """An elastic job cannot continue. Never retried.
+
+    There are too few ranks, too many resets, no rank with the training's state, or no coordinator.
+    """
 
 
 class LeftOutError(ElasticError):
-    """The other ranks of an elastic job continued without this one, which did not answer in time. It must end, and write nothing."""
+    """This rank did not answer in time, so the elastic job continued without it. It must end, and write nothing."""
 
 
 HorovodInternalError = CollectiveError

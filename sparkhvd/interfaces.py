@@ -15,7 +15,7 @@ from pathlib import Path
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 
 _LOOPBACKS = ("127.0.0.1", "::1")
-# Requests of ioctl, and flags of an interface, as Linux numbers them.
+# Linux's numbers of ioctl requests, and flags of an interface.
 _ALL_ADDRESSES = 0x8912
 _FLAGS = 0x8913
 _IS_UP, _HAS_CARRIER = 0x1, 0x40
@@ -53,11 +53,11 @@ def loopback() -> str:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
             return address
-    return _LOOPBACKS[0]  # the caller's error names it
+    return _LOOPBACKS[0]  # the caller's error names the address
 
 
 def interfaces() -> list[Interface]:
-    """IPv4 first, without link-local addresses (fe80::)."""
+    """List the interfaces of this host: IPv4 first, without link-local addresses (fe80::)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         found = [*_ipv4(probe), *_ipv6()]
         return [Interface(name, address, _is_up(probe, name)) for name, address in found]
@@ -88,7 +88,7 @@ def _is_up(probe: socket.socket, name: str) -> bool:
 
     try:
         answer = fcntl.ioctl(probe, _FLAGS, struct.pack("40s", name.encode()))
-    except OSError:  # it has disappeared
+    except OSError:  # the interface has disappeared
         return False
     wanted = _IS_UP | _HAS_CARRIER
     return int(struct.unpack_from("H", answer, 16)[0]) & wanted == wanted
@@ -115,10 +115,10 @@ def address_on(choice: str) -> str:
         if not matching or time.monotonic() > until:
             break
         time.sleep(0.1)
-    what = "is down" if matching else "is not there"
+    what = "all of them are down" if matching else "no interface matches"
     raise PreflightError(
-        f"interfaces={choice!r}: on host {socket.gethostname()} none of them is up ({what}). It has "
-        f"{', '.join(map(str, there))}. Choose another one (SPARKHVD_INTERFACES, --network-interfaces)."
+        f"interfaces={choice!r}: host {socket.gethostname()} has no interface of this choice that is up ({what}). Its interfaces are "
+        f"{', '.join(map(str, there))}. Choose another interface (SPARKHVD_INTERFACES, --network-interfaces)."
     )
 
 

@@ -26,12 +26,12 @@ from typing import Any
 NAME = "torch._dynamo"
 # A module that is loaded if and only if the compiler is.
 REAL = "torch._dynamo.utils"
-# The attribute in which torch keeps a function for which the compiler is disabled.
+# Attribute in which torch keeps the wrapper of a function that must not be compiled.
 _KEPT = "__dynamo_disable"
 
 
 class _Compiler(ModuleType):
-    """The stand-in; its functions are called as those of `torch._dynamo`."""
+    """Module in the place of `torch._dynamo` until something compiles."""
 
     def __init__(self) -> None:
         super().__init__(NAME, "Stands for torch's compiler until something compiles.")
@@ -46,7 +46,7 @@ class _Compiler(ModuleType):
         return _load(self).graph_break(*args, **kwargs)
 
     def disable(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a function for torch's decorator to keep. It calls the given function until the compiler is loaded."""
+        """Return a wrapper for torch's decorator; it calls the plain function until the compiler is loaded."""
         if _caller() != "torch._compile":
             return _load(self).disable(*args, **kwargs)
         fn = args[0]
@@ -61,12 +61,12 @@ class _Compiler(ModuleType):
         return call
 
     def clear_lru_cache(self) -> None:
-        """Do nothing: see `__getattr__`."""
+        """Do nothing: the stand-in has no cache. See `__getattr__`."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "trace_rules" and _caller() == "torch.distributed.distributed_c10d":
             return self
-        if name.startswith("__"):  # of the import system, `inspect`, `copy`, `doctest`
+        if name.startswith("__"):  # asked for by imports, `inspect`, `copy`, `doctest`
             raise AttributeError(name)
         return getattr(_load(self), name)
 
@@ -81,7 +81,7 @@ class _Compiler(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the submodules of the stand-in: it loads torch's compiler, and gives the compiler's submodules."""
+    """Import finder: importing a submodule of the stand-in loads torch's compiler."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -94,18 +94,19 @@ class _Finder(MetaPathFinder, Loader):
         module = sys.modules.get(fullname)
         if module is None:
             return PathFinder.find_spec(fullname, real.__path__, target)
-        # Loaded with the package, and not to be loaded twice. The import system uses the spec that the module has.
+        # The compiler's import has loaded this submodule, and it must not run twice. The import system replaces a
+        # module's spec, so `exec_module` restores it.
         spec = ModuleSpec(fullname, self)
         spec.loader_state = module.__spec__
-        vars(module)["__spec__"] = spec  # a module of settings refuses `setattr`
+        vars(module)["__spec__"] = spec  # a config module of torch refuses `setattr`
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module is loaded already."""
+        """Return the loaded module."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec again."""
+        """Restore the module's own spec."""
         assert module.__spec__ is not None
         vars(module)["__spec__"] = module.__spec__.loader_state
 
@@ -114,7 +115,7 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """Put the stand-in in place if the compiler is not loaded; torch need not be loaded."""
+    """Install the stand-in if the compiler is not loaded; torch need not be loaded."""
     if NAME not in sys.modules:
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
@@ -122,7 +123,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Take the stand-in away, without loading the compiler."""
+    """Remove the stand-in without loading the compiler."""
     found = sys.modules.get(NAME)
     if isinstance(found, _Compiler):
         _take_away(found)
@@ -132,7 +133,7 @@ def remove() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Put the stand-in in place for a block."""
+    """Install the stand-in inside the block."""
     had = NAME in sys.modules
     install()
     try:

@@ -16,7 +16,7 @@ import sys
 def main() -> None:
     """Import torch, then do what pyspark's daemon does."""
     is_imported = False
-    with contextlib.suppress(Exception):  # an executor without a working torch runs other workers
+    with contextlib.suppress(Exception):  # other workers need no working torch
         import torch  # noqa: F401 - for the forks
 
         is_imported = True
@@ -25,7 +25,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "pyspark.daemon", *sys.argv[1:]])
     from pyspark.daemon import manager
 
-    # A worker collects garbage after each task. It would look at, and so copy, all that torch has made.
+    # A worker collects garbage after each task. The collector would write to, and so copy, all objects of torch.
     gc.collect()
     gc.freeze()
     manager()

@@ -15,7 +15,7 @@ from typing import Protocol, SupportsFloat
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Longer messages are cut, and more metrics are refused.
+# A longer message is cut, and a longer entry of metrics is refused.
 _MAX_BYTES = 64 << 10
 
 
@@ -59,7 +59,7 @@ def log_to_driver(message: object) -> None:
 
 
 def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
-    """Send numbers to the driver's loggers (`loggers=` of `run`, `run_local` and `run_hosts`); without loggers they are a line of output.
+    """Send numbers to the driver's loggers, from `loggers=` of a launch; without loggers, print them as a line.
 
     From any rank and thread; each rank's value of a name is logged. Never waits for the driver. At most 100 calls per
     second of a rank are logged.
@@ -91,7 +91,7 @@ def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
 
 
 def report_progress(text: str) -> None:
-    """Report the training's progress to the driver in one line; only the newest counts. Does nothing in other processes."""
+    """Report the training's progress to the driver in one line; only the newest report counts. No effect elsewhere."""
     if (channel := _channel()) is not None:
         channel.progress(text.encode(errors="replace"))
 
@@ -102,7 +102,7 @@ def install(channel: DriverChannel) -> None:
 
 
 def _channel() -> DriverChannel | None:
-    """None in a fork, and in a process that the runner did not start."""
+    """Channel of this process; None in a fork, and in a process that the runner did not start."""
     return next((channel for pid, channel in _installed if pid == os.getpid()), None)
 
 

@@ -1,4 +1,4 @@
-"""Commands `runs`, `report` and `compare`, which print reports of a store, and `reproduce`, which fits again. They change no run."""
+"""Commands on the runs of a store: `runs`, `report`, `compare` and `reproduce`. They change no run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def list_runs(store_url: str) -> None:
     rows = []
     for run in store.runs():
         document: Document = {}
-        with contextlib.suppress(OSError, InvalidArgumentError):  # it has no report, or a newer one
+        with contextlib.suppress(OSError, InvalidArgumentError):  # no report, or of a newer version
             document = _document(store.below(f"runs/{run.run_id}"))
         history = document.get("history") or [{}]
         losses = (_shown(history[-1].get(name), ".4g") for name in ("loss", "val_loss"))
@@ -44,7 +44,7 @@ def _shown(value: object, form: str) -> str:
 
 
 def show_report(run: str, output: str | None, *, is_opened: bool) -> None:
-    """Print where the page of a run's report is; write it again from the document if `output` is given or it is missing.
+    """Print the location of a run's report page; write the page again if `output` is given or the page is missing.
 
     Args:
         run: folder of the run, `<store>/runs/<run_id>`, as a path or URL.
@@ -72,7 +72,7 @@ def compare_runs(first: str, second: str) -> None:
 
 
 def reproduce_run(run: str, key_file: str | None, master: str | None, *, trusted: bool) -> bool:
-    """Fit again what a run on a table has fitted, and print whether the bits are equal; return True if they are.
+    """Repeat the fit of a run on a table; print and return whether the results have equal bits.
 
     Args:
         run: folder of the run, as in `show_report`.
@@ -82,7 +82,7 @@ def reproduce_run(run: str, key_file: str | None, master: str | None, *, trusted
 
     Raises:
         InvalidArgumentError: the run has no recipe, or its version of the table cannot be read.
-        UntrustedError: neither the key fits nor is the run trusted.
+        UntrustedError: the key does not fit, and the run is not trusted.
     """
     from pyspark.sql import SparkSession
 

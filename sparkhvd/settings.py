@@ -51,7 +51,7 @@ def knob(
 
 
 def variables_of(f: Field[object]) -> list[str]:
-    """The first variable that is set counts."""
+    """List the environment variables of a setting; the first that is set counts."""
     return [name for name in (f.metadata["env"], f.metadata["alias"]) if name]
 
 
@@ -135,7 +135,7 @@ def parse_port_range(text: str) -> range | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A bool is not a number here."""
+    """Whether a value is an int or a float; a bool is not a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -408,7 +408,7 @@ class Settings:
         for f in fields(self):
             value = getattr(self, f.name)
             check(f, value, f"Settings.{f.name}")
-            # Numbers as people write them, 0 for False and 16e6 for an int; ranks read exact types.
+            # People write 0 for False and 16e6 for an int; ranks require the exact types.
             if f.type == "bool" and value in (0, 1):
                 object.__setattr__(self, f.name, bool(value))
             elif f.type == "int" and isinstance(value, float) and value.is_integer():
@@ -530,7 +530,7 @@ def read_variables(
 
 
 def markdown_table() -> str:
-    """Table of docs/settings.md."""
+    """Make the table of docs/settings.md."""
     lines = ["| setting | environment | default | unit | meaning |", "|---|---|---|---|---|"]
     for f in fields(Settings):
         names = f"`{f.metadata['env']}`"
@@ -615,6 +615,6 @@ class RankSettings:
 
 
 def setting_variables() -> dict[str, str]:
-    """Variables that are set in this process."""
+    """Collect the variables of settings from this process's environment."""
     names = {name for f in fields(Settings) for name in variables_of(f)}
     return {name: os.environ[name] for name in names if name in os.environ}

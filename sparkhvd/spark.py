@@ -36,9 +36,9 @@ _CANCEL_AGAIN_S, _CANCEL_REST_S = 0.5, 120.0
 _PYTHON_CONF = "spark.pyspark.python"
 
 
-# Keys for which a call of py4j each is cheaper than one for all.
+# Up to this number of keys, a py4j call per key is cheaper than a call for all keys.
 _FEW_KEYS = 3
-# Between items of Spark's conf: ASCII's record separator, which no usual value has.
+# Separator of the items of Spark's conf: ASCII's record separator does not occur in usual values.
 _SEPARATOR = "\x1e"
 
 
@@ -68,7 +68,7 @@ class SparkShim:
         """
         if not self._has_executors_here() or not sys.executable:
             return
-        if "PYSPARK_PYTHON" in os.environ or self.conf([_PYTHON_CONF]):  # noqa: TID251 - pyspark's
+        if "PYSPARK_PYTHON" in os.environ or self.conf([_PYTHON_CONF]):  # noqa: TID251 - pyspark's variable
             return
         self.session.sparkContext.pythonExec = sys.executable
 
@@ -107,7 +107,7 @@ class SparkShim:
     def own_addresses(self) -> tuple[str, str]:
         """Address for this process to listen on, and its host as executors reach it."""
         if self.is_connect:
-            # Towards the server; executors on other hosts may be unable to reach it.
+            # This host's address on the route to the server; executors on other hosts may be unable to reach it.
             address = address_towards(server_host(self.session))
             return address, address
         if self._has_executors_here():
@@ -117,7 +117,7 @@ class SparkShim:
         return own.strip("[]"), host.strip("[]")
 
     def profile_scope(self) -> str:
-        """Sessions of one key can share a resource profile: on classic, all sessions of the application."""
+        """Key of the sessions that can share a resource profile (classic: all of the application)."""
         return session_key(self.session) if self.is_connect else self.application()
 
     def is_over(self) -> bool:
@@ -133,12 +133,12 @@ class SparkShim:
             chosen = context.resourceProfileManager().defaultResourceProfile()
         else:
             chosen = profile._java_resource_profile
-        if chosen is None:  # built before there was a session: Spark receives it with the stage
+        if chosen is None:  # built before the session: Spark registers it with the stage
             return None
         return int(context.maxNumConcurrentTasks(chosen))
 
     def decommissioned(self, executors: Iterable[str]) -> set[str]:
-        """Empty over Connect, which does not report them."""
+        """Find the executors that Spark is decommissioning; always empty over Connect."""
         if self.is_connect:
             return set()
         scheduler = self.session.sparkContext._jsc.sc().taskScheduler()
@@ -166,7 +166,7 @@ class SparkShim:
         return profile
 
     def worker_python(self) -> str:
-        """For messages, so it never raises."""
+        """Python of Spark's workers, for messages; never raises."""
         with contextlib.suppress(Exception):
             if self.is_connect:
                 return str(self.session.conf.get(_PYTHON_CONF, "python3"))
@@ -175,7 +175,7 @@ class SparkShim:
 
     @property
     def closure_limit(self) -> int | None:
-        """Most bytes of a program; None without a limit of Spark."""
+        """Most bytes of a pickled program; None if Spark sets no limit."""
         return _CONNECT_MESSAGE_BYTES if self.is_connect else None
 
     def stage(
@@ -198,7 +198,7 @@ class SparkShim:
     @contextlib.contextmanager
     def tagged(self, tag: str) -> Iterator[None]:
         """Tag the jobs of this thread inside the block, for `cancel`."""
-        # Classic sessions use the context's tags, because pyspark 3.5 has no others.
+        # Classic sessions use the tags of the context: pyspark 3.5 has no tags of a session.
         if self.is_connect:
             self.session.addTag(tag)
         else:
@@ -237,9 +237,9 @@ class SparkShim:
     ) -> list[Row]:
         """Collect the rows of a stage, whose job gets this tag; an interrupted wait cancels the job.
 
-        Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and leaves a
-        broken one. An interrupted call of Connect ends its job. So the main thread waits, and another one calls, with
-        the Spark properties of the main thread.
+        Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and breaks
+        it. An interrupted call of Connect ends its job. So another thread makes the call, with the Spark properties of
+        the main thread, and the main thread waits.
 
         Args:
             stage: DataFrame to collect.
@@ -257,8 +257,8 @@ class SparkShim:
                 self.cancel(tag)
                 if isinstance(e, Exception) and has_died(self.session):
                     raise SparkhvdError(
-                        f"Spark's JVM has died while it ran {description or 'a job'!r}; look for why in its log (out of memory, "
-                        "or killed). Start a new session, if need be in a new process: this one's is lost."
+                        f"Spark's JVM has died while it ran {description or 'a job'!r}; look for the reason in its log (out of memory, "
+                        "or killed). Start a new session, in a new process if need be: this session is lost."
                     ) from e
                 raise
 
@@ -282,7 +282,7 @@ class SparkShim:
         def task(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             import pyarrow as pa
 
-            for _ in batches:  # unread input would cost Spark the Python worker
+            for _ in batches:  # Spark discards a Python worker that leaves input unread
                 pass
             yield pa.RecordBatch.from_pydict({"answer": [function()]})
 
@@ -317,7 +317,7 @@ class SparkShim:
             self.cancel(tag)
 
         watcher = threading.Thread(target=watch, name="sparkhvd-limit", daemon=True)
-        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit
             watcher.start()
         try:
             return self.collect(df, tag)
@@ -363,7 +363,7 @@ def _collect_beside(
             interrupt()
         raise
     finally:
-        cancel_until_over(shim, tag, future, _CANCEL_WAIT_S)  # not done if it was interrupted
+        cancel_until_over(shim, tag, future, _CANCEL_WAIT_S)  # an interrupted job may still run
         if future.done():
             thread.join(_CANCEL_WAIT_S)
         else:  # a slow driver has yet to submit the job, which must still be cancelled
@@ -382,7 +382,7 @@ def cancel_until_over(
 
 
 def job_thread(shim: SparkShim, target: Callable[[], None], name: str) -> threading.Thread:
-    """Daemon thread. On classic Spark its jobs inherit the properties of this thread."""
+    """Make a daemon thread; on classic Spark its jobs inherit the properties of this thread."""
     if shim.is_connect:
         return threading.Thread(target=target, name=name, daemon=True)
     from pyspark import InheritableThread
@@ -392,7 +392,7 @@ def job_thread(shim: SparkShim, target: Callable[[], None], name: str) -> thread
 
 @contextlib.contextmanager
 def plain_interrupts() -> Iterator[None]:
-    """Make Ctrl-C only raise KeyboardInterrupt inside the block; afterwards call pyspark's handler, which cancels all jobs."""
+    """Make Ctrl-C raise KeyboardInterrupt inside the block, before pyspark's handler cancels all jobs."""
     handler: Any = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not getattr(handler, "__module__", "").startswith("pyspark."):
@@ -449,7 +449,7 @@ def check_dataframe(call: str, value: object) -> None:
         return
     kind = type(value)
     remedy = "spark.createDataFrame(...) makes one"
-    if hasattr(value, "to_spark"):  # of pandas on Spark
+    if hasattr(value, "to_spark"):  # a frame of pandas on Spark
         remedy = "frame.to_spark() makes one"
     elif kind.__module__.partition(".")[0] == "pandas":
         remedy = "spark.createDataFrame(frame) makes one"
@@ -463,7 +463,7 @@ def is_connect(spark: SparkSession) -> bool:
 
 
 def session_key(spark: SparkSession) -> str:
-    """Two objects of one session have the same key."""
+    """Id of a session; equal for all objects of the session."""
     session: Any = spark
     if is_connect(spark):
         return str(session.session_id)
@@ -485,7 +485,7 @@ def has_died(spark: SparkSession) -> bool:
 
 
 def running_tasks(spark: SparkSession, tag: str) -> tuple[int, int] | None:
-    """Count started tasks of the jobs with a tag, and running tasks of other jobs of the application; None if unknown."""
+    """Count started tasks of jobs with a tag, and running tasks of the application's other jobs; None if unknown."""
     if is_connect(spark):
         return None
     context: Any = spark.sparkContext
@@ -587,7 +587,7 @@ def is_dataframe(value: object) -> TypeIs[DataFrame]:
 
 
 def server_host(session: Any) -> str:
-    """A name or an address.
+    """Host name or address of the session's Spark Connect server.
 
     Raises:
         OSError: the session's channel does not provide it.
@@ -596,7 +596,7 @@ def server_host(session: Any) -> str:
         return str(session.client.host).strip("[]")
     except Exception as e:
         raise OSError(
-            "the session's channel builder does not tell the host of the Spark Connect server"
+            "the session's channel builder does not provide the host of the Spark Connect server"
         ) from e
 
 
@@ -615,13 +615,13 @@ def conf(session: Any, keys: Iterable[str]) -> list[tuple[str, str | None]]:
 
 
 def file_roots(df: Any) -> list[str]:
-    """List paths given to the scans of a DataFrame, two of each scan; sends no request."""
+    """List the input paths of a DataFrame's scans, at most two per scan; sends no request."""
     roots: list[str] = []
     messages = [df._plan.to_proto(df.sparkSession.client)]
     while messages:
         message = messages.pop()
         if message.DESCRIPTOR.name == "DataSource":
-            # Spark's default is Parquet. Other formats are not data files of tables, or are tables with logs.
+            # An empty format is Spark's default, Parquet. Other formats have no data files, or are tables with a log.
             if message.format in ("", "parquet", "orc", "avro"):
                 by_option = [v for k, v in message.options.items() if k.lower() == "path"]
                 roots += [*message.paths, *by_option][:2]
@@ -634,7 +634,7 @@ def file_roots(df: Any) -> list[str]:
 
 
 def register_profile(session: Any, profile: ResourceProfile) -> None:
-    """Register a resource profile at a session's server; by default it would use the thread's active session."""
+    """Register a resource profile at a session's server; pyspark would use the thread's active session."""
     from pyspark.sql.connect import proto
 
     tasks = {
@@ -646,10 +646,10 @@ def register_profile(session: Any, profile: ResourceProfile) -> None:
 
 @contextlib.contextmanager
 def noticing_tasks(session: Any, size: int, notice: Callable[[], None]) -> Iterator[None]:
-    """Call a function repeatedly, from pyspark's threads, while tasks of a stage executed inside the block run.
+    """Call a function repeatedly, from pyspark's threads, while a stage executed inside the block has running tasks.
 
     Args:
-        session: that executes it.
+        session: executes the stage.
         size: number of the stage's tasks, which identifies it.
         notice: must not raise, which would end the operation.
     """

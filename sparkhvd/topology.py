@@ -1,4 +1,4 @@
-"""Topology: from the host of every rank to local and cross ranks."""
+"""Topology: local and cross ranks, computed from the host of every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Horovod's variables for the place of a rank.
+# Horovod's variables for the ranks and sizes of a process.
 HOROVOD_NAMES = tuple(
     f"HOROVOD_{name}"
     for name in (
@@ -24,7 +24,7 @@ HOROVOD_NAMES = tuple(
 
 @dataclass(frozen=True)
 class Topology:
-    """Place of one rank in the world.
+    """Ranks and sizes of one process: of the world, of its host, and across hosts.
 
     Attributes:
         rank: index of this process in the world.
@@ -52,7 +52,7 @@ class Topology:
 
 
 def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
-    """Place of `rank` if rank r runs on `hosts[r]`.
+    """Compute the topology of `rank`, if rank r runs on `hosts[r]`.
 
     Args:
         rank: the rank to describe.
@@ -87,7 +87,7 @@ def horovod_variables(place: Topology, host: str) -> dict[str, str]:
     """Values of `HOROVOD_NAMES` for a rank.
 
     Args:
-        place: of the rank.
+        place: topology of the rank.
         host: name of its host.
     """
     values = (
@@ -100,12 +100,12 @@ def horovod_variables(place: Topology, host: str) -> dict[str, str]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Place of a rank in its job, known before `init()`.
+# Rank, size and resources of a process, known before `init()`.
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """Place of this process in its job.
+    """Rank, size and resources of this process.
 
     Attributes:
         rank: index of this process, 0 to size - 1.
@@ -131,13 +131,13 @@ _installed: list[RankContext] = []
 
 
 def context() -> RankContext | None:
-    """Place of this process in its job; None in a process that the runner did not start.
+    """Rank, size and resources of this process; None if it is no rank of a job, or not yet.
 
-    Known before `init()`, so a rank can choose its device or its files first.
+    The runner sets it before `init()`, so a rank can choose its device or its files first.
     """
     return _installed[-1] if _installed else None
 
 
 def install_rank_context(value: RankContext | None) -> None:
-    """Set the result of `context()`; called by the trainer process."""
+    """Set the result of `context()`."""
     _installed[:] = [] if value is None else [value]

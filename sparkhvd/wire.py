@@ -22,9 +22,10 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn, TypeVar, Union
 
 LENGTH = struct.Struct("!Q")
-# Of a message from a process on another host, and of JSON.
+# Most bytes of a message from another host, and of a JSON text.
 MOST_BYTES = 64 << 20
-# Lists and objects inside each other. Python's own limit depends on its stack, and other functions reach it earlier.
+# Most levels of nested lists and objects. Python's own limit depends on its stack, and other functions reach it earlier
+# than the parser.
 MOST_DEPTH = 200
 _READ_BYTES = 1 << 20
 
@@ -106,7 +107,7 @@ def read_json(
         value = json.loads(text, **options)
     except RecursionError as e:
         raise ValueError("a message that nests too deeply") from e
-    # Most texts are too small to nest deeply.
+    # Most texts have too few brackets to nest deeply.
     marks = ("[", "{") if isinstance(text, str) else (b"[", b"{")
     if sum(map(text.count, marks)) > MOST_DEPTH:  # type: ignore[arg-type]
         _check_depth(value)
@@ -149,7 +150,7 @@ def _finite(text: str) -> float:
 
 @dataclass(frozen=True)
 class Message:
-    """One message.
+    """Message with a kind, a JSON object and bytes.
 
     Attributes:
         kind: its kind.
@@ -158,7 +159,7 @@ class Message:
     """
 
     kind: str
-    values: dict[str, Any] = field(repr=False)  # may hold the key
+    values: dict[str, Any] = field(repr=False)  # may hold the job's key
     data: bytes = field(default=b"", repr=False)
 
 
@@ -181,7 +182,8 @@ def unpack(payload: bytes) -> Message:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Dataclasses of JSON objects, by the annotations of their fields. Tuples are lists there, and bytes are hexadecimal digits.
+# Dataclasses from JSON objects, by the annotations of their fields. In JSON, tuples are lists and bytes are hexadecimal
+# digits.
 
 
 def rebuild(kind: type[T], values: object, *, is_strict: bool = True) -> T:
@@ -193,7 +195,7 @@ def rebuild(kind: type[T], values: object, *, is_strict: bool = True) -> T:
         is_strict: refuse other fields, which a later version may have added to a file.
 
     Raises:
-        ValueError: these are not its fields, or one has another type.
+        ValueError: a field is missing, unknown or of another type.
     """
     if not is_strict and isinstance(values, dict):
         known = _readers(typing.cast(Any, kind))
@@ -228,7 +230,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 @functools.cache
 def _readers(kind: type) -> dict[str, tuple[Callable[[Any], Any], bool]]:
-    """Reader of each field, and whether the field must be given."""
+    """By name of a field: its reader, and whether the field is required."""
     hints = typing.get_type_hints(kind)
     return {
         f.name: (_reader(hints[f.name]), f.default is MISSING and f.default_factory is MISSING)

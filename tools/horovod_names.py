@@ -162,7 +162,7 @@ NOTES: dict[str, str] = {
     "horovod.spark.common.store.Store.get_localized_path": "as `fs` takes it",
     "horovod.spark.common.store": "data that `fit` packs are in the store's folder `data`; opens every file system by its URL",
     "horovod.spark.common.store.is_databricks": "",
-    "horovod.spark.common.constants.METRIC_PRINT_FREQUENCY": "epochs are shown, not steps: print those in a callback's on_step_end()",
+    "horovod.spark.common.constants.METRIC_PRINT_FREQUENCY": "progress is shown per epoch, not per step: print metrics of steps in a callback's on_step_end()",
     "horovod.spark.common.constants.MIXED_SPARSE_DENSE_VECTOR": "sparse and dense vectors of a column are one type: leave it out",
     "horovod.spark.common.params": "names that have no effect; the others are in sparkhvd's table of Params",
     "horovod.ray": "Ray is not a launcher of sparkhvd: use sparkhvdrun, mpirun or Spark",

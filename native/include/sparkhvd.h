@@ -10,8 +10,8 @@
  *     field that a shorter caller does not know has the documented default;
  *   - only sparkhvd_run, sparkhvd_wait, sparkhvd_wait_stream, sparkhvd_engine_create,
  *     sparkhvd_engine_shutdown, sparkhvd_finish, sparkhvd_device_open, sparkhvd_timeline_start,
- *     sparkhvd_timeline_stop and sparkhvd_crc32_blocks may block: the timeline's functions on the disk only,
- *     the last one while it reads.
+ *     sparkhvd_timeline_stop and sparkhvd_crc32_blocks may block. The timeline's functions block on the disk only,
+ *     sparkhvd_crc32_blocks only while it computes.
  */
 #ifndef SPARKHVD_H_
 #define SPARKHVD_H_
@@ -40,7 +40,7 @@ extern "C" {
 #define SPARKHVD_SHUT_DOWN 6   /* the engine was shut down, here or by the peer named */
 #define SPARKHVD_UNSUPPORTED 7 /* this build or this machine lacks the feature */
 #define SPARKHVD_INTERNAL 8    /* a defect of sparkhvd */
-#define SPARKHVD_NO_MEMORY 9   /* for a result on some rank; the engine stays usable */
+#define SPARKHVD_NO_MEMORY 9   /* a rank has no memory for its result; the engine stays usable */
 
 /* Element types. 16-bit floats are accumulated in float32. */
 #define SPARKHVD_UINT8 0
@@ -57,14 +57,14 @@ extern "C" {
 #define SPARKHVD_FLOAT64 11
 #define SPARKHVD_BOOL 12 /* one byte, 0 or 1; Sum and Max are "or", Product and Min are "and" */
 
-/* Reductions (Horovod's have its numbers). */
+/* Reductions. Horovod's reductions have Horovod's numbers. */
 #define SPARKHVD_AVERAGE 0 /* the sum divided once by the size of the process set */
 #define SPARKHVD_SUM 1
 #define SPARKHVD_ADASUM 2
 #define SPARKHVD_MIN 3
 #define SPARKHVD_MAX 4
 #define SPARKHVD_PRODUCT 5
-#define SPARKHVD_BIT_AND 6 /* of integers and bool, on the CPU; so are the next two */
+#define SPARKHVD_BIT_AND 6 /* the three bit operations reduce integers and bool, on the CPU */
 #define SPARKHVD_BIT_OR 7
 #define SPARKHVD_BIT_XOR 8
 
@@ -79,33 +79,35 @@ extern "C" {
 /* Collectives on the engine itself: on process set 0, by all ranks. */
 #define SPARKHVD_ADD_PROCESS_SET 7    /* `splits`: its ranks, ascending; output rows[0]: its id */
 #define SPARKHVD_REMOVE_PROCESS_SET 8 /* `splits`: its id */
-/* On the process set whose ranks take part: */
-/* `splits`: bytes; the result is sparkhvd_work_buffer's. A second number of 1: one piece per host for all of its
- * ranks, or for no rank of the set. */
+/* On any process set, by all of its ranks: */
+/* `splits`: the bytes; sparkhvd_work_buffer returns the memory. If a second number is 1, each host allocates one piece
+ * for all of its ranks; if a host cannot share it, no rank of the set gets shared memory. */
 #define SPARKHVD_REGISTER 9
 #define SPARKHVD_CONFIGURE 10 /* `splits`: SPARKHVD_NUM_KNOBS values, 0 = unchanged */
-/* The inverse of reducescatter, in place: every rank has its rows of every tensor, and gets the others'. */
+/* The inverse of reducescatter, in place: every rank has its rows of every tensor, and receives the rows of the other
+ * ranks. */
 #define SPARKHVD_ALLGATHER_INTO 11
-/* With a root: */
+/* Collectives with a root: */
 #define SPARKHVD_REDUCE 12
 /* Tensors may differ in their first dimension; only the root has a result. */
 #define SPARKHVD_GATHER 13
-/* `splits`: the root's, rows for each rank of the set (NULL = equal parts); the others pass a tensor of 0 rows. */
+/* `splits`, on the root: rows for each rank of the set (NULL = equal parts). The other ranks pass a tensor of 0 rows.
+ * */
 #define SPARKHVD_SCATTER 14
-/* Messages from one rank of the process set to another, `root_rank`; a receive with -1 accepts any rank. `splits`: the
- * tag, one number; in a receive also 1 behind it, if shorter messages fit, too. Matched by rank and tag in the order of
- * submission; names need only be unique on this rank. */
+/* Messages from one rank of the process set to another. `root_rank` is the other rank; a receive with -1 accepts any
+ * rank. `splits` has the tag; a second number of 1 in a receive accepts shorter messages too. The engine matches
+ * messages by rank and tag, in the order of submission. Names need only be unique on this rank. */
 #define SPARKHVD_SEND 15
 #define SPARKHVD_RECEIVE 16
 #define SPARKHVD_NUM_COLLECTIVES 17
 
-/* Indices into `splits` of SPARKHVD_CONFIGURE. The first two never change a bit of a result. */
-#define SPARKHVD_KNOB_CHUNK_BYTES 0  /* of a pipeline step in shared memory, at most slot_bytes */
-#define SPARKHVD_KNOB_STREAMS 1      /* connections per pair used, at most options.streams */
-#define SPARKHVD_KNOB_DIRECT_RANKS 2 /* more hosts form a ring; for its tests */
+/* Indices into `splits` of SPARKHVD_CONFIGURE. The first two knobs never change a bit of a result. */
+#define SPARKHVD_KNOB_CHUNK_BYTES 0  /* bytes of a pipeline step in a slot; at most slot_bytes */
+#define SPARKHVD_KNOB_STREAMS 1      /* connections used per pair; at most options.streams */
+#define SPARKHVD_KNOB_DIRECT_RANKS 2 /* more hosts than this form a ring; only for tests */
 #define SPARKHVD_NUM_KNOBS 3
 
-/* Instruction sets of the reduce kernels. Every one gives the same bits. */
+/* Instruction sets of the reduce kernels. All give the same bits. */
 #define SPARKHVD_ISA_AUTO 0
 #define SPARKHVD_ISA_SCALAR 1
 #define SPARKHVD_ISA_AVX2 2
@@ -129,11 +131,11 @@ typedef struct sparkhvd_engine_options {
    * ranks of one host (descriptors are passed over it), TCP otherwise. The engine owns them from the call on, also when
    * the call fails. */
   const int32_t* sockets;
-  int32_t isa;             /* SPARKHVD_ISA_*; one that the CPU lacks is SPARKHVD_UNSUPPORTED */
+  int32_t isa;             /* SPARKHVD_ISA_*; SPARKHVD_UNSUPPORTED if the CPU lacks it */
   int32_t spin_us;         /* time that a waiter spins before it sleeps */
-  double stall_warning_s;  /* a rank that is later is named on stderr; 0 = never */
-  double stall_shutdown_s; /* then the operation fails with TIMEOUT; 0 = never */
-  double host_loss_s; /* a host whose kernel answers nothing for this long is gone; at least 3 */
+  double stall_warning_s;  /* wait for a late rank before a warning on stderr; 0 = no warning */
+  double stall_shutdown_s; /* wait for a late rank before TIMEOUT; 0 = no limit */
+  double host_loss_s; /* a host is lost if its kernel answers nothing for this time; at least 3 */
   double connect_timeout_s;   /* longest wait for the peers inside sparkhvd_engine_create */
   uint64_t slot_bytes;        /* staging memory of one pipeline slot in shared memory */
   uint32_t slots;             /* pipeline slots per rank, at least 2 */
@@ -141,19 +143,20 @@ typedef struct sparkhvd_engine_options {
   /* Connections per pair of ranks that tensors are spread over, from 1 to 64. */
   uint32_t streams;
   uint32_t reserved; /* 0 */
-  /* [streams * size] these, stream after stream, each as `sockets`. */
+  /* [streams * size] the sockets of these connections, stream after stream, each in the form of `sockets`. */
   const int32_t* stream_sockets;
-  /* Signal whose handler writes the stacks of this process to `stack_pipe` (Python's faulthandler), and the
-   * pipe's reading end, both ends non-blocking; the engine copies it. When a coordinator waits for this rank,
-   * a thread of the engine raises the signal on itself, if the handler is still the one of now. 0 = none. */
+  /* `stack_signal`: a signal with a handler that writes the stacks of this process to a pipe (Python's faulthandler);
+   * 0 = no stacks. `stack_pipe`: the reading end of the pipe; both ends are non-blocking, and the engine copies the
+   * descriptor. When a coordinator waits for this rank, a thread of the engine raises the signal on itself, unless
+   * another handler has been installed since. */
   int32_t stack_signal;
   int32_t stack_pipe;
 } sparkhvd_engine_options;
 
-/* Where a rank's GPU and the libraries for it are. */
+/* A rank's GPU, and the paths of its libraries. */
 typedef struct sparkhvd_device_options {
   uint32_t struct_size;
-  int32_t device;           /* ordinal as the CUDA driver counts in this process */
+  int32_t device;           /* the CUDA driver's ordinal of the device in this process */
   const char* cuda_library; /* NULL: libcuda.so.1 */
   /* The only library to try; NULL: the copy that the process has loaded, then the candidates, then
    * libnccl.so.2. */
@@ -167,15 +170,16 @@ typedef struct sparkhvd_device_options {
 typedef struct sparkhvd_tensor {
   const void* input; /* read until the operation is finished */
   void*
-      output; /* written; may equal `input` where both have one size. reducescatter: this rank's rows; may be where these
-                   are in `input`: of d rows, the first d % n ranks of n get one more than d / n. allgather_into:
-                   `input`. reduce: the root's. allgather, alltoall, gather, scatter: NULL = the engine allocates the
-                   result (see sparkhvd_output); on a device it must be given */
+      output; /* written; may equal `input` if both have the same size. reducescatter: memory for this rank's rows,
+                   which may be these rows in `input` (of d rows and n ranks, each rank gets d / n, and the first d % n
+                   ranks get an additional row). allgather_into: must equal `input`. reduce: only on the root.
+                   allgather, alltoall, gather, scatter: NULL = the engine allocates the result (see sparkhvd_output);
+                   required on a device */
   const int64_t* shape; /* [num_dims], copied at submission */
   uint32_t num_dims;
   uint32_t reserved; /* 0 */
   uint64_t
-      output_bytes; /* allgather, alltoall, gather, scatter on the CPU: room at `output`; at least the result */
+      output_bytes; /* allgather, alltoall, gather, scatter on the CPU: bytes at `output`; at least the result's */
 } sparkhvd_tensor;
 
 /* One operation, submitted asynchronously and matched across ranks by (process_set, name). */
@@ -193,8 +197,8 @@ typedef struct sparkhvd_request {
                        numbers is the sum divided once, by size / postscale */
   /* SPARKHVD_DEVICE_CPU, or the opened device with the tensors, where NCCL runs the
    * operation. Then reductions are Sum, Min, Max or Product without scales and not of 16-bit integers;
-   * allgather and alltoall need `output`, with room for what the other ranks bring; there is no barrier,
-   * join or process set. REGISTER makes memory of the device. */
+   * allgather and alltoall need an `output` with room for the rows of all ranks. There is no barrier, join or
+   * process set on a device. REGISTER allocates memory of the device. */
   int32_t device;
   uint32_t
       num_tensors; /* allreduce: any number, reduced as one ("gather list"); allgather, reducescatter,
@@ -202,23 +206,23 @@ typedef struct sparkhvd_request {
   const sparkhvd_tensor* tensors; /* [num_tensors], copied at submission */
   uint64_t stream; /* on a device: the CUstream whose pending work the operation waits for */
   const int64_t*
-      splits; /* allreduce, allgather(_into), reducescatter: nothing, or one number that must be equal on all
-                 ranks: the digest of a group that is several operations. alltoall, scatter's root: [num_splits] rows for each rank of the set; NULL = equal parts.
-                            Others: see the collective */
+      splits; /* allreduce, allgather(_into), reducescatter: NULL, or one number that must be equal on all ranks (the
+                 digest of a group of several operations). alltoall, and scatter on its root: [num_splits] rows for
+                 each rank of the set; NULL = equal parts. Other collectives: see the definition of the collective */
   uint32_t num_splits;
   uint32_t reserved; /* 0 */
   double timeout_s;  /* longest wait for the slowest rank; negative = stall_shutdown_s */
 } sparkhvd_request;
 
-/* Result of a finished operation that allocates it. Valid until sparkhvd_work_release. */
+/* Result that the engine has allocated for a finished operation. Valid until sparkhvd_work_release. */
 typedef struct sparkhvd_output {
   uint32_t struct_size;
   uint32_t num_rows; /* length of `rows` */
   void* data;        /* row-major, ordered by rank; NULL if the caller gave the memory */
   uint64_t num_bytes;
-  /* [num_rows] allgather, gather: first dimensions, [tensor][rank of the set] (`data`: tensor after tensor); scatter: own; receive: sender, tag, bytes;
-   * alltoall: rows that came from each rank of the set; join: the rank that joined last;
-   * ADD_PROCESS_SET: the id. */
+  /* [num_rows] allgather, gather: first dimensions, [tensor][rank of the set] (`data` has tensor after tensor);
+   * scatter: this rank's rows; receive: sender, tag, bytes; alltoall: rows from each rank of the set; join: the rank
+   * that joined last; ADD_PROCESS_SET: the id. */
   const int64_t* rows;
 } sparkhvd_output;
 
@@ -227,39 +231,39 @@ SPARKHVD_API uint32_t sparkhvd_wire_version(void);
 /* 1 when the running CPU has the instruction set and this build has its kernels, else 0. */
 SPARKHVD_API int32_t sparkhvd_isa_available(int32_t isa);
 
-/* Continues the CRC-32 (as zlib's) of every block of a file over `size` contiguous bytes. `at` is the offset of the first
- * byte in its block, below `block_bytes`. `crcs` has the CRC of each block so far, 0 at the start of a block:
- * (at + size + block_bytes - 1) / block_bytes numbers. */
+/* Continues the CRC-32 (the algorithm of zlib) of each block of a file over the next `size` bytes. `at` is the offset
+ * of the first byte in its block, below `block_bytes`. `crcs` has the CRC of each block so far, 0 for a new block. Its
+ * length is (at + size + block_bytes - 1) / block_bytes. */
 SPARKHVD_API void sparkhvd_crc32_blocks(const void* data, uint64_t size, uint64_t block_bytes,
                                         uint64_t at, uint32_t* crcs);
 
-/* Starts an engine: maps the memory of the host's ranks and starts the progress thread. Collective: returns
- * once every rank has called it, or TIMEOUT / PEER_LOST naming the rank. */
+/* Starts an engine: maps the memory of the host's ranks and starts the progress thread. It returns when every rank has
+ * called it, or with TIMEOUT or PEER_LOST and the missing rank in the message. */
 SPARKHVD_API int32_t sparkhvd_engine_create(const sparkhvd_engine_options* options,
                                             sparkhvd_engine** engine, char* error,
                                             size_t error_size);
-/* Closes gracefully and stops the progress thread; operations in flight finish with SHUT_DOWN here and name this rank
- * on the others. Idempotent. The handle stays valid until sparkhvd_engine_destroy. Bytes without room at a stopped peer
- * are sent for one more second: see sparkhvd_finish. */
+/* Closes gracefully and stops the progress thread. Operations in flight finish with SHUT_DOWN on every rank; the
+ * message on the other ranks names this rank. Idempotent. The handle stays valid until sparkhvd_engine_destroy. If a
+ * peer does not read at the moment, the engine tries to send the remaining bytes for a second: see sparkhvd_finish. */
 SPARKHVD_API int32_t sparkhvd_engine_shutdown(sparkhvd_engine* engine, char* error,
                                               size_t error_size);
-/* Waits until the last frames of all engines that were shut down are on their peers' hosts, at most a second from their
- * shutdown. Call it before the process ends. */
+/* Waits at most a second, until the last frames of all engines that were shut down have reached their peers' hosts.
+ * Call it before the process ends. */
 SPARKHVD_API void sparkhvd_finish(void);
 /* Fails every operation here and on the peers, with `reason` in their messages. Never blocks. */
 SPARKHVD_API void sparkhvd_engine_abort(sparkhvd_engine* engine, const char* reason);
-/* OK while usable; otherwise the reason. */
+/* OK while the engine is usable; otherwise the status and message of its failure. */
 SPARKHVD_API int32_t sparkhvd_engine_status(sparkhvd_engine* engine, char* error,
                                             size_t error_size);
 /* In a forked child: closes the child's copies of the descriptors without notifying the peers. Only
  * sparkhvd_engine_status (SHUT_DOWN, "created before fork") may be called on the handle afterwards. */
 SPARKHVD_API void sparkhvd_engine_after_fork(sparkhvd_engine* engine);
-/* Shuts down if necessary, and frees. No wait may be running. Works live until they are released. All have finished,
- * so poll, wait, work_output and work_release keep working. */
+/* Shuts the engine down if necessary, and frees it. No wait may be running. Works stay valid until they are released:
+ * their operations have finished, so poll, wait, work_output and work_release keep working. */
 SPARKHVD_API void sparkhvd_engine_destroy(sparkhvd_engine* engine);
 
-/* How a rank was lost: its process has ended; it may live, but does not answer, stopped in the middle of an operation, or
- * its connection broke; it has left gracefully. */
+/* How a rank was lost. DEAD: its process has ended. SILENT: its process may live, but it does not answer, has stopped
+ * in the middle of an operation, or its connection broke. LEFT: it has left gracefully. */
 #define SPARKHVD_DEAD 1
 #define SPARKHVD_SILENT 2
 #define SPARKHVD_LEFT 3
@@ -273,15 +277,15 @@ typedef struct sparkhvd_loss {
 SPARKHVD_API uint32_t sparkhvd_engine_lost(sparkhvd_engine* engine, sparkhvd_loss* losses,
                                            uint32_t max_losses);
 
-/* Writes the engine's counters since its start, a JSON object (docs/monitoring.md), NUL-terminated and cut to fit.
- * Returns the length of the whole text without NUL; 0 in a forked child. Any thread, at any time until
- * sparkhvd_engine_destroy. */
+/* Writes the engine's counters since its start into `buffer`: a JSON object (docs/monitoring.md), NUL-terminated and
+ * cut to fit. Returns the length of the whole text without NUL; 0 in a forked child. Any thread may call it at any time
+ * until sparkhvd_engine_destroy. */
 SPARKHVD_API size_t sparkhvd_engine_counters(sparkhvd_engine* engine, char* buffer, size_t size);
 /* Starts a timeline of this rank (Chrome's trace event format) and ends a running one. INVALID_ARGUMENT if the file
  * cannot be created. `mark_cycles`: also mark when a thread begins to drive. */
 SPARKHVD_API int32_t sparkhvd_timeline_start(sparkhvd_engine* engine, const char* path,
                                              int32_t mark_cycles, char* error, size_t error_size);
-/* Ends a running timeline and returns when it is complete. Waits for the disk. */
+/* Ends a running timeline. Waits for the disk, and returns when the file is complete. */
 SPARKHVD_API int32_t sparkhvd_timeline_stop(sparkhvd_engine* engine, char* error,
                                             size_t error_size);
 
@@ -300,7 +304,7 @@ SPARKHVD_API int32_t sparkhvd_submit(sparkhvd_engine* engine, const sparkhvd_req
 SPARKHVD_API int32_t sparkhvd_run(sparkhvd_engine* engine, const sparkhvd_request* request,
                                   uint32_t timeout_ms, sparkhvd_work** work, char* error,
                                   size_t error_size);
-/* PENDING, or the status of the finished operation. Does not drive anything. */
+/* PENDING, or the status of the finished operation. It does not drive the engine. */
 SPARKHVD_API int32_t sparkhvd_poll(sparkhvd_work* work, char* error, size_t error_size);
 /* Drives every operation of the engine until this one is finished or `timeout_ms` is over (PENDING). */
 SPARKHVD_API int32_t sparkhvd_wait(sparkhvd_work* work, uint32_t timeout_ms, char* error,
@@ -309,26 +313,26 @@ SPARKHVD_API int32_t sparkhvd_wait(sparkhvd_work* work, uint32_t timeout_ms, cha
  * `stream` wait for its end. The caller's thread never waits for the device. */
 SPARKHVD_API int32_t sparkhvd_wait_stream(sparkhvd_work* work, uint64_t stream, uint32_t timeout_ms,
                                           char* error, size_t error_size);
-/* The result of a finished operation that allocates it (see sparkhvd_output). */
+/* Result that the engine has allocated for a finished operation (see sparkhvd_output). */
 SPARKHVD_API int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output, char* error,
                                           size_t error_size);
-/* The memory of a finished SPARKHVD_REGISTER: this rank's part, zeroed, aligned to a page. Operations with in-place
- * tensors in one of these ranges on every rank are reduced there without a copy and need no flag. The memory outlives
- * the engine, until it is released. On hosts where it could not be shared (a warning gives the reason) it is ordinary
- * memory. */
+/* The memory of a finished SPARKHVD_REGISTER: this rank's part, zeroed, aligned to a page. If all ranks pass in-place
+ * tensors inside such memory, the engine reduces them there without a copy; this needs no flag. The memory stays valid
+ * until it is released, also after the engine's end. On a host that could not share it (a warning gives the reason) it
+ * is ordinary memory. */
 SPARKHVD_API int32_t sparkhvd_work_buffer(sparkhvd_work* work, sparkhvd_buffer** buffer,
                                           char* error, size_t error_size);
 SPARKHVD_API void* sparkhvd_buffer_data(sparkhvd_buffer* buffer);
 SPARKHVD_API uint64_t sparkhvd_buffer_bytes(sparkhvd_buffer* buffer);
 /* 1 if the ranks of this host share it. */
 SPARKHVD_API int32_t sparkhvd_buffer_is_shared(sparkhvd_buffer* buffer);
-/* The device whose memory it is; SPARKHVD_DEVICE_CPU for ordinary memory. */
+/* The device of the memory; SPARKHVD_DEVICE_CPU for memory of the host. */
 SPARKHVD_API int32_t sparkhvd_buffer_device(sparkhvd_buffer* buffer);
-/* Unmaps. No operation on it may be in flight. Any thread, also after the engine is destroyed. */
+/* Unmaps the memory. No operation on it may be in flight. Any thread may call it, also after the engine's end. */
 SPARKHVD_API void sparkhvd_buffer_release(sparkhvd_buffer* buffer);
 
-/* 1 if the operation has ended by a deadline and a hanging device may use its tensors at any time: the caller must keep
- * them alive permanently. Else 0. */
+/* 1 if the operation has ended at a deadline while its device hangs: the device may still use the tensors, so the
+ * caller must never free them. Else 0. */
 SPARKHVD_API int32_t sparkhvd_work_is_left_to_device(sparkhvd_work* work);
 /* Releases the handle. An unfinished operation continues, and reads and writes its tensors until it has finished: the
  * caller must keep them alive. */

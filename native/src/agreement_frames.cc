@@ -46,7 +46,7 @@ Descriptor read_descriptor(Reader& reader) {
   descriptor.timeout_s = reader.number<double>();
   if (!(descriptor.timeout_s >= 0)) malformed("a negative timeout");
   const auto tensors = reader.number<std::uint32_t>();
-  // No reserve: the number is not trusted before its bytes have arrived.
+  // No reserve(): a false number of tensors must not allocate memory before their bytes have arrived.
   for (std::uint32_t i = 0; i < tensors; ++i) {
     descriptor.shapes.push_back(reader.numbers<std::int64_t>());
     const auto& shape = descriptor.shapes.back();
@@ -95,13 +95,15 @@ Execute read_execute(Reader& reader) {
   message.asks_for_memory = reader.flag();
   if (reader.flag()) message.number = reader.number<std::uint32_t>();
   const std::size_t id = message.unique_id.size();
-  if (id != 0 && (id != kUniqueIdBytes || !message.is_on_device)) malformed("an id out of place");
-  if (message.is_on_device && !message.places.empty()) malformed("places on a device");
+  if (id != 0 && (id != kUniqueIdBytes || !message.is_on_device))
+    malformed("an unexpected NCCL id");
+  if (message.is_on_device && !message.places.empty())
+    malformed("places in shared memory for an operation on devices");
   if (message.number && (message.is_on_device || !message.contributors.empty())) {
-    malformed("an order that no plan has");
+    malformed("a plan's number with an order that cannot be in a plan");
   }
   if (message.descriptor && message.descriptor->is_on_device != message.is_on_device) {
-    malformed("an order and a description of two planes");
+    malformed("an order and a description with different kinds of devices");
   }
   return message;
 }

@@ -1,5 +1,5 @@
-// The C boundary: every function is one guarded call into the engine, with the caller's structures
-// translated.
+// The C interface: every function converts the caller's structures, makes one call into the engine, and turns
+// exceptions into a status.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -35,7 +35,7 @@ struct sparkhvd_work {
 struct sparkhvd_buffer {
   std::shared_ptr<sparkhvd::Segment> segment;
   sparkhvd::Rank rank;
-  std::shared_ptr<sparkhvd::nccl::DeviceBuffer> device;  // instead of a segment
+  std::shared_ptr<sparkhvd::nccl::DeviceBuffer> device;  // set in place of `segment` on a device
 };
 
 namespace {
@@ -48,7 +48,7 @@ struct Message {
 void write(Message message, const char* text) noexcept {
   if (message.text == nullptr || message.size == 0) return;
   std::size_t length = std::min(std::strlen(text), message.size - 1);
-  // Never half a character: step back over continuation bytes of UTF-8.
+  // Steps back over continuation bytes of UTF-8, so that the cut is never inside a character.
   while (length > 0 && length < std::strlen(text) && (text[length] & 0xC0) == 0x80) --length;
   std::memcpy(message.text, text, length);
   message.text[length] = '\0';
@@ -160,7 +160,7 @@ void sparkhvd_engine_after_fork(sparkhvd_engine* engine) {
 
 void sparkhvd_engine_destroy(sparkhvd_engine* engine) {
   std::unique_ptr<sparkhvd_engine> owner(engine);
-  // In a forked child the thread and the locks belong to another process: nothing can be undone.
+  // A forked child has no progress thread, and its locks may be held: the destructor would block, so the memory leaks.
   if (owner && owner->engine->is_forked_copy()) (void)owner.release();
 }
 
@@ -301,7 +301,7 @@ int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output, char*
       invalid(operation.label() + " is not finished: wait before asking for its output.");
     }
     if (status != SPARKHVD_OK) return status;
-    if (operation.rows.empty()) invalid(operation.label() + " has no output of its own.");
+    if (operation.rows.empty()) invalid(operation.label() + " has no output from the engine.");
     sparkhvd_output result{};
     result.struct_size = size;
     result.num_rows = static_cast<std::uint32_t>(operation.rows.size());

@@ -1,4 +1,4 @@
-// Times and deadlines. Timeouts become deadlines once, at the engine's interface.
+// Times and deadlines. The engine's interface converts a timeout into a deadline, once.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +10,17 @@ namespace sparkhvd {
 using Clock = std::chrono::steady_clock;
 using TimePoint = Clock::time_point;
 
-/// Never, for a deadline.
+/// A deadline that never comes.
 inline constexpr TimePoint kNever = TimePoint::max();
 
-/// `seconds` after `now`; 0 and overflows mean never.
+/// The time `seconds` after `now`; never for 0 seconds, and if the number is too large for a TimePoint.
 inline TimePoint deadline_after(TimePoint now, double seconds) noexcept {
-  // A century is "never", and keeps the conversion to ticks in range.
+  // 3.0e9 seconds are about a century: the conversion to ticks would overflow for much larger numbers.
   if (!(seconds > 0) || seconds > 3.0e9) return kNever;
   return now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-/// For poll() and epoll_wait(): whole milliseconds, -1 for never.
+/// Timeout for poll() and epoll_wait() until `deadline`, in whole milliseconds; -1 for never.
 inline int milliseconds_until(TimePoint deadline) {
   if (deadline == kNever) return -1;
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();

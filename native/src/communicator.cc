@@ -7,10 +7,10 @@
 namespace sparkhvd {
 namespace {
 
-// Small tensors that every rank of a host reduces itself; larger ones pay for dividing the work.
+// Largest tensor that every rank of a host reduces by itself. For larger tensors it is faster to divide the work.
 constexpr std::size_t kMailboxBytes = 32 << 10;
 constexpr std::size_t kSmallMailboxBytes = 4 << 10;
-// With more parts the messages get short and a ring's order is better.
+// With more hosts than this the messages of a direct exchange get short, and a ring is faster.
 constexpr std::size_t kDirectRanks = 16;
 
 constexpr std::size_t kStagesBytes = 4096;
@@ -23,7 +23,7 @@ std::size_t mailbox_size(const WorldOptions& options) {
   return std::min<std::size_t>(kMailboxBytes, options.slot_bytes);
 }
 
-/// Offset of a mailbox; for the number of all mailboxes, their end.
+/// Offset of mailbox `number`; for `number` = kMailboxes, the end of the last mailbox.
 std::size_t mailbox_offset(const WorldOptions& options, std::size_t number) {
   const std::size_t large = std::min(number, Communicator::kLargeMailboxes);
   return large * mailbox_size(options) + (number - large) * kSmallMailboxBytes;
@@ -99,7 +99,7 @@ bool Communicator::tell_members(const Bytes& frame) {
 }
 
 void Communicator::publish(Stage stage, std::uint64_t count) noexcept {
-  // seq_cst against the sleeping words: see transport/wakeup_event.h.
+  // seq_cst orders this store before the read of the peers' sleep words: see transport/wakeup_event.h.
   region(team_.self())
       .stages[static_cast<std::size_t>(stage)]
       .value.store(count, std::memory_order_seq_cst);
@@ -130,7 +130,7 @@ std::size_t Communicator::mailbox_bytes() const noexcept { return mailbox_size(w
 
 std::optional<Communicator::Mailbox> Communicator::take_mailbox(std::size_t bytes) {
   if (!has_memory()) return std::nullopt;
-  // Small tensors use large mailboxes last.
+  // A small tensor takes a large mailbox only if no small mailbox is free.
   const bool is_small = bytes <= kSmallMailboxBytes;
   const std::size_t first = is_small ? kLargeMailboxes : 0;
   const std::size_t count = is_small ? kMailboxes : kLargeMailboxes;

@@ -1,10 +1,10 @@
 // The ranks of one process set at run time: the shared memory of their operations, and the order of bytes
 // on their connections.
 //
-// **Threads.** The driver's.
+// **Threads.** Only the driver's thread uses it.
 //
-// **Ownership.** A rank writes the stages, mailboxes, slots and control ring of its own piece only; the
-// claims are written by all, and the coordinator writes how far it has read the others' rings.
+// **Ownership.** A rank writes the stages, mailboxes, slots and control ring only in its own piece of the memory. All
+// ranks write claims. The coordinator writes how far it has read the ring of each rank.
 #pragma once
 
 #include <array>
@@ -27,27 +27,27 @@
 
 namespace sparkhvd {
 
-/// Progress of a rank with data in shared memory.
+/// Stages of a rank's work on data in shared memory.
 enum class Stage : std::uint8_t {
-  // Counts of chunks since the start:
-  kCopiedIn,   // its part of the chunk is in its slot
-  kReduced,    // its slice of the result is in its slot
-  kCopiedOut,  // it has read its data from the others' slots
-  // Count of operations since the start:
-  kPassed,  // it no longer reads the memory of earlier operations
+  // The rank publishes how many chunks have reached these stages since the start:
+  kCopiedIn,   // the rank has copied its part of the chunk into its slot
+  kReduced,    // the rank's slice of the result is in its slot
+  kCopiedOut,  // the rank has read its data from the slots of the other ranks
+  // The rank publishes how many operations have reached this stage since the start:
+  kPassed,  // the rank no longer reads the memory of earlier operations
 };
 inline constexpr std::size_t kNumStages = 4;
 
-/// Parameters that may change between two operations, at the same operation on all ranks.
+/// Parameters that may change between two operations; all ranks change them at the same operation.
 struct Knobs {
-  std::uint64_t chunk_bytes = 0;   // of a pipeline step in shared memory; at most a slot
-  std::uint64_t streams = 1;       // connections per pair for tensors
-  std::uint64_t direct_ranks = 0;  // up to that many islands exchange with each other directly
+  std::uint64_t chunk_bytes = 0;   // bytes of a pipeline step in shared memory; at most a slot
+  std::uint64_t streams = 1;       // connections for tensors per pair of ranks
+  std::uint64_t direct_ranks = 0;  // up to this number of islands, each exchanges with all others
 };
 
 class Communicator {
  public:
-  /// Bytes of a rank's piece of the memory of one process set.
+  /// Bytes that one process set needs in each rank's piece of shared memory.
   static std::size_t memory_bytes(const WorldOptions& options) noexcept;
 
   /// `memory`: each rank's piece begins at `offset`; nullptr for an island of one rank.
@@ -60,20 +60,20 @@ class Communicator {
   Knobs& knobs() noexcept { return knobs_; }
   const Knobs& knobs() const noexcept { return knobs_; }
 
-  // Shared memory of the island; only if it has more than one rank. `chunk` is a number since the
-  // start.
+  // Shared memory of the island, which exists only if the island has more than one rank. `chunk` counts chunks since
+  // the start.
   bool has_memory() const noexcept { return memory_ != nullptr; }
   std::size_t slot_bytes() const noexcept { return world_->options().slot_bytes; }
   std::uint64_t num_slots() const noexcept { return world_->options().slots; }
   std::byte* own_slot(std::uint64_t chunk) const { return slot_of(team_.self(), chunk); }
   const std::byte* slot(Rank rank, std::uint64_t chunk) const { return slot_of(rank, chunk); }
-  /// Number of the next chunk; equal on all ranks of the island between operations.
+  /// Number of the next chunk. It is equal on all ranks of the island between operations.
   std::uint64_t next_chunk() const noexcept { return next_chunk_; }
   void advance_chunks(std::uint64_t count) noexcept { next_chunk_ += count; }
-  /// Notifies the island that this rank has done `stage` for everything before `count`.
+  /// Notifies the island that this rank has done `stage` for all chunks or operations before `count`.
   void publish(Stage stage, std::uint64_t count) noexcept;
 
-  /// The given ranks of the island have done `stage` for everything before `count`.
+  /// Holds when the given ranks of the island have done `stage` for all chunks or operations before `count`.
   class Reached final : public Condition {
    public:
     Reached(const Communicator& communicator, const std::vector<Rank>& ranks, Stage stage,
@@ -89,43 +89,42 @@ class Communicator {
     Stage stage_;
     std::uint64_t count_;
   };
-  /// `team`: the participants; lives as long as the wait.
+  /// Waits for the participants in this rank's island. `team` has the participants and must outlive the wait.
   Reached reached(const Team& team, Stage stage, std::uint64_t count) const {
     return {*this, team.island(), stage, count};
   }
 
-  // Claims: any rank of the island may claim any chunk of an operation on registered memory. Each
-  // operation has a pair of words, reused kClaimWords operations later.
+  // Claims: any rank of the island may claim any chunk of an operation on registered memory. Each operation has a pair
+  // of words. The operation kClaimWords later uses the same pair.
   static constexpr std::uint64_t kClaimWords = 16;
   struct Claim {
     SharedWord next;  // sequence << 32 | chunks claimed so far
     SharedWord done;  // sequence << 32 | chunks finished so far
   };
-  /// The words of the operation with number `sequence` of the process set, one pair in the memory of
-  /// each rank of the island. They must not be touched before every rank has passed operation
-  /// `sequence - kClaimWords`.
+  /// The words in `rank`'s memory for operation number `sequence` of the process set. Do not use them before every rank
+  /// has passed operation `sequence - kClaimWords`.
   Claim& claim(Rank rank, std::uint64_t sequence) const noexcept;
-  /// All ranks of the island (also those that take no part) have passed the last operation that used the
-  /// words.
+  /// Holds when all ranks of the island, participants or not, have passed the last operation that used the words.
   Reached claim_is_free(std::uint64_t sequence) const {
     return {*this, team_.island(), Stage::kPassed,
             sequence >= kClaimWords ? sequence - kClaimWords + 1 : 0};
   }
-  /// Wakes the sleeping ranks of the island, after a change of a claim that they wait for.
+  /// Wakes the sleeping ranks of the island after a change of a claim, because they may wait for it.
   void ring() noexcept { world_->wakeup().ring(team_.island()); }
 
-  // Control frames between the coordinator, the first rank, and the others, if all share memory.
+  // Control frames between the coordinator (the first rank) and the other ranks, if all share memory.
   bool has_control_rings() const noexcept { return has_memory() && team_.is_one_island(); }
-  /// To the coordinator, or from it to all others. False if the frame must use the connections.
+  /// Sends a frame to the coordinator, or from the coordinator to all other ranks. False if the frame must use the
+  /// connections.
   bool tell_coordinator(const Bytes& frame);
   bool tell_members(const Bytes& frame);
-  /// Messages to this rank: from members to the coordinator, or from the coordinator to a member.
+  /// Readers of the frames to this rank: from every member if it is the coordinator, else from the coordinator.
   std::vector<ControlReader>& control_readers() noexcept { return control_readers_; }
 
-  // Mailboxes: small tensors are copied here at submission, so that no rank waits for a busy rank. A
-  // mailbox is a place like any other. It is free when all ranks of the island have passed the
-  // operation that used it.
-  // Mailboxes behind the large ones hold few bytes, because a step may submit many small tensors together.
+  // Mailboxes: small tensors are copied here at submission, so that no rank waits for a busy rank. The address of a
+  // mailbox is a Place in registered memory. A mailbox is free again when all ranks of the island have passed the
+  // operation that used it. The first kLargeMailboxes are large. The small mailboxes behind them exist because a
+  // training step may submit many small tensors together.
   static constexpr std::size_t kLargeMailboxes = 16;
   static constexpr std::size_t kMailboxes = kLargeMailboxes + 48;
   std::size_t mailbox_bytes() const noexcept;
@@ -135,15 +134,15 @@ class Communicator {
     std::byte* data = nullptr;
   };
   std::optional<Mailbox> take_mailbox(std::size_t bytes);
-  /// Its operation has been negotiated as number `sequence`.
+  /// Records the number `sequence` that the negotiation gave to the mailbox's operation.
   void address(std::size_t mailbox, std::uint64_t sequence) noexcept;
-  /// The operation will not run.
+  /// Frees a mailbox whose operation will not run.
   void free_mailbox(std::size_t mailbox) noexcept;
-  /// Own memory as a registered segment, for places in it.
+  /// This process set's memory as a registered segment, so that a Place can name a mailbox in it.
   const Segment* segment() const noexcept { return memory_.get(); }
 
-  // Bytes on the connections: the stream of tensor bytes of this process set between two ranks is
-  // cut into blocks, which use the connections of the pair round-robin. Both ends count.
+  // Bytes on the connections: the tensor bytes of this process set from one rank to another are cut into blocks. The
+  // blocks use the connections of the pair round-robin. Both ranks count the bytes, so they know a block's connection.
   static constexpr std::uint64_t kBlockBytes = 128 << 10;
   struct Part {
     std::size_t stream;
@@ -153,14 +152,14 @@ class Communicator {
   Part next_receive(Rank from, std::size_t bytes) {
     return next_part(received_[index(from)], bytes);
   }
-  /// After a change of the number of streams.
+  /// Counts bytes from 0 again, after a change of the number of streams.
   void restart_streams();
 
  private:
-  /// A rank's progress, and how far its ring has been read.
+  /// A rank's control ring, and how many frames of the rings have been read.
   struct Control {
-    SharedWord taken;     // of this rank's ring by the coordinator
-    SharedWord received;  // of the coordinator's ring by this rank
+    SharedWord taken;     // what the coordinator has read of this rank's ring
+    SharedWord received;  // what this rank has read of the coordinator's ring
     ControlRing ring;
   };
   struct Region {
@@ -207,7 +206,7 @@ class Transfers {
   void send(Rank to, std::span<const std::byte> payload);
   void receive(Rank from, std::span<std::byte> target);
 
-  /// All sends / receives so far through this object are done.
+  /// Holds when all sends, or all receives, that this object has started are done.
   class Done final : public Condition {
    public:
     struct Entry {

@@ -5,7 +5,7 @@
 namespace sparkhvd {
 namespace {
 
-/// Adds the group at `path` and those above it.
+/// Adds the group at `path` and all of its ancestors.
 void add_groups(std::vector<ControlGroup>& found, bool is_v2, const std::string& root,
                 std::string path) {
   while (true) {
@@ -20,8 +20,8 @@ void add_groups(std::vector<ControlGroup>& found, bool is_v2, const std::string&
 
 std::vector<ControlGroup> control_groups(const std::string& controller, const GroupFiles& files) {
   std::vector<ControlGroup> found;
-  // Lines are "0::/path" (v2) or "4:memory,cpu:/path" (v1). In a container the path may be outside of the
-  // mount; then the root of the mount is the container's own group.
+  // Lines are "0::/path" (v2) or "4:memory,cpu:/path" (v1). In a container the path may not exist below the mount. The
+  // root of the mount is then the container's own group.
   const auto groups = read_text(files.groups);
   for (const auto text : split(groups, "\n")) {
     const std::string line(text);

@@ -1,4 +1,4 @@
-// The control groups of this process, of both versions.
+// The Linux control groups (version 1 and version 2) of this process.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace sparkhvd {
 
-/// The kernel's files on the groups of one controller; a test passes its own.
+/// Paths of the kernel's files about the groups of one controller; tests pass other paths.
 struct GroupFiles {
   std::string groups = "/proc/self/cgroup";
   std::string v2_root = "/sys/fs/cgroup";

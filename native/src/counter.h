@@ -1,4 +1,4 @@
-// A number that grows.
+// Counters of events and bytes.
 #pragma once
 
 #include <atomic>
@@ -6,14 +6,14 @@
 
 namespace sparkhvd {
 
-/// Read by any thread at any time, without stopping the counting thread.
+/// A growing number. Any thread may read it at any time, without stopping the counting thread.
 class Counter {
  public:
-  /// Any thread.
+  /// Adds; several threads may call it at the same time.
   void add(std::uint64_t amount = 1) noexcept {
     value_.fetch_add(amount, std::memory_order_relaxed);
   }
-  /// Cheaper; never by two threads at the same time.
+  /// Adds at less cost than `add`; two threads must not call it at the same time.
   void add_alone(std::uint64_t amount = 1) noexcept {
     value_.store(value() + amount, std::memory_order_relaxed);
   }
@@ -26,7 +26,7 @@ class Counter {
   std::atomic<std::uint64_t> value_{0};
 };
 
-/// Bytes through connections, frames included.
+/// Bytes sent and received through connections, including frame headers.
 struct Traffic {
   Counter sent;
   Counter received;

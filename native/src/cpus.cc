@@ -29,7 +29,7 @@ CpuSet allowed_cpus() {
   return allowed;
 }
 
-/// "max 100000" (v2) or "-1" (v1) is no quota.
+/// The quota of a group in CPUs; std::nullopt for "max 100000" (v2) or "-1" (v1), which mean no quota.
 std::optional<double> quota_of(const ControlGroup& group) {
   const auto text = group.is_v2 ? read_text(group.folder + "cpu.max")
                                 : read_text(group.folder + "cpu.cfs_quota_us") + " " +
@@ -42,7 +42,7 @@ std::optional<double> quota_of(const ControlGroup& group) {
   return static_cast<double>(quota) / static_cast<double>(period);
 }
 
-/// The inode of the group's folder identifies the group in the kernel, for any mount.
+/// Number that identifies a group on this host: the inode of its folder, which is equal in all mounts.
 std::uint64_t identity_of(const ControlGroup& group) {
   struct stat status{};
   return ::stat(group.folder.c_str(), &status) == 0 ? status.st_ino : 0;
@@ -58,7 +58,7 @@ bool is_subset(const CpuSet& part, const CpuSet& whole) {
   return std::ranges::equal(part, whole, [](auto one, auto all) { return (one & ~all) == 0; });
 }
 
-/// The ranks confined to these CPUs, with `threads` threads each, fit on them.
+/// True if these CPUs are enough for `threads` threads of each rank that may use no other CPUs.
 bool fit_on(const CpuSet& cpus, std::span<const CpuShare> ranks, unsigned threads) {
   const auto confined = std::ranges::count_if(
       ranks, [&](const CpuShare& rank) { return is_subset(rank.allowed, cpus); });

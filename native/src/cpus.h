@@ -12,12 +12,12 @@ namespace sparkhvd {
 
 /// CPUs that a process may use. Ranks exchange it in shared memory, where all values start as zero.
 struct CpuShare {
-  static constexpr std::size_t kMaxCpus = 8192;  // as many as a kernel can have
+  static constexpr std::size_t kMaxCpus = 8192;  // the largest number that a Linux kernel supports
   static constexpr std::size_t kMaxQuotas = 16;
 
-  /// Processors' worth of time that all processes of a control group may use together.
+  /// CPU time that all processes of a control group may use together, as a number of CPUs.
   struct Quota {
-    std::uint64_t group = 0;  // equal for all processes of the group, in any container; 0: none
+    std::uint64_t group = 0;  // equal for all processes of the group, in any container; 0: no quota
     double cpus = 0;
   };
 
@@ -25,11 +25,11 @@ struct CpuShare {
   std::array<Quota, kMaxQuotas> quotas{};
 };
 
-/// The calling thread's.
+/// The CPUs that the calling thread may use.
 CpuShare own_cpu_share(const GroupFiles& files = {.v1_root = "/sys/fs/cgroup/cpu"});
 
-/// True if `threads` of every rank of a host can run at the same time: no ranks are confined to fewer CPUs than
-/// threads, nor to a smaller quota.
+/// True if `threads` threads of every rank of a host can run at the same time: no set of CPUs and no quota is smaller
+/// than the number of threads that it confines.
 bool have_cpus(std::span<const CpuShare> ranks, unsigned threads);
 
 }  // namespace sparkhvd

@@ -25,7 +25,7 @@ constexpr std::size_t kSlices = 8;
 
 using Tables = std::array<std::array<std::uint32_t, 256>, kSlices>;
 
-// tables[n][b]: contribution of a byte b to the CRC when n bytes follow it.
+// tables[n][b] is the contribution of a byte b to the CRC if n bytes follow it.
 constexpr Tables make_tables() {
   Tables tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -71,7 +71,8 @@ std::uint32_t update_portable(std::uint32_t state, const std::byte* data,
 
 namespace {
 
-// x^power modulo the polynomial, bits reversed, one bit further up as a product of reversed numbers lies.
+// x^power modulo the polynomial, with reversed bits. It is shifted left by a bit, because the product of two reversed
+// numbers is a bit lower than the reversed product.
 constexpr long long fold_factor(unsigned power) {
   std::uint32_t remainder = 0x80000000U;
   for (unsigned i = 0; i < power; ++i) {
@@ -82,8 +83,9 @@ constexpr long long fold_factor(unsigned power) {
 
 constexpr std::size_t kLanes = 4;
 
-// Both ways keep four registers. Each 128 bits of them are multiplied at every step by x to the bits of a step modulo the
-// polynomial, which moves them over the next bytes. The result is a message of one step with the same remainder.
+// Both functions below keep four registers, which hold one step of the message. At every step they multiply each 128
+// bits by x^(bits of a step) modulo the polynomial, and add (xor) the next bytes. At the end the registers hold a
+// message of one step with the same remainder as the whole message.
 
 constexpr std::size_t kSmall = 16;  // bytes of a register
 constexpr std::size_t kSmallStep = kLanes * kSmall;
@@ -165,7 +167,7 @@ bool has_pclmul() noexcept {
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & kNeeded) == kNeeded;
 }
 
-// Also whether the system saves such registers.
+// True if the CPU has these instructions and the operating system saves the wide registers.
 bool has_wide_pclmul() noexcept {
   unsigned eax = 0;
   unsigned ebx = 0;
@@ -188,7 +190,7 @@ std::vector<Update> hardware_updates() {
 
 namespace {
 
-// Assembler, because compilers differ in the attribute for these instructions.
+// Uses inline assembler, because compilers differ in the attribute for these instructions.
 std::uint32_t update_armv8(std::uint32_t state, const std::byte* data, std::size_t size) noexcept {
   for (; size >= sizeof(std::uint64_t);
        data += sizeof(std::uint64_t), size -= sizeof(std::uint64_t)) {
@@ -220,7 +222,7 @@ std::vector<Update> hardware_updates() { return {}; }
 }  // namespace crc32_detail
 
 std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data) noexcept {
-  // Queried once: a virtual machine answers CPUID through its host.
+  // Queries the CPU once, because in a virtual machine CPUID is slow: the host answers it.
   static const crc32_detail::Update update = [] {
     const auto found = crc32_detail::hardware_updates();
     return found.empty() ? crc32_detail::update_portable : found.back();

@@ -13,7 +13,7 @@ std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data) noexcept
 
 namespace crc32_detail {
 
-/// An implementation; `state` and the result are the CRC with all bits inverted.
+/// Function type of the implementations; `state` and the result are the CRC with all bits inverted.
 using Update = std::uint32_t (*)(std::uint32_t state, const std::byte* data, std::size_t size);
 
 std::uint32_t update_portable(std::uint32_t state, const std::byte* data,

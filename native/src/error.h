@@ -1,4 +1,4 @@
-// The only exception of the engine: a status of sparkhvd.h and the caller's message.
+// The engine's exceptions: a status of sparkhvd.h and a message for the caller.
 #pragma once
 
 #include <cerrno>
@@ -24,22 +24,22 @@ class Error : public std::exception {
   std::string message_;
 };
 
-/// Fails one operation, on every rank that runs it; the engine stays usable. Thrown when all ranks know it, before any of
-/// them has moved a byte.
+/// Fails one operation on every rank that runs it; the engine stays usable. A task throws it when all ranks know of the
+/// failure, before any rank has moved a byte.
 class OperationFailed : public Error {
  public:
   using Error::Error;
 };
 
-/// Invalid data from a peer; the reader of the connection adds the peer.
+/// Error for invalid data from a peer. `what` describes the data; the reader of the connection adds the peer's name.
 inline Error nonsense(const std::string& what) { return {SPARKHVD_PEER_LOST, what}; }
 
-/// "Bad file descriptor (errno 9)".
+/// Text of an errno: "Bad file descriptor (errno 9)".
 inline std::string errno_text(int code) {
   return std::generic_category().message(code) + " (errno " + std::to_string(code) + ")";
 }
 
-/// Throws the errno of the failed system call `call`.
+/// Throws an Error with the text of errno, after the system call `call` has failed.
 [[noreturn]] inline void throw_errno(std::string_view call) {
   const int code = errno;
   throw Error(SPARKHVD_INTERNAL, std::string(call) + " failed: " + errno_text(code) + ".");

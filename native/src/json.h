@@ -1,4 +1,4 @@
-// Strings inside JSON.
+// Text as JSON strings.
 #pragma once
 
 #include <cstddef>
@@ -33,8 +33,8 @@ inline std::size_t utf8_length(std::string_view text) noexcept {
   return 0;
 }
 
-/// Appends `text` as a JSON string, quotes included; bytes that are not UTF-8 become '?', so that
-/// every reader accepts it.
+/// Appends `text` as a JSON string, quotes included. Bytes that are not UTF-8 become '?', so that every JSON reader
+/// accepts the string.
 inline void append_json_string(std::string& out, std::string_view text) {
   out += '"';
   while (!text.empty()) {

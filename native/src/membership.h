@@ -20,10 +20,10 @@ struct Membership {
   }
 };
 
-/// How a rank was lost. The numbers are the header's and on the wire.
+/// How a rank was lost. The numbers are in sparkhvd.h and on the wire, so they must not change.
 enum class LossKind : std::uint8_t {
   kDead = SPARKHVD_DEAD,      // its process has ended
-  kSilent = SPARKHVD_SILENT,  // it may live, but does not answer, or its connection broke
+  kSilent = SPARKHVD_SILENT,  // its process may live, but does not answer, or its connection broke
   kLeft = SPARKHVD_LEFT,      // it has sent a goodbye
 };
 

@@ -107,12 +107,12 @@ FrameHeader decode_header(std::span<const std::byte> header) {
   }
   result.type = static_cast<FrameType>(type);
   for (std::size_t i = 5; i < kFrameHeaderBytes; ++i) {
-    if (header[i] != std::byte{0}) malformed("a frame header with bytes set that mean nothing");
+    if (header[i] != std::byte{0}) malformed("a frame header with unused bytes that are not 0");
   }
   const bool is_data = result.type == FrameType::kData;
   const std::size_t limit = is_data ? kMaxDataBytes + 4 : kMaxControlBytes;
   if (result.body_bytes > limit || (is_data && result.body_bytes < 4)) {
-    malformed("a frame of " + std::to_string(result.body_bytes) + " bytes");
+    malformed("a frame of the invalid size " + std::to_string(result.body_bytes) + " bytes");
   }
   return result;
 }

@@ -1,5 +1,5 @@
-// Bytes on the wire: control messages and their encoding, without I/O. All reads are checked against the
-// available bytes, so that a bad message is an Error and never a crash.
+// Control messages and their encoding as bytes on the wire, without I/O. A decoder checks every read against the
+// available bytes, so that an invalid message causes an Error and never a crash.
 #pragma once
 
 #include <array>
@@ -19,28 +19,28 @@
 
 namespace sparkhvd {
 
-/// Type of a frame. The numbers are on the wire.
+/// Type of a frame. The numbers are on the wire, so they must not change.
 enum class FrameType : std::uint8_t {
-  kHello = 1,           // first of control frames; carries the shared memory's descriptors
+  kHello = 1,           // the first control frame; carries the descriptors of the shared memory
   kMapped = 2,          // "I could (not) map the memory of my host"
   kReady = 3,           // to the coordinator: this rank has submitted an operation
-  kExecute = 4,         // from the coordinator: run it now, as number `sequence`
-  kRefuse = 5,          // from the coordinator: it will not run, and why
+  kExecute = 4,         // from the coordinator: run the operation, as number `sequence`
+  kRefuse = 5,          // from the coordinator: the operation will not run, and why
   kData = 6,            // bytes of a tensor
   kGoodbye = 7,         // the rank leaves gracefully
-  kAbort = 8,           // the rank has failed, and the first cause it knows
-  kStackRequest = 9,    // from a waiting coordinator: request for stacks
-  kStack = 10,          // the answer: stacks of the Python threads
+  kAbort = 8,           // the rank's engine has failed; carries the first cause that it knows
+  kStackRequest = 9,    // from a waiting coordinator: request for the stacks of a late rank
+  kStack = 10,          // answer to kStackRequest: stacks of the Python threads
   kSegmentOffer = 11,   // new memory for the ranks of this host, with its descriptor
-  kSegmentMapped = 12,  // "I could (not) map what was offered"
+  kSegmentMapped = 12,  // "I could (not) map the offered memory"
   kOrder = 13,          // from a coordinator to rank 0: the set's next operation on devices
   kCredit = 14,         // permission to send tensor bytes
-  kPoint = 15,          // of a message from one rank to another
-  kReadyAgain = 16,     // to the coordinator: operations of the plan
-  kExecuteAgain = 17,   // from the coordinator: these, in this order
+  kPoint = 15,          // part of a message from one rank to another (send, recv)
+  kReadyAgain = 16,     // to the coordinator: this rank has submitted these operations of the plan
+  kExecuteAgain = 17,   // from the coordinator: run these operations of the plan, in this order
 };
 
-/// Before every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.
+/// Size of the header of every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.
 inline constexpr std::size_t kFrameHeaderBytes = 8;
 inline constexpr std::size_t kMaxControlBytes = 4 << 20;
 inline constexpr std::size_t kMaxDataBytes = 1 << 20;
@@ -54,19 +54,18 @@ struct FrameHeader {
   FrameType type{};
 };
 
-/// No tensor is larger, so that sums over ranks cannot overflow.
+/// Largest size of a tensor. The limit keeps sums over ranks from overflowing.
 inline constexpr std::uint64_t kMaxTensorBytes = std::uint64_t{1} << 46;
 
 using Bytes = std::vector<std::byte>;
 
-/// Elements of a tensor; nothing if a dimension is negative or the tensor has more than
-/// kMaxTensorBytes.
+/// Number of elements of a tensor; std::nullopt if a dimension is negative or the tensor has more than kMaxTensorBytes.
 std::optional<std::uint64_t> count_elements(std::span<const std::int64_t> shape,
                                             DType dtype) noexcept;
-/// Elements of all dimensions behind the first; 1 for a scalar.
+/// Product of all dimensions after the first; 1 for a scalar.
 std::size_t row_elements(std::span<const std::int64_t> shape, DType dtype);
 
-/// An operation's facts that must be equal on all ranks, and this rank's own numbers.
+/// Description of a rank's submission: facts that must be equal on all ranks, and numbers of this rank.
 struct Descriptor {
   Collective collective{};
   DType dtype{};
@@ -74,18 +73,18 @@ struct Descriptor {
   Rank root{};
   double prescale = 1;
   double postscale = 1;
-  double timeout_s = 0;  // resolved: 0 = never
+  double timeout_s = 0;  // with the default already filled in; 0 = never
   std::vector<std::vector<std::int64_t>> shapes;
-  /// alltoall, scatter's root: rows for each member; process sets: the ranks, or the id to remove; registration:
-  /// the bytes; configuration: the knobs.
+  /// alltoall, and scatter on its root: rows for each member. Process sets: the ranks to add, or the id to remove.
+  /// Registration: the bytes. Configuration: the knobs.
   std::vector<std::int64_t> numbers;
-  /// Bytes of this rank's own memory for each result; empty: the engine allocates it.
+  /// Bytes of the caller's memory for each result; empty if the engine allocates the results.
   std::vector<std::int64_t> room;
-  /// Place of this rank's tensors, if in one range of registered memory.
+  /// Place of this rank's tensors, if all are in one range of registered memory.
   std::optional<Place> place;
-  /// They are on the rank's device, and NCCL runs the operation.
+  /// True if the tensors are on the rank's device: NCCL runs the operation.
   bool is_on_device = false;
-  /// The rank has no memory to spare for a result: see SpareMemory.
+  /// True if the rank could not reserve its SpareMemory for results.
   bool lacks_memory = false;
   bool operator==(const Descriptor&) const = default;
 };
@@ -114,43 +113,44 @@ struct Execute {
   std::int32_t process_set = 0;
   std::uint64_t sequence = 0;
   std::string name;
-  /// allgather, gather: first dimensions [tensor][member]; scatter: splits; alltoall: see AlltoallRows; join: the last
-  /// rank.
+  /// allgather, gather: first dimensions [tensor][member]; scatter: the root's splits; alltoall: see AlltoallRows;
+  /// join: the rank that joined last.
   std::vector<std::int64_t> rows;
-  /// By contributor (of the receiver's island, after sending), in rank order, if all of them have their tensors
-  /// in registered memory; else empty.
+  /// Places of the contributors' tensors, in rank order; empty unless all of them are in registered memory. The message
+  /// to a rank has only the places of its island.
   std::vector<Place> places = {};
-  /// Ranks that take part, if some ranks of the process set have joined; else empty. Joined ranks get the
-  /// operation from `descriptor`.
+  /// Ranks that take part, if some ranks of the process set have joined; else empty. A joined rank has not submitted
+  /// the operation, so it reads it from `descriptor`.
   std::vector<Rank> contributors = {};
   std::optional<Descriptor> descriptor = {};
-  /// An operation on devices, with separate numbers, from rank 0, in one order for all process sets.
+  /// True for an operation on devices. Rank 0 sends these orders, in one order for all process sets; they have their
+  /// own sequence numbers.
   bool is_on_device = false;
-  /// With the first of a process set: NCCL's unique id for its communicator.
+  /// NCCL's unique id for the communicator; only in the first order for devices of a process set.
   std::vector<std::uint8_t> unique_id = {};
-  /// A result is so large that every rank first reports whether it has memory for its own.
+  /// True if every rank first reports whether it has memory for its result: a result is large, or a rank lacks memory.
   bool asks_for_memory = false;
-  /// alltoall: rows [from][to], for the coordinator and rank 0. Ranks that read one message in shared memory
-  /// take their own `rows` from it.
+  /// alltoall: rows [from][to], between coordinator and rank 0, and in shared memory. There all ranks read one message,
+  /// and each computes its own `rows` from `splits`.
   std::vector<std::int64_t> splits = {};
-  /// The operation's number in the plan: every rank stores its submission and this order.
+  /// The operation's number in the plan, if it gets a number now: every rank then stores its submission and this order.
   std::optional<std::uint32_t> number = {};
 };
 
-/// Repeated submissions of the plan.
+/// Submissions of operations of the plan, by number.
 struct ReadyAgain {
   std::int32_t process_set = 0;
   std::vector<std::uint32_t> numbers;
 };
 
-/// Orders of the plan, in this order; the first is number `sequence` of its process set.
+/// Orders to run operations of the plan, in this order. The first has the number `sequence` in its process set.
 struct ExecuteAgain {
   std::int32_t process_set = 0;
   std::uint64_t sequence = 0;
   std::vector<std::uint32_t> numbers;
 };
 
-/// Message that rank 0 passes on to a process set that it does not coordinate.
+/// An order for devices that a coordinator sends to rank 0. Rank 0 passes it on to the ranks of the process set.
 struct Order {
   Execute execute;
 };
@@ -160,13 +160,13 @@ struct Refuse {
   std::string name;
   std::int32_t status = 0;
   std::string message;
-  /// The end of a process set: number of its orders for devices, which arrive on another route.
+  /// At the end of a process set: the number of its orders for devices. These come from rank 0 and may arrive later.
   std::uint64_t device_orders = 0;
-  std::vector<Loss> losses = {};  // known to the sender, if one of them is the reason
+  std::vector<Loss> losses = {};  // losses that the sender knows, if a loss is the reason
 };
 
 struct Goodbye {
-  /// By process set: operations that this rank has finished; others can finish them too.
+  /// Numbers of operations of a process set that this rank has finished. The other ranks can finish them too.
   struct Entry {
     std::int32_t process_set = 0;
     std::uint64_t executed = 0;
@@ -175,20 +175,20 @@ struct Goodbye {
   std::vector<Entry> sets;
 };
 
-/// Memory for the ranks of this host, from operation `key.sequence` of a process set.
+/// Offer of new memory to the ranks of this host, during operation `key.sequence` of a process set.
 struct SegmentOffer {
   SegmentKey key;
   bool has_memory = false;  // its descriptor comes with the frame
 };
 
-/// An answer for operation `key.sequence` of a process set: the rank has mapped the offered memory, or has memory for
-/// its result.
+/// Answer during operation `key.sequence` of a process set: whether the rank has mapped the offered memory, or has
+/// memory for its result.
 struct SegmentMapped {
   SegmentKey key;
   bool ok = false;
 };
 
-/// Total bytes of a process set that its sender may send on one of the pair's connections for tensors.
+/// Permission to send: the total bytes of a process set that may use one connection for tensors since the start.
 struct Credit {
   std::int32_t process_set = 0;
   std::uint32_t connection = 0;
@@ -197,8 +197,8 @@ struct Credit {
 
 /// Kinds of frames about a message from one rank to another.
 enum class PointKind : std::uint8_t {
-  kEager = 0,     // the message
-  kAnnounce = 1,  // a large message: sent after acceptance
+  kEager = 0,     // a small message with its bytes
+  kAnnounce = 1,  // a large message; its bytes follow after kAccept
   kAccept = 2,    // the bytes of message `number` may be sent
   kTaken = 3,     // `number` bytes of small messages have been received in all
   kReject = 4,    // message `number` does not fit its receive
@@ -211,27 +211,27 @@ struct Point {
   std::int64_t tag = 0;
   DType dtype{};
   std::uint64_t bytes = 0;
-  std::uint64_t number = 0;  // of its sender's to its receiver
+  std::uint64_t number = 0;  // counts the messages from this sender to this receiver
   std::string text;
-  std::span<const std::byte> payload;  // decoded: in the body
+  std::span<const std::byte> payload;  // after decoding: a part of the frame's body
 };
 
 struct StackRequest {
-  bool for_life = false;  // a sign of life is enough
+  bool for_life = false;  // the answer needs no stacks, because it only proves that the rank lives
 };
 
 struct Stack {
-  std::string text;            // at most kMaxStackBytes; empty as a sign of life
-  std::uint64_t still_ms = 0;  // since this rank's last tensor bytes on a connection
+  std::string text;            // the stacks, at most kMaxStackBytes; empty in a sign of life
+  std::uint64_t still_ms = 0;  // time since this rank's last tensor bytes on a connection
 };
 
 struct Abort {
   std::int32_t status = 0;
   std::string message;
-  std::vector<Loss> losses = {};  // that the sender knows of
+  std::vector<Loss> losses = {};  // losses that the sender knows
 };
 
-/// A whole frame, header included.
+/// Encodes a message as a whole frame, including the header.
 Bytes encode(const Hello& message);
 Bytes encode(const Mapped& message);
 Bytes encode(const Ready& message);
@@ -248,19 +248,19 @@ Bytes encode(const Credit& message);
 Bytes encode(const Point& message);
 Bytes encode(const ReadyAgain& message);
 Bytes encode(const ExecuteAgain& message);
-/// The frame without its payload, which follows.
+/// Encodes the frame without its payload. The caller sends the payload next.
 Bytes encode_head(const Point& message);
 
-/// The header of a data frame; the body follows from the tensor's own memory. `stream` is the
-/// process set.
+/// Encodes the header of a data frame. The caller sends the body from the tensor's memory. `stream` is the number of
+/// the process set.
 inline constexpr std::size_t kDataHeaderBytes = kFrameHeaderBytes + 4;
 std::array<std::byte, kDataHeaderBytes> encode_data_header(std::int32_t stream,
                                                            std::size_t payload_bytes);
 
-/// Throws Error with a sentence fragment ("a frame of unknown type 77").
+/// Decodes a header. Throws Error with a phrase about the invalid data ("a frame of unknown type 77").
 FrameHeader decode_header(std::span<const std::byte> header);
 
-/// Decodes the body of a frame of type `Message`; throws Error unless the body is exactly one.
+/// Decodes the body of a frame of type `Message`. Throws Error unless the body is exactly one such message.
 template <class Message>
 Message decode(std::span<const std::byte> body);
 template <>

@@ -24,8 +24,8 @@ namespace nccl {
 struct OnDevice;
 }
 
-/// A list of tensors as one long sequence of bytes, so that many private tensors are reduced together
-/// without a fusion copy.
+/// A list of tensors, addressed as one sequence of bytes. Collectives reduce many private tensors together without
+/// copying them into a fusion buffer.
 class Pieces {
  public:
   /// Part of one tensor; `offset` is its position in the requested range.
@@ -45,7 +45,7 @@ class Pieces {
 
   std::size_t bytes() const noexcept { return total_; }
 
-  /// All of it if it is one range of memory, reduced in place; else empty.
+  /// The whole sequence, if all tensors form one range of memory and each output is its input; else empty.
   std::span<std::byte> single_range() const noexcept {
     for (std::size_t i = 0; i < pieces_.size(); ++i) {
       const Piece& piece = pieces_[i];
@@ -99,30 +99,32 @@ struct Operation {
   std::int32_t process_set = 0;
   std::string name;
   Descriptor descriptor;
-  Pieces pieces;   // inputs; with their outputs if these have the same size
-  Pieces results;  // reducescatter: the outputs (as `input` too)
+  Pieces pieces;   // the inputs, with their outputs if input and output have the same size
+  Pieces results;  // reducescatter: the outputs; each is also its own `input`
   std::vector<std::byte*>
-      outputs;  // the caller's memory for a negotiated result, by tensor, if given
-  std::optional<std::size_t> mailbox;  // its input was copied there at submission
-  /// Input of each contributor of this rank's island (else nullptr), if all are in registered memory.
+      outputs;  // by tensor: the caller's memory for a result of negotiated size, if given
+  std::optional<std::size_t> mailbox;  // the mailbox with a copy of the input, if any
+  /// Inputs by rank of this rank's island, if all are in registered memory; nullptr for a rank that does not
+  /// contribute.
   std::vector<std::byte*> registered;
   OperationTrace trace;
-  ProgressTimeout timeout;  // until the coordinator has answered; of messages until their end
+  ProgressTimeout timeout;  // collectives: until the coordinator answers; messages: until the end
 
-  /// Longest time until the coordinator answers: longer than the coordinator may need to report missing
-  /// answers of others.
+  /// Longest wait for the coordinator's answer. The coordinator gives up after `timeout_s` and names the missing ranks,
+  /// so this rank waits a few seconds longer for that report.
   double coordinator_patience_s() const noexcept { return descriptor.timeout_s + 5; }
 
-  // What the engine allocates, written before the operation is finished. `rows`: allgather and gather
-  // [tensor][member], scatter its own, alltoall [member], join: the last rank, process set: its id.
+  // Results that the engine allocates, written before the operation is finished. `rows`: allgather and gather
+  // [tensor][member]; scatter: this rank's rows; alltoall [member]; join: the rank that joined last; process set: its
+  // id.
   std::unique_ptr<std::byte[]> output;
   std::size_t output_bytes = 0;
   std::vector<std::int64_t> rows;
-  std::shared_ptr<Segment> segment;  // registration of memory: the registered memory
-  /// Set if the tensors are on the device; then `pieces` has only their number of bytes.
+  std::shared_ptr<Segment> segment;  // SPARKHVD_REGISTER: the registered memory
+  /// Set if the tensors are on the device; `pieces` then has only their number of bytes.
   std::shared_ptr<nccl::OnDevice> on_device;
 
-  // `message` is written before `status` leaves PENDING and never after.
+  // `message` is written before `status` changes from PENDING, and never afterwards.
   std::atomic<std::int32_t> status{SPARKHVD_PENDING};
   std::string message;
 

@@ -1,4 +1,4 @@
-// Options of callers, checked and copied: from the structures of the C boundary.
+// Reading of the options that callers pass through the C interface: checks and copies them.
 #pragma once
 
 #include "engine/core.h"
@@ -7,7 +7,8 @@
 
 namespace sparkhvd {
 
-/// Takes the sockets, also if it throws InvalidArgument, which shows the wrong value.
+/// Checks and copies the options, and takes ownership of the sockets even if it throws. Throws InvalidArgument with the
+/// wrong value.
 EngineOptions read_options(const sparkhvd_engine_options* given);
 nccl::DeviceOptions read_device_options(const sparkhvd_device_options* given);
 

@@ -22,7 +22,7 @@ void append_number(std::string& out, const char* name, std::uint64_t value) {
   out += std::to_string(value);
 }
 
-/// Nanoseconds as microseconds with three decimals.
+/// Appends a time as a JSON member, in microseconds with three decimals.
 void append_us(std::string& out, const char* name, std::uint64_t nanoseconds) {
   char text[96];
   std::snprintf(text, sizeof(text), "\"%s\":%llu.%03u", name,
@@ -49,7 +49,7 @@ void Recorder::finished(const Operation& operation, std::int32_t status,
   Entry& entry = entry_of(operation);
   in_flight_finished_.add_alone();
   (status == SPARKHVD_OK ? entry.operations : entry.failures).add_alone();
-  // The stages that it has reached; an operation that failed early ends in its current stage.
+  // An operation that failed early has not reached all stages: the time until its end counts in its last stage.
   const TimePoint nowhere{};
   const TimePoint agreed = trace.agreed == nowhere ? now : trace.agreed;
   const TimePoint started = trace.started == nowhere ? now : trace.started;
@@ -91,8 +91,7 @@ void Recorder::woke() {
   timeline_->add(std::move(event));
 }
 
-/// The entry of the operation's collective and algorithm. Entries are few and repeat, so a search from the
-/// front is short.
+/// The entry of the operation's collective and algorithm. There are few entries, so a linear search is fast.
 Recorder::Entry& Recorder::entry_of(const Operation& operation) {
   const Collective collective = operation.descriptor.collective;
   const char* algorithm = operation.trace.algorithm;
@@ -102,7 +101,8 @@ Recorder::Entry& Recorder::entry_of(const Operation& operation) {
     if (entry.collective != collective) continue;
     if (entry.algorithm == algorithm || std::strcmp(entry.algorithm, algorithm) == 0) return entry;
   }
-  if (count == kMaxEntries) return entries_[kMaxEntries - 1];  // 8 collectives, few algorithms each
+  // Not reached in practice, because each collective has few algorithms.
+  if (count == kMaxEntries) return entries_[kMaxEntries - 1];
   Entry& made = entries_[count];
   made.collective = collective;
   made.algorithm = algorithm;
@@ -141,7 +141,8 @@ void Recorder::start_timeline(const std::string& path, bool mark_cycles) {
     std::fprintf(stderr, "sparkhvd warning: %s\n", text.c_str());
   };
   auto made = std::make_unique<Timeline>(std::move(options));
-  std::unique_ptr<Timeline> other;  // from a start at the same time; ends outside the lock
+  // A timeline that another thread has started meanwhile; its destructor runs outside the lock.
+  std::unique_ptr<Timeline> other;
   {
     const Lock lock(mutex_);
     other = std::exchange(timeline_, std::move(made));
@@ -198,7 +199,7 @@ std::string Recorder::json() const {
   number("size", size_);
   out += ',';
   append_us(out, "uptime_us", nanoseconds_between(since_, Clock::now()));
-  // Read in this order, the difference is never negative.
+  // `finished` is read first: the difference would be negative if an operation finished between the reads.
   const std::uint64_t done = in_flight_finished_.value();
   const std::uint64_t begun = in_flight_submitted_.value();
   number("in_flight", begun > done ? begun - done : 0);

@@ -1,10 +1,10 @@
-// Observation of an engine: counters that are always on, and a timeline on request.
+// Records an engine's activity: counters that are always on, and a timeline on request.
 //
 // **Threads.** Operations are recorded by the thread that drives the engine. Sleeps may be counted
 // by any thread; any thread may read the counters, and start and stop the timeline.
 //
-// **Ownership.** Counters are separate atomics: each number that a reader gets is right, and together they
-// are at most one operation apart. `mutex_` guards the timeline, and is locked only during a timeline.
+// **Ownership.** Counters are separate atomics: each number that a reader gets is right, but two numbers may differ by
+// one operation. `mutex_` guards the timeline, and is locked only while a timeline runs.
 //
 // **Shutdown.** `stop_timeline` and the destructor write the queued events.
 #pragma once
@@ -25,14 +25,14 @@
 
 namespace sparkhvd {
 
-/// Counters besides those of operations, with their names in `Recorder::json`.
+/// Counters that do not belong to single operations.
 struct Activity {
-  Counter waits;           // a caller slept for an operation
+  Counter waits;           // sleeps of callers that waited for an operation
   Counter spins;           // spins that succeeded
   Counter failed_spins;    // spins that ended in sleep
-  Counter wakeups;         // rings of a sleeping peer of this host
+  Counter wakeups;         // wakeups that this rank sent to sleeping peers of its host
   Traffic sockets;         // sent_bytes, received_bytes
-  Counter shared_bytes;    // of this rank's tensors in operations through shared memory
+  Counter shared_bytes;    // bytes of this rank's tensors in operations through shared memory
   Counter stall_warnings;  // operations that this rank, as coordinator, has warned about
 };
 
@@ -42,15 +42,15 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  // The stages of an operation, in this order; `submitted` and `finished` once each. The first is
-  // called under the lock of submissions, the others by the driver.
+  // The stages of an operation, in this order; `submitted` and `finished` are called once each. `submitted` is called
+  // under the lock of submissions, the other functions by the driver.
   void submitted(Operation& operation);
   void agreed(Operation& operation) { operation.trace.agreed = Clock::now(); }
   void started(Operation& operation) { operation.trace.started = Clock::now(); }
   void finished(const Operation& operation, std::int32_t status, const std::string& message);
-  /// On the coordinator: `rank` has submitted an operation.
+  /// Records, on the coordinator, that `rank` has submitted an operation.
   void arrived(std::int32_t process_set, const std::string& name, Rank rank);
-  /// A driver begins to work.
+  /// Records that a thread begins to drive.
   void woke();
 
   Activity& activity() noexcept { return activity_; }
@@ -68,14 +68,14 @@ class Recorder {
   struct Entry {
     Collective collective{};
     const char* algorithm = "";
-    Counter operations;   // ended well
-    Counter failures;     // ended with an error
-    Counter bytes;        // of this rank's tensors
-    Counter negotiation;  // ns from submission to agreement ...
-    Counter queue;        // ... to its turn ...
-    Counter run;          // ... to its end
-    Counter longest;      // ns from submission to end
-    // [i]: operations that took less than 2^i us from submission to end, and no less than half that.
+    Counter operations;   // operations that succeeded
+    Counter failures;     // operations that ended with an error
+    Counter bytes;        // bytes of this rank's tensors
+    Counter negotiation;  // ns from submission to agreement
+    Counter queue;        // ns from agreement to start
+    Counter run;          // ns from start to end
+    Counter longest;      // the most ns from submission to end
+    // [i]: operations that took from 2^(i-1) us to less than 2^i us, from submission to end.
     std::array<Counter, 26> histogram;
   };
   static constexpr std::size_t kMaxEntries = 64;
@@ -92,7 +92,8 @@ class Recorder {
   Counter in_flight_submitted_;
   Counter in_flight_finished_;
   std::array<Entry, kMaxEntries> entries_;
-  std::atomic<std::size_t> num_entries_{0};  // entries before it are named and never renamed
+  // Entries below this index have a collective and an algorithm, which never change.
+  std::atomic<std::size_t> num_entries_{0};
 
   std::atomic<bool> has_timeline_{false};
   mutable Mutex mutex_;

@@ -21,7 +21,7 @@ std::shared_ptr<const std::vector<Rank>> members_of(const Engine& engine, std::i
   }
 }
 
-/// A caller's request during its checks; every method throws the error that it finds.
+/// Checks a caller's request and copies it into an Operation. Every method throws the error that it finds.
 class RequestReader {
  public:
   RequestReader(const sparkhvd_request& raw, const Engine& engine, Operation& operation)
@@ -94,7 +94,7 @@ class RequestReader {
     }
   }
 
-  /// The operation waits for the pending work of the caller's stream, and for no later work.
+  /// Records an event on the caller's stream: the operation waits for the work up to here, and for no later work.
   void record_ready() {
     if (!operation_.on_device || spec_.max_tensors == 0) return;
     auto& on_device = *operation_.on_device;
@@ -118,7 +118,7 @@ class RequestReader {
     descriptor_.postscale = raw_.postscale;
     if (descriptor_.dtype == DType::kBool) {
       if (*op == ReduceOp::kAverage) {
-        refuse("there is no Average of bool. Use Sum or Max for \"or\", or convert it.");
+        refuse("there is no Average of bool. Use Sum or Max for \"or\", or convert the tensor.");
       }
       if (raw_.prescale != 1 || raw_.postscale != 1) {
         refuse("bool cannot be scaled. Leave prescale and postscale at 1.");
@@ -207,7 +207,7 @@ class RequestReader {
     }
     if (spec_.divides_rows && shape.empty()) {
       invalid(which + " is a scalar, and " + std::string(name_of(descriptor_.collective)) +
-              " divides the first dimension. Give it one.");
+              " divides the first dimension. Pass a tensor with at least one dimension.");
     }
     add_pieces(tensor, shape, bytes, which);
     descriptor_.shapes.push_back(std::move(shape));
@@ -254,7 +254,7 @@ class RequestReader {
     operation_.pieces.add(tensor.input, tensor.output, bytes);
   }
 
-  /// The caller's memory for a result of negotiated size.
+  /// Reads the caller's memory for a result whose size the negotiation determines.
   void read_room(const sparkhvd_tensor& tensor, const std::string& which) {
     if (operation_.on_device) return;
     if ((tensor.output == nullptr) != operation_.outputs.empty() && !descriptor_.shapes.empty()) {
@@ -267,7 +267,7 @@ class RequestReader {
     descriptor_.room.push_back(static_cast<std::int64_t>(tensor.output_bytes));
   }
 
-  /// This rank's share of `rows`: the first ranks get one more.
+  /// Number of this rank's rows of `rows`. The first `rows % size` ranks get an additional row.
   std::uint64_t own_rows(std::int64_t rows) const {
     const auto place = std::ranges::find(*members_, engine_.rank()) - members_->begin();
     const auto size = static_cast<std::int64_t>(members_->size());
@@ -290,7 +290,7 @@ class RequestReader {
                  .label = label_});
   }
 
-  /// The negotiated data are sent in one frame: this description, and rows.
+  /// Refuses a request with a description, or an order, that is too large for a control frame.
   void check_message_size() const {
     std::size_t bytes =
         operation_.name.size() + 1024 + 8 * (descriptor_.numbers.size() + descriptor_.room.size());
@@ -329,7 +329,7 @@ std::shared_ptr<Operation> read_request(const sparkhvd_request* given, const Eng
   if (raw.name == nullptr) invalid(std::string(name_of(*collective)) + ": the name is NULL.");
   auto operation = std::make_shared<Operation>();
   operation->process_set = raw.process_set;
-  // A rank joins once, under any name.
+  // A rank can join only once, so every join has the same name on all ranks.
   operation->name = *collective == Collective::kJoin ? "join" : raw.name;
   operation->descriptor.collective = *collective;
   RequestReader(raw, engine, *operation).read();

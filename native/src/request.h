@@ -1,4 +1,4 @@
-// Requests of callers, checked and copied: from the structures of the C boundary to an Operation.
+// Reading of the requests that callers pass through the C interface: checks them and copies them into an Operation.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace sparkhvd {
 
-/// The caller's structure, with fields unknown to an older caller set to `defaults`.
+/// Copies the caller's structure. Fields that an older caller does not know get their values from `defaults`.
 template <class Struct>
 Struct read_struct(const Struct* given, Struct defaults, const char* what) {
   if (given == nullptr) invalid(std::string(what) + " is NULL.");
@@ -24,7 +24,7 @@ Struct read_struct(const Struct* given, Struct defaults, const char* what) {
   return defaults;
 }
 
-/// Throws InvalidArgument or UNSUPPORTED, with the operation, the wrong value and the remedy.
+/// Converts a request. Throws InvalidArgument or UNSUPPORTED with the operation, the wrong value and the remedy.
 std::shared_ptr<Operation> read_request(const sparkhvd_request* given, const Engine& engine);
 
 }  // namespace sparkhvd

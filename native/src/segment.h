@@ -1,5 +1,5 @@
-// Memory that the ranks of a host share: every rank allocates a piece of equal size, and all map all
-// pieces; or one rank allocates the only piece for all.
+// Memory that the ranks of a host share. Either every rank allocates a piece of equal size and maps the pieces of all
+// ranks, or one rank allocates a single piece and all ranks map it.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace sparkhvd {
 /// Key of registered memory: equal on all ranks, because memory is registered by a collective operation.
 struct SegmentKey {
   std::int32_t process_set = 0;
-  std::uint64_t sequence = 0;  // of the operation that allocated it
+  std::uint64_t sequence = 0;  // number of the operation that allocated the memory
   auto operator<=>(const SegmentKey&) const = default;
 };
 
@@ -25,18 +25,18 @@ struct Place {
   bool operator==(const Place&) const = default;
 };
 
-/// The pieces by rank. Unmapped with the last owner: the user's buffer, a running operation.
+/// The pieces by rank. They are unmapped with the last owner (the user's buffer, or a running operation).
 class Segment {
  public:
-  /// A workspace of a process set is excluded from forked children: their copies of tensors are private, but
-  /// the ranks would read their writes here.
+  /// kWorkspace is the engine's own memory for a process set. Forked children do not inherit it, because the ranks
+  /// would read what a child writes there.
   enum class Kind { kPieceEach, kOnePiece, kWorkspace };
 
   Segment(SegmentKey key, std::size_t bytes, Kind kind = Kind::kPieceEach)
       : key_(key), bytes_(bytes), kind_(kind) {}
 
   const SegmentKey& key() const noexcept { return key_; }
-  /// Of each rank's piece.
+  /// Bytes of each rank's piece.
   std::size_t bytes() const noexcept { return bytes_; }
   void add(Rank rank, Mapping mapping) {
     if (kind_ == Kind::kWorkspace) mapping.hide_from_children();
@@ -51,7 +51,7 @@ class Segment {
   std::byte* data(Rank rank) const {
     return is_one_piece() ? pieces_.begin()->second.data() : pieces_.at(rank).data();
   }
-  /// Keeps this rank's own piece only (mapping others failed somewhere).
+  /// Drops the pieces of the other ranks, because some rank failed to map a piece.
   void keep_only(Rank rank) {
     std::erase_if(pieces_, [rank](const auto& piece) { return piece.first != rank; });
   }

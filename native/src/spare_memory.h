@@ -1,4 +1,7 @@
-// Address space for results that are too small to query every rank for memory first.
+// Address space that a rank reserves for small results.
+//
+// Before a large result every rank reports whether it has memory for it. For a small result this would take too long,
+// so each rank keeps a reserve and gives it to the allocator when a small result does not fit.
 #pragma once
 
 #include <sys/mman.h>
@@ -7,18 +10,19 @@
 
 namespace sparkhvd {
 
-/// From this size on every rank first reports whether it has memory for its result, because a message is cheap beside the bytes.
+/// From this size on every rank first reports whether it has memory for its result. Such a message takes little time
+/// beside the time for the bytes.
 inline constexpr std::size_t kLargeResult = 8 << 20;
 
-/// Space for a small result, without pages. A rank that has lost it reports this with its submissions, and then the ranks are
-/// queried for small results, too.
+/// A reserved range of addresses without pages. A rank that could not reserve it again reports this with its
+/// submissions (Descriptor::lacks_memory). Every rank then reports its memory before small results too.
 class SpareMemory {
  public:
   SpareMemory() noexcept { restore(); }
   SpareMemory(const SpareMemory&) = delete;
   ~SpareMemory() { give(); }
 
-  /// True if it is reserved, or reserved again.
+  /// Reserves the range unless it is reserved. False if this fails.
   bool restore() noexcept {
     if (memory_ == MAP_FAILED) {
       memory_ = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE,
@@ -26,14 +30,14 @@ class SpareMemory {
     }
     return memory_ != MAP_FAILED;
   }
-  /// To the allocator.
+  /// Frees the range, so that the allocator can use its addresses.
   void give() noexcept {
     if (memory_ != MAP_FAILED) ::munmap(memory_, kBytes);
     memory_ = MAP_FAILED;
   }
 
  private:
-  static constexpr std::size_t kBytes = kLargeResult + (64 << 10);  // and what the allocator adds
+  static constexpr std::size_t kBytes = kLargeResult + (64 << 10);  // 64 KiB for the allocator
 
   void* memory_ = MAP_FAILED;
 };

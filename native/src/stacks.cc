@@ -47,13 +47,13 @@ std::string Stacks::take() const {
   if (signal_ == 0 || !pipe_.valid()) {
     return "(no stack: it was started without stack_signal, or the signal was in use)";
   }
-  // Raising a signal without its handler would end the process.
+  // Raising the signal without this handler could end the process.
   if (handler_of(signal_) != handler_) {
     return "(no stack: the handler of signal " + std::to_string(signal_) +
            " was replaced after the engine had started)";
   }
   std::array<char, 4096> part{};
-  while (::read(pipe_.get(), part.data(), part.size()) > 0) {  // unrequested stacks
+  while (::read(pipe_.get(), part.data(), part.size()) > 0) {  // drops stacks of earlier signals
   }
   sigset_t only;
   sigset_t before;
@@ -70,7 +70,7 @@ std::string Stacks::take() const {
     text.append(part.data(), static_cast<std::size_t>(count));
   }
   if (text.size() > kMaxStackBytes) text.resize(kMaxStackBytes);
-  // It is printed on another machine's terminal: text and line ends only.
+  // Another machine prints the text on a terminal, so control characters are replaced.
   for (char& c : text) {
     const auto byte = static_cast<unsigned char>(c);
     if ((byte < 0x20 && c != '\n' && c != '\t') || byte == 0x7F) c = '?';

@@ -1,5 +1,5 @@
-// Mutexes for clang's -Wthread-safety: data GUARDED_BY a mutex are accessed only while it is held. Other compilers
-// see std::mutex and std::unique_lock.
+// Mutexes for clang's -Wthread-safety check: the compiler rejects an access to GUARDED_BY data without their mutex.
+// Other compilers see std::mutex and std::unique_lock.
 #pragma once
 
 #include <condition_variable>
@@ -42,7 +42,7 @@ class SPARKHVD_THREAD_SAFETY(scoped_lockable) Lock {
   void lock() ACQUIRE() { lock_.lock(); }
   void unlock() RELEASE() { lock_.unlock(); }
 
-  /// Waits, without the mutex, for a notification. False if `deadline` came first.
+  /// Releases the mutex, waits for a notification, and locks it again. False if `deadline` came first.
   bool wait(std::condition_variable& changed, TimePoint deadline) {
     if (deadline != kNever)
       return changed.wait_until(lock_, deadline) == std::cv_status::no_timeout;

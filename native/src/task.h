@@ -1,5 +1,5 @@
-// Collectives as coroutines: straight-line code that yields where it would have to wait. The engine polls
-// a task's wait condition, and resumes the task when it holds. Nothing blocks.
+// Collectives are coroutines: straight-line code that yields where it would have to wait. The engine polls a task's
+// wait condition and resumes the task when the condition holds. No task blocks its thread.
 #pragma once
 
 #include <coroutine>
@@ -12,13 +12,13 @@
 
 namespace sparkhvd {
 
-/// A condition that a peer fulfils.
+/// A condition that a task waits for, and that other ranks fulfil.
 class Condition {
  public:
   virtual bool ready() const = 0;
-  /// The missing ranks, for messages.
+  /// Ranks that have not fulfilled the condition yet, for error messages.
   virtual std::vector<Rank> awaited() const = 0;
-  /// Time of the last bytes on every connection that it waits for.
+  /// Time of the last bytes on the connections that it waits for.
   virtual TimePoint moved_at() const { return {}; }
 
  protected:
@@ -31,8 +31,8 @@ struct Schedule {
   std::coroutine_handle<> innermost;
 };
 
-/// One coroutine. Its first parameter must have a member `schedule`. Started by the first `resume`
-/// of the outermost task; inner tasks are started by `co_await`.
+/// A coroutine. Its first parameter must have a member `schedule`. The first `resume` starts the outermost task;
+/// `co_await` starts an inner task.
 class [[nodiscard]] Task {
  public:
   class promise_type {
@@ -58,7 +58,7 @@ class [[nodiscard]] Task {
     void return_void() noexcept {}
     void unhandled_exception() noexcept { error_ = std::current_exception(); }
 
-    /// co_await of a condition: continues at once if it holds.
+    /// co_await of a condition: suspends the chain of tasks, unless the condition holds already.
     template <class C>
       requires std::is_base_of_v<Condition, C>
     auto await_transform(C condition) {
@@ -113,7 +113,7 @@ class [[nodiscard]] Task {
     if (handle_) handle_.destroy();
   }
 
-  /// Runs as far as possible. True if anything was done. Throws the coroutine's exception.
+  /// Runs until the next wait condition that does not hold. True if the coroutine ran. Throws its exception.
   bool resume() {
     Schedule& schedule = *handle_.promise().schedule_;
     if (schedule.waiting != nullptr && !schedule.waiting->ready()) return false;
@@ -125,7 +125,7 @@ class [[nodiscard]] Task {
     }
     return true;
   }
-  /// A Task without a coroutine is done.
+  /// True if the coroutine has ended, or there is no coroutine.
   bool done() const { return !handle_ || handle_.done(); }
 
  private:

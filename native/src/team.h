@@ -1,4 +1,4 @@
-// The ranks of one operation, and their islands of shared memory. A value: no sockets, no memory.
+// The ranks of one operation, grouped into islands of shared memory. A plain value without sockets or memory.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 
 namespace sparkhvd {
 
-/// An *island* is a set of ranks that have mapped each other's memory; a rank without shared memory is
-/// alone in its island. Islands are in the order of their first rank, the ranks of an island in ascending
-/// order.
+/// The ranks of one operation. An *island* is a set of ranks that have mapped each other's memory. A rank without
+/// shared memory is alone in its island. Islands are in the order of their first rank, the ranks of an island in
+/// ascending order.
 class Team {
  public:
   Team() = default;
-  /// `islands` need not be sorted; empty ones are dropped. `self` need not be in it.
+  /// `islands` need not be sorted, and empty islands are dropped. `self` need not be in an island.
   Team(Rank self, std::vector<std::vector<Rank>> islands) : self_(self) {
     std::erase_if(islands, [](const auto& island) { return island.empty(); });
     for (auto& island : islands) std::ranges::sort(island);
@@ -36,13 +36,13 @@ class Team {
     index_ = index_in(self);
   }
 
-  /// The members in ascending order; a member's *index* is its place here.
+  /// The members in ascending order. A member's *index* is its position in this list.
   std::span<const Rank> ranks() const noexcept { return ranks_; }
   std::size_t size() const noexcept { return ranks_.size(); }
   Rank self() const noexcept { return self_; }
   /// This rank's index.
   std::size_t index() const noexcept { return index_; }
-  /// `size()` if `rank` is not a member.
+  /// Index of `rank`; `size()` if it is not a member.
   std::size_t index_in(Rank rank) const noexcept {
     const auto place = std::ranges::lower_bound(ranks_, rank);
     const bool is_member = place != ranks_.end() && *place == rank;
@@ -62,13 +62,14 @@ class Team {
   const std::vector<Rank>& island() const noexcept { return islands_[island_]; }
   std::size_t local_index() const noexcept { return local_; }
   std::size_t local_size() const noexcept { return island().size(); }
-  /// Size of the smallest island: this many ranks of each exchange with their counterparts on the others.
+  /// Size of the smallest island. In an exchange between islands this number of ranks of each island takes part, each
+  /// with its counterparts in the other islands.
   std::size_t num_lanes() const noexcept { return num_lanes_; }
   bool is_one_island() const noexcept { return islands_.size() == 1; }
-  /// No two ranks share memory.
+  /// True if no two ranks share memory.
   bool is_all_alone() const noexcept { return islands_.size() == ranks_.size(); }
 
-  /// The same islands with only the ranks of `members` in them.
+  /// A Team with the same islands, without the ranks that are not in `members`.
   Team restricted(std::span<const Rank> members) const {
     auto islands = islands_;
     for (auto& island : islands) {

@@ -1,4 +1,4 @@
-// Words for messages.
+// Ranks, numbers and names as text for messages.
 #pragma once
 
 #include <cstdio>
@@ -43,13 +43,13 @@ inline std::string seconds_text(double seconds) {
   return text;
 }
 
-/// A sentence as part of another.
+/// Removes the final period, so that the sentence can be a part of another sentence.
 inline std::string without_stop(std::string sentence) {
   if (sentence.ends_with('.')) sentence.pop_back();
   return sentence;
 }
 
-/// "allreduce('layer3.weight')". A name may be longer than its message.
+/// Name of an operation for messages: "allreduce('layer3.weight')". A long name is cut, so that it fits into a message.
 inline std::string operation_label(Collective collective, const std::string& name) {
   constexpr std::size_t kShown = 200;
   std::string text(name_of(collective));

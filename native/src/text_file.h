@@ -6,19 +6,19 @@
 #include <string_view>
 #include <vector>
 
-// Small files of the kernel, without the streams of the standard library: these bring its locales, a
-// quarter of the library that a wheel has.
+// Reading of the kernel's small files, without the streams of the standard library: the streams would bring in the
+// locales, which take a quarter of the library in a wheel.
 
 namespace sparkhvd {
 
 /// The content of a file; "" if it cannot be read.
 std::string read_text(const std::string& path);
 
-/// The non-empty parts of a text.
+/// The non-empty parts of a text between separators.
 /// @param separators characters between them
 std::vector<std::string_view> split(std::string_view text, std::string_view separators = " \t\n");
 
-/// The value of a numeric word; nothing for other words, such as "max" and "-1".
+/// The value of an unsigned number; std::nullopt for other words, such as "max" and "-1".
 std::optional<std::uint64_t> number_of(std::string_view word);
 
 }  // namespace sparkhvd

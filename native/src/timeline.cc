@@ -14,14 +14,16 @@
 namespace sparkhvd {
 namespace {
 
-// Long enough to write many events at once, short enough that a killed process loses little.
+// The writer collects events for this time: long enough to write many events at once, and short enough that a killed
+// process loses few events.
 constexpr auto kBatchTime = std::chrono::milliseconds(50);
-// Length of the file before the first event; then it doubles.
+// Bytes reserved in the file before the first event. Later reservations double.
 constexpr std::uint64_t kFirstBytes = 1 << 20;
 constexpr std::size_t kMaxShownName = 200;
-// An item of the file has room for it with every byte escaped.
+// Longest message: it fits into an item of the file even if every byte is escaped.
 constexpr std::size_t kMaxShownMessage = 400;
-// Largest number of operations with arrived ranks, because operations that never run are dropped.
+// Largest number of operations with arrived ranks. Arrivals of further names are dropped, because an operation that
+// never runs would keep its lane forever.
 constexpr std::size_t kMaxOwners = 4096;
 
 std::string status_text(std::int32_t status) {
@@ -41,7 +43,7 @@ std::string status_text(std::int32_t status) {
   }
 }
 
-/// Name of a collective in Horovod's timeline, for its tools.
+/// Name of a collective in upper case, because Horovod's tools expect Horovod's names.
 std::string upper_case(std::string_view name) {
   std::string found(name);
   for (char& c : found) {
@@ -55,7 +57,8 @@ std::string upper_case(std::string_view name) {
 Timeline::Timeline(Options options)
     : options_(std::move(options)), start_(Clock::now()), file_(options_.path) {
   header();
-  // Signals are for the program's own threads; the result of the write reports a full quota.
+  // The writer thread blocks all signals, because they are for the program's threads. It sees a full quota in the
+  // result of the write, so it does not need SIGXFSZ.
   sigset_t all;
   sigset_t before;
   ::sigfillset(&all);
@@ -104,7 +107,7 @@ void Timeline::run() {
   ::pthread_setname_np(::pthread_self(), "sparkhvd-trace");
   std::vector<TimelineEvent> batch;
   [[maybe_unused]] const auto later =
-      file_.reserve(kFirstBytes);  // found again when an event needs it
+      file_.reserve(kFirstBytes);  // an error comes again when an event needs the room
   while (true) {
     std::uint64_t dropped = 0;
     {
@@ -114,7 +117,7 @@ void Timeline::run() {
       const TimePoint batch_end = Clock::now() + kBatchTime;
       while (!is_stopping_ && lock.wait(changed_, batch_end)) {
       }
-      if (queue_.empty()) return;  // is_stopping_
+      if (queue_.empty()) return;  // is_stopping_, and no event waits
       batch.swap(queue_);
       dropped = dropped_;
     }
@@ -153,7 +156,7 @@ std::int64_t Timeline::since_start(TimePoint at) const noexcept {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(at - start_).count();
 }
 
-/// The beginning of an event up to its arguments; microseconds, as the format wants them.
+/// Writes the beginning of an event up to its arguments. The trace event format requires microseconds.
 void Timeline::begin_event(const char* phase, std::uint32_t lane, std::int64_t at) {
   char head[128];
   const std::int64_t whole = at / 1000;
@@ -215,17 +218,17 @@ void Timeline::submitted(const TimelineEvent& event) {
     overtake({event.process_set, event.name}, lane);
     lane = lane_of(event, begin);
   }
-  // Its end was dropped: outside of a device the same name cannot be in flight twice.
+  // The end of the previous slice was dropped, because a name cannot be in flight twice (except on a device).
   if (lanes_[lane].is_open) close(lane, begin, nullptr);
   open(lane, event);
 }
 
-/// The name is free while the device is busy, and the lane is not.
+/// Frees a name that is in use again while its device operation still runs. The running operation keeps the lane.
 void Timeline::overtake(const Key& key, std::uint32_t lane) {
   owners_.erase(key);
   overtaken_.insert_or_assign({key, lanes_[lane].submitted}, lane);
   if (overtaken_.size() <= kMaxOwners) return;
-  // More than possible: the end of this operation was dropped.
+  // So many device operations cannot be in flight: the end of the oldest operation was dropped.
   const auto oldest = std::ranges::min_element(
       overtaken_, {}, [](const auto& entry) { return entry.first.second; });
   close(oldest->second, lanes_[oldest->second].begin, nullptr);

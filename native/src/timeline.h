@@ -1,20 +1,18 @@
-// The timeline of one rank: Chrome's trace event format, one file that is valid JSON all the time
-// (trace_file.h).
+// The timeline of one rank in Chrome's trace event format. Its file is valid JSON at any time (see trace_file.h).
 //
 // **Threads.** Any thread adds events, which costs a short lock and never waits for the disk. A
 // background thread, alive as long as the Timeline, converts them to text in batches.
 //
-// **Ownership.** `mutex_` guards the queue; the file and everything about lanes belongs to the
-// writer thread.
+// **Ownership.** `mutex_` guards the queue. Only the background thread, called the writer, uses the file and the lanes.
 //
 // **Shutdown.** The destructor writes the queued events, joins the thread and closes the file. After a write
-// error one warning is printed, later events are dropped, and the file ends behind the last whole event.
+// error the writer prints one warning and drops later events; the file then ends after the last whole event.
 //
-// **Picture.** One process per rank, one lane ("thread") per operation name, so that the same
-// tensor is always in the same place. A name that is in flight twice gets a second lane, and generated
-// names with digits at the end ("noname.17") share lanes. Each operation is one slice from submission to
-// end, containing Horovod's "NEGOTIATE_ALLREDUCE" and "ALLREDUCE", and in the latter "queue" and the
-// algorithm. Small marks on the coordinator's lane show the arrival of each rank.
+// **Picture.** A viewer shows one process per rank and one lane ("thread") per operation name, so the same tensor is
+// always in the same row. A name that is in flight twice gets a second lane. Generated names with digits at the end
+// ("noname.17") share lanes. Each operation is one slice from submission to end. It contains Horovod's slices
+// "NEGOTIATE_ALLREDUCE" and "ALLREDUCE"; the latter contains "queue" and the algorithm. Small marks on the
+// coordinator's lane show the arrival of each rank.
 #pragma once
 
 #include <condition_variable>
@@ -37,8 +35,8 @@ namespace sparkhvd {
 struct TimelineEvent {
   enum class Kind : std::uint8_t {
     kSubmitted,  // name, process_set, collective, dtype, is_on_device, bytes; trace.submitted
-    kArrived,    // name, process_set, rank, at: the coordinator received it
-    kFinished,   // as kSubmitted, with the whole trace, status and message; at: the end
+    kArrived,    // name, process_set, rank, at: when the coordinator received the submission
+    kFinished,   // the fields of kSubmitted, the whole trace, status, message; at: the end
     kMark,       // name, at: a moment outside of operations
   };
   Kind kind{};
@@ -70,7 +68,7 @@ class Timeline {
     std::uint64_t dropped = 0;  // events lost because the disk was too slow, or full
   };
 
-  /// Creates or empties the file. Throws INVALID_ARGUMENT naming the path if that fails.
+  /// Creates or empties the file. Throws INVALID_ARGUMENT with the path if this fails.
   explicit Timeline(Options options);
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
@@ -78,15 +76,15 @@ class Timeline {
 
   const std::string& path() const noexcept { return options_.path; }
   bool marks_cycles() const noexcept { return options_.mark_cycles; }
-  /// Never blocks on the disk; drops the event if `max_queued` events wait.
+  /// Queues an event without waiting for the disk. Drops the event if `max_queued` events wait.
   void add(TimelineEvent event);
   Statistics statistics() const;
 
  private:
-  /// A row of the picture. Free without an owner.
+  /// A row of the picture. A lane without an owner is free for a new operation.
   struct Lane {
     bool has_owner = false;
-    bool is_open = false;  // a slice has begun and not ended
+    bool is_open = false;  // its current slice has begun and has not ended
     bool is_on_device = false;
     std::int64_t submitted = 0;
     std::int64_t begin = 0;
@@ -126,14 +124,14 @@ class Timeline {
   std::uint64_t written_ GUARDED_BY(mutex_) = 0;
   std::uint64_t dropped_ GUARDED_BY(mutex_) = 0;
 
-  // The writer's.
+  // Only the writer's thread uses these.
   TraceFile file_;
   std::string text_;     // the event under construction
   std::string trouble_;  // the error that ended the file
   std::vector<Lane> lanes_;
   std::map<std::string, std::vector<std::uint32_t>> lanes_by_label_;
   std::map<Key, std::uint32_t> owners_;
-  // Device operations whose name is in use again, by their time of submission.
+  // Lanes of unfinished device operations whose name is in use again, by name and time of submission.
   std::map<std::pair<Key, std::int64_t>, std::uint32_t> overtaken_;
   std::uint64_t reported_drops_ = 0;
 

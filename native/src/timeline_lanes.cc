@@ -1,4 +1,4 @@
-// Lanes of the timeline: rows of the picture, one per name up to a limit (see timeline.h).
+// Lanes (rows) of the timeline: one per operation name, up to a limit (see timeline.h).
 #include <algorithm>
 
 #include "json.h"
@@ -8,11 +8,13 @@
 namespace sparkhvd {
 namespace {
 
-// Beyond these numbers names that differ only in digits share lanes, and then all operations of one collective.
+// From kManyLabels lanes on, names that differ only in digits share a lane. From kTooManyLabels on, all operations of a
+// collective share a lane.
 constexpr std::size_t kManyLabels = 200;
 constexpr std::size_t kTooManyLabels = 400;
 constexpr std::size_t kMaxLanesPerLabel = 64;
-// An operation may be submitted while the driver finishes the one before it in the same lane.
+// An operation may be submitted while the driver still finishes the previous operation of the lane, so their times may
+// overlap by this much.
 constexpr std::int64_t kOverlap_ns = 50'000;
 
 std::string without_digits(const std::string& name) {
@@ -28,7 +30,7 @@ std::string without_digits(const std::string& name) {
   return label;
 }
 
-/// Generated names with numbers: each is used once and must not get its own lane.
+/// True for a generated name with a number. Each such name is used once, so it must not get its own lane.
 bool is_numbered(const std::string& name) {
   return name.find(".noname.") != std::string::npos || name.starts_with("barrier.") ||
          name.starts_with("sparkhvd.");

@@ -1,17 +1,17 @@
-// Trace of one operation through the engine, for counters and timeline.
+// Times of the stages of one operation, for counters and timeline.
 #pragma once
 
 #include "clock.h"
 
 namespace sparkhvd {
 
-/// Times of one operation; {} for stages that it has not reached. Written by the submitting thread
-/// (`submitted`) and then by the thread that drives the engine.
+/// Times of one operation; {} for stages that it has not reached. The submitting thread writes `submitted`, the thread
+/// that drives the engine writes the rest.
 struct OperationTrace {
   TimePoint submitted{};
-  TimePoint agreed{};   // the coordinator's order to run it has arrived
-  TimePoint started{};  // its turn has come
-  /// The algorithm that ran it; a string literal. Set by the function that chooses it.
+  TimePoint agreed{};   // the coordinator's order to run the operation arrived
+  TimePoint started{};  // the operation started, after all earlier operations of its set
+  /// Name of the algorithm, a string literal. The function that chooses the algorithm sets it.
   const char* algorithm = "";
 };
 

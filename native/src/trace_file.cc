@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::string_view kClosing = "\n]\n";
 constexpr std::uint64_t kLargestArea = 16 << 20;
-constexpr std::size_t kBlankBytes = 64 << 10;  // of whitespace per write
+constexpr std::size_t kBlankBytes = 64 << 10;  // bytes of whitespace per write
 
 Fd open_file(const std::string& path) {
   const auto fail = [&path](const std::string& found) {
@@ -22,7 +22,7 @@ Fd open_file(const std::string& path) {
                 "start_timeline('" + path + "'): " + found +
                     ". Give a path of a file that this process may write.");
   };
-  // O_NONBLOCK: opening a pipe must not wait for a reader; it means nothing for a file.
+  // O_NONBLOCK: if the path is a named pipe, open() must not wait for a reader. The flag has no effect on a file.
   Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666));
   if (!file.valid()) fail(errno_text(errno));
   struct stat found{};
@@ -51,7 +51,7 @@ TraceFile::TraceFile(const std::string& path) : file_(open_file(path)) {
 
 TraceFile::~TraceFile() {
   [[maybe_unused]] const auto lost = flush();
-  // After any interruption the file ends correctly at one of the two places.
+  // If the process is killed between the two calls, the first closing bracket still ends valid JSON.
   if (write(kClosing, end_).empty()) {
     [[maybe_unused]] const auto cut =
         ::ftruncate(file_.get(), static_cast<off_t>(end_ + kClosing.size()));
@@ -86,7 +86,7 @@ std::string TraceFile::flush() {
   return trouble;
 }
 
-/// Moves the closing bracket: first the whitespace behind it, which does not affect a reader.
+/// Moves the closing bracket. It first writes whitespace behind the bracket, which does not affect a reader.
 std::string TraceFile::reserve(std::uint64_t bytes) {
   const std::uint64_t begin = closing_ + kClosing.size();
   std::string trouble;
@@ -103,7 +103,7 @@ std::string TraceFile::reserve(std::uint64_t bytes) {
       closing_ = closing;
       return {};
     }
-    // Less may fit. Partial writes are removed, because others need the disk's last bytes too.
+    // The disk may have room for a smaller area. The partial area is cut off, because other programs need the room too.
     if (::ftruncate(file_.get(), static_cast<off_t>(begin)) != 0) break;
     if (area / 2 >= kPageBytes) trouble.clear();
   }

@@ -10,7 +10,7 @@
 
 namespace sparkhvd {
 
-/// Index of a process in the world. A separate type, so that it is never swapped with a count.
+/// Index of a process in the world. A type of its own, so that the compiler rejects a count in its place.
 enum class Rank : std::int32_t {};
 
 constexpr std::int32_t index_of(Rank rank) noexcept { return static_cast<std::int32_t>(rank); }
@@ -200,7 +200,7 @@ constexpr std::string_view name_of(Collective collective) noexcept {
   return "unknown collective";
 }
 
-/// The enum value of a number from the C boundary or the wire, if valid.
+/// Converts a number from the C interface or the wire; std::nullopt if it is invalid.
 constexpr std::optional<DType> to_dtype(std::int64_t value) noexcept {
   if (value < 0 || value >= kNumDTypes) return std::nullopt;
   return static_cast<DType>(value);

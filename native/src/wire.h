@@ -1,4 +1,4 @@
-// Numbers, texts and lists as bytes on the wire.
+// Encoding of numbers, texts and lists as bytes on the wire.
 #pragma once
 
 #include <bit>
@@ -56,7 +56,7 @@ class Writer {
 
   Writer& flag(bool value) { return number(static_cast<std::uint8_t>(value)); }
 
-  /// The frame, or its beginning if `more` bytes of it follow.
+  /// Completes and returns the frame. `more`: bytes of the body that the caller sends after it.
   Bytes finish(std::size_t more = 0) {
     const std::size_t body = bytes_.size() - kFrameHeaderBytes + more;
     if (body > kMaxControlBytes) {
@@ -166,7 +166,8 @@ inline std::vector<Loss> read_losses(Reader& reader) {
   return losses;
 }
 
-/// A failure status; OK or PENDING here would make garbage a result, or a wait endless.
+/// Reads a failure status. Rejects OK, because garbage would become a result, and PENDING, because a wait would not
+/// end.
 inline std::int32_t read_failure(Reader& reader) {
   const auto status = reader.number<std::int32_t>();
   if (status <= SPARKHVD_PENDING || status > SPARKHVD_NO_MEMORY) {

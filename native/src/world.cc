@@ -15,7 +15,7 @@
 namespace sparkhvd {
 namespace {
 
-/// A rank's header for its host's ranks, on the first page of its memory.
+/// First page of a rank's memory: what the other ranks of the host read about the rank.
 struct Page {
   SharedWord asleep;
   alignas(64) LivenessWord life;
@@ -38,7 +38,7 @@ std::size_t count_of(const Map& map, Rank from, std::int32_t process_set) {
 World::World(WorldOptions options, std::vector<Fd> sockets, WakeupEvent& wakeup,
              std::vector<std::string>& warnings)
     : options_(std::move(options)), wakeup_(&wakeup) {
-  // A whole number of pages, so that slots never share a cache line.
+  // Rounds up to whole pages, so that two slots never share a cache line.
   options_.slot_bytes = (options_.slot_bytes + 4095) / 4096 * 4096;
   for (std::size_t i = 0; i < sockets.size(); ++i) {
     const Rank peer{static_cast<std::int32_t>(i % size())};
@@ -151,7 +151,7 @@ void World::check_hello(Rank peer, const Hello& hello) const {
   }
 }
 
-/// Waits until every peer has sent its frame of `type`, and stops reading after it.
+/// Waits until every peer has sent its frame of `type`, and reads no further frames.
 template <class Handle>
 void World::receive_one(FrameType type, TimePoint deadline, Handle handle) {
   std::vector<bool> arrived(size(), false);
@@ -171,7 +171,7 @@ void World::receive_one(FrameType type, TimePoint deadline, Handle handle) {
                 throw Error(abort.status, abort.message);
               }
               if (got != type) {
-                throw Error(SPARKHVD_PEER_LOST, "a frame out of turn while connecting");
+                throw Error(SPARKHVD_PEER_LOST, "an unexpected frame while connecting");
               }
               handle(link.peer(), body);
               arrived[index] = true;
@@ -254,7 +254,7 @@ bool World::map_local_peers(std::vector<std::string>& warnings) {
   for (const Rank local_peer : local_peers) {
     Fd& memory = mate_memory_[static_cast<std::size_t>(index_of(local_peer))];
     try {
-      // A local peer without memory has printed the reason.
+      // A local peer without memory prints the reason itself.
       if (!memory.valid()) return false;
       check_memfd(memory, memory_bytes());
       memory_->add(local_peer, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
@@ -293,7 +293,7 @@ void World::form_islands(const std::vector<bool>& mapped) {
       place->push_back(rank);
     }
   }
-  // The wakeup may point into `memory_`, which therefore stays, also if the island is not used.
+  // `memory_` stays even if the island is not used, because the wakeup event may point into it.
   team_ = Team(options_.membership.self, std::move(islands));
 }
 

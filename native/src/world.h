@@ -1,8 +1,8 @@
 // The other ranks of the job: connections, and the memory of this host's ranks.
 //
-// **Threads.** The driver's.
+// **Threads.** Only the driver's thread uses it.
 //
-// **Shutdown.** Links end as described in transport/link.h; mappings outlive the peers' processes.
+// **Shutdown.** transport/link.h describes the end of links. Mappings stay valid after the peers' processes end.
 #pragma once
 
 #include <cstddef>
@@ -42,13 +42,13 @@ struct WorldOptions {
 
 class World {
  public:
-  /// The memory of process set 0 begins here in a rank's piece.
+  /// Offset in a rank's piece at which the memory of process set 0 begins.
   static constexpr std::size_t kMemoryOffset = 4096;
-  /// The number in its key.
+  /// The `sequence` in the SegmentKey of process set 0's memory.
   static constexpr std::uint64_t kWorldMemory = UINT64_MAX;
 
-  /// Exchanges the ranks' parameters and maps the memory of this host's ranks. Collective. `sockets`: by rank,
-  /// first for control frames, then for tensors, once per stream. `warnings` receives messages for the user.
+  /// Exchanges the ranks' parameters and maps the memory of this host's ranks. All ranks must call it. `sockets`: by
+  /// rank, first for control frames, then for tensors once per stream. `warnings` receives messages for the user.
   World(WorldOptions options, std::vector<Fd> sockets, WakeupEvent& wakeup,
         std::vector<std::string>& warnings);
 
@@ -62,9 +62,9 @@ class World {
   DataLink& data_link(Rank peer, std::size_t stream) {
     return data_links_[stream * size() + static_cast<std::size_t>(index_of(peer))];
   }
-  /// By rank.
+  /// The connections for control frames, by rank.
   std::span<ControlLink> links() noexcept { return links_; }
-  /// By stream and rank.
+  /// The connections for tensors, by stream and rank.
   std::span<DataLink> data_links() noexcept { return data_links_; }
   std::span<const DataLink> data_links() const noexcept { return data_links_; }
   std::vector<ControlLink> take_links() noexcept { return std::move(links_); }
@@ -73,16 +73,16 @@ class World {
 
   SpareMemory& spare_memory() noexcept { return spare_memory_; }
 
-  /// All ranks.
+  /// The team of all ranks.
   const Team& team() const noexcept { return team_; }
-  /// A subset.
+  /// The team of a subset of the ranks.
   Team team_of(std::span<const Rank> members) const { return team_.restricted(members); }
   /// The memory of process set 0; null on an island of one rank.
   std::shared_ptr<Segment> memory() const noexcept {
     return team_.local_size() > 1 ? memory_ : nullptr;
   }
 
-  /// The lane in the memory of one rank of the island for another.
+  /// The lane for messages in the memory of `owner`, for the rank `other` of its island.
   Lane* lane(Rank owner, Rank other) const;
   std::size_t ranks_of_own_host() const { return ranks_of_host().size() + 1; }
 
@@ -90,7 +90,7 @@ class World {
   /// one.
   std::vector<CpuShare> cpu_shares() const;
 
-  /// Shows this host's ranks, as long as it lives, that the calling thread's process lives.
+  /// Holds this rank's liveness word: during its lifetime the other ranks of the host see that this process lives.
   class Life {
    public:
     explicit Life(LivenessWord* word) : word_(word) {
@@ -107,10 +107,10 @@ class World {
   Life hold_life() const;
   /// Time of this rank's last bytes on connections for tensors.
   TimePoint moved_at() const;
-  /// Ranks of this host whose process has ended without releasing its liveness word.
+  /// Ranks of this host with a process that has ended without releasing its liveness word.
   std::vector<Rank> ended_mates() const;
 
-  // Frames for operations that share new memory (see share_memory in collectives.h).
+  // Frames of operations that share new memory (see share_memory in collectives.h).
   void arrived(Rank from, const SegmentOffer& message);
   void arrived(Rank from, const SegmentMapped& message);
   struct Offer {
@@ -120,7 +120,7 @@ class World {
   const Offer* offer(const SegmentKey& key, Rank from) const;
   std::optional<Offer> take_offer(const SegmentKey& key, Rank from);
   std::optional<bool> mapped(const SegmentKey& key, Rank from) const;
-  /// Number of a rank's frames that are kept for a process set.
+  /// Number of frames of a rank that wait for operations of a process set.
   std::size_t num_offers(Rank from, std::int32_t process_set) const;
   std::size_t num_mapped(Rank from, std::int32_t process_set) const;
   void forget(const SegmentKey& key);

@@ -1,5 +1,5 @@
-// What goes wrong between several process sets, joined ranks, processes that stop at the wrong
-// moment and ranks that send what no rank should send.
+// Failures with several process sets, joined ranks, processes that stop at the wrong moment, and ranks that send
+// invalid frames.
 #include <dirent.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -56,10 +56,10 @@ Status sum(TestEngine& engine, const std::string& name, Floats& data,
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
-/// One rank in a process of its own, which can be stopped; made while there is one thread.
+/// A rank in a separate process, which can be stopped. Create it while this process has only one thread.
 class Child {
  public:
-  /// `body` returns what went wrong. The child has only the sockets of its rank.
+  /// `body` returns the error, or an empty text. The child has only the sockets of its rank.
   Child(const WorldOptions& options, std::vector<std::vector<std::int32_t>>& sockets,
         std::size_t rank, const std::function<std::string(TestEngine&)>& body)
       : pid_(::fork()) {
@@ -90,7 +90,7 @@ class Child {
     int status = 0;
     CHECK(::waitpid(pid_, &status, WUNTRACED) == pid_ && WIFSTOPPED(status));
   }
-  /// True if it ended well.
+  /// True if the process ended without an error.
   bool finished() {
     int status = 0;
     const bool ok =
@@ -114,7 +114,7 @@ class Child {
 
 void stop_myself() { ::raise(SIGSTOP); }
 
-/// Runs the ranks that are not in a child process, each in a thread.
+/// Runs all ranks except the rank of the child process, each in a thread.
 void run_others(const WorldOptions& options, const std::vector<std::vector<std::int32_t>>& sockets,
                 std::size_t child, const std::function<void(TestEngine&, std::int32_t)>& body) {
   std::vector<std::string> problems(options.hosts.size());
@@ -146,14 +146,14 @@ void run_others(const WorldOptions& options, const std::vector<std::vector<std::
 
 // ---- Small and large descriptions
 //
-// Inside a host, small frames go through shared memory and large ones over the connections; what must
-// not overtake does not.
+// Inside a host, small frames use shared memory and large frames use the connections. Frames that must not overtake
+// each other keep their order.
 
 namespace {
 
 constexpr int kRounds = 20;
 
-/// 400 tensors: too many for a frame in shared memory.
+/// An allreduce of 400 tensors: its description is too large for a frame in shared memory.
 struct LargeAllreduce {
   LargeAllreduce(float value, std::int32_t process_set = 0) : data(400, Floats(2, value)) {
     for (auto& tensor : data) request.tensor(tensor.data(), tensor.data(), {2});
@@ -175,7 +175,7 @@ TEST(a_join_does_not_overtake_what_was_submitted_before_it) {
     run_ranks(world({0, 0}), [&](TestEngine& engine, std::int32_t rank) {
       for (int round = 1; round <= kRounds; ++round) {
         LargeAllreduce large(static_cast<float>(rank + 1));
-        // More than the ring has room for, in frames that fit into it.
+        // Each frame fits into the ring, but the ring has no room for all of them.
         std::vector<Floats> many(20, Floats(2, static_cast<float>(rank + 1)));
         std::vector<TestWork> works;
         if (rank == 1) wait_for(turn, round);
@@ -198,7 +198,7 @@ TEST(a_join_does_not_overtake_what_was_submitted_before_it) {
 }
 
 TEST(a_removal_does_not_overtake_what_was_submitted_before_it) {
-  // The coordinator of the set is that of the removal, or another rank.
+  // The set's coordinator is rank 0, which also coordinates the removal, or another rank.
   for (const Numbers& members : {Numbers{0, 1}, Numbers{1, 2}}) {
     std::atomic<int> turn{0};
     const auto first = static_cast<std::int32_t>(members[0]);
@@ -241,7 +241,7 @@ TEST(a_process_set_that_was_never_complete_refuses_its_operations) {
         wait_for(submitted, 2);
         std::this_thread::sleep_for(std::chrono::microseconds(300 * (round % 3)));
         TestWork work = engine.submit(add.raw());
-        engine.shutdown();  // while the others may be in the middle of it
+        engine.shutdown();  // while the other ranks may be in the middle of the operation
         return;
       }
       TestWork work = engine.submit(add.raw());
@@ -261,7 +261,7 @@ TEST(a_process_set_that_was_never_complete_refuses_its_operations) {
       const auto id = static_cast<std::int32_t>(result_of(work).rows.at(0));
       const Status refused = sum(engine, "x", data, id);
       done = 1;
-      // And not the timeout of an operation without missing ranks.
+      // The operation must not end by its timeout, because no rank is missing.
       CHECK_EQUAL(refused.code, SPARKHVD_SHUT_DOWN);
     });
   }
@@ -288,7 +288,7 @@ TEST(operations_agreed_on_before_a_removal_run_to_their_end) {
         Request last = allreduce_of("last", data, id);
         Status status;
         std::vector<TestWork> works;
-        // The set's coordinator says "run" while rank 0 says "remove": they meet in any order.
+        // The set's coordinator sends "run" while rank 0 sends "remove", so they arrive in any order.
         if (rank == 2) works.push_back(engine.submit(last.raw()));
         if (rank != 0) works.push_back(engine.submit(first.raw()));
         TestWork removed = engine.submit(remove.raw());
@@ -388,12 +388,12 @@ TEST(process_sets_and_buffers_work_where_one_rank_gets_no_memory) {
 TEST(tensors_of_one_process_set_do_not_block_orders_of_another) {
   const WorldOptions options = world({0, 1, 2});
   auto sockets = connect_all(3);
-  // Two sets of the same ranks. `second` is asked first for what was submitted meanwhile.
+  // Two sets of the same ranks: `first` and `second` are on set b, `other` is on set a.
   const auto submit_first = [](TestEngine& engine, std::int32_t rank, std::int32_t set,
                                Floats& data) {
     Request request(SPARKHVD_ALLTOALL, "first");
     request.tensor(data.data(), nullptr, {1000}).on(set);
-    // Only rank 2 has something, for rank 1.
+    // Only rank 2 sends rows, to rank 1.
     return engine.submit(request.numbers({0, rank == 2 ? 1000 : 0, 0}).raw());
   };
   const auto submit_second = [](TestEngine& engine, std::int32_t rank, std::int32_t set,
@@ -431,7 +431,7 @@ TEST(tensors_of_one_process_set_do_not_block_orders_of_another) {
     if (rank == 0) {
       child.wait_until_stopped();
       CHECK_EQUAL(first.wait().message, "");
-      CHECK_EQUAL(second.wait().message, "");  // its tensor is on its way to rank 1
+      CHECK_EQUAL(second.wait().message, "");  // rank 0's tensor is on its way to rank 1
     }
     auto other = submit_other(engine, a, got);
     if (rank == 0) {
@@ -516,7 +516,7 @@ TEST(ranks_join_under_any_name_and_once) {
       Status status;
       if (rank == 1 && work.poll() == SPARKHVD_PENDING) {
         TestWork second = engine.submit(again.raw(), &status);
-        if (status.code == SPARKHVD_OK) {  // the first was over by then
+        if (status.code == SPARKHVD_OK) {  // the first operation had ended by then
           CHECK_EQUAL(work.wait().message, "");
           CHECK_EQUAL(second.wait().message, "");
           continue;
@@ -542,10 +542,10 @@ TEST(who_joins_owes_nothing_from_before) {
     return message;
   };
   CHECK(negotiation.ready(Rank{0}, ready("gradient"), start).decisions.empty());
-  CHECK(negotiation.tick(at(2)).decisions.size() == 1);  // rank 1 did not come
+  CHECK(negotiation.tick(at(2)).decisions.size() == 1);  // rank 1 is too late
   CHECK(negotiation.ready(Rank{1}, ready("join", Collective::kJoin), at(3)).decisions.empty());
   CHECK(negotiation.ready(Rank{0}, ready("join", Collective::kJoin), at(3)).decisions.size() == 1);
-  // In the next epoch rank 1 must not receive anything of the time before.
+  // In the next epoch rank 1 must not receive a refusal from the epoch before.
   CHECK(negotiation.ready(Rank{1}, ready("gradient"), at(4)).decisions.empty());
   const auto outcome = negotiation.ready(Rank{0}, ready("gradient"), at(4));
   CHECK(outcome.decisions.size() == 1 &&
@@ -569,7 +569,8 @@ TEST(a_request_that_fits_no_message_is_refused_and_nothing_else_fails) {
 
 namespace {
 
-/// Rank 1 receives frames that rank 0 never sent, as if it had; `submit` is what it has in flight then.
+/// Lets rank 1 receive frames that the test forges in the name of rank 0. `submit` starts the operation that rank 1 has
+/// in flight at that time.
 Status receive(const std::vector<Bytes>& frames,
                const std::function<TestWork(TestEngine&)>& submit) {
   WorldOptions options = world(one_host(2));
@@ -585,7 +586,7 @@ Status receive(const std::vector<Bytes>& frames,
     TestEngine engine(options, 1, sockets[1]);
     TestWork work = submit(engine);
     sleep_ms(50);
-    // At once: the connection may be closed behind the first frame that is wrong.
+    // Sends all frames in one call, because rank 1 may close the connection after the first invalid frame.
     Bytes all;
     for (const auto& frame : frames) all.insert(all.end(), frame.begin(), frame.end());
     const auto count = ::send(spy, all.data(), all.size(), MSG_NOSIGNAL);
@@ -716,7 +717,7 @@ TEST(everything_at_once_on_overlapping_process_sets) {
             Request request(kinds[item.kind], item.name);
             request.on(ids[item.set]);
             if (item.kind == 3) {
-              // Everything to the next one.
+              // Each rank sends all rows to the next rank.
               Numbers splits(n, 0);
               const auto index = std::ranges::find(ranks, rank) - ranks.begin();
               splits[(static_cast<std::size_t>(index) + 1) % n] = rows;
@@ -724,7 +725,7 @@ TEST(everything_at_once_on_overlapping_process_sets) {
             }
             const auto root = static_cast<std::int32_t>(ranks[item.count % n]);
             if (item.kind == 8 && rank == root) {
-              Numbers splits(n, 0);  // everything to the last one
+              Numbers splits(n, 0);  // the root sends all rows to the last rank
               splits.back() = rows;
               request.numbers(splits);
             }

@@ -1,5 +1,5 @@
-// What the collectives compute: every type, reduction and placement of ranks against plain loops,
-// through the C boundary with ranks as threads.
+// Results of the collectives for every type, reduction and layout of ranks, compared with plain loops. The tests use
+// the C interface, with ranks as threads.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -25,7 +25,7 @@ Numbers random_numbers(unsigned seed, std::size_t count, double deviation = 1) {
   return numbers;
 }
 
-/// The sum in the order of the tensors and in the type that `dtype` is computed in, divided once.
+/// The average of tensors: added up in their order, in the type in which the engine computes `dtype`, and divided once.
 Tensor average_of(std::int32_t dtype, const std::vector<Tensor>& tensors, double prescale) {
   Numbers result(tensors[0].values().size());
   with_type(dtype, [&](auto zero) {
@@ -64,7 +64,7 @@ class SharedBuffer {
   std::byte* data_ = nullptr;
 };
 
-/// Allreduces of every type and reduction.
+/// Checks allreduces of every type and reduction.
 void check_allreduces(TestEngine& engine, std::int32_t rank, std::int32_t size,
                       const std::vector<std::size_t>& counts) {
   for (const std::int32_t dtype : kDTypes) {
@@ -91,7 +91,7 @@ void check_allreduces(TestEngine& engine, std::int32_t rank, std::int32_t size,
 
 TEST(allreduce_of_every_type_and_reduction_on_every_layout) {
   on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
-    // Mailbox, one chunk, several chunks of 4096 bytes.
+    // The counts need a mailbox, one chunk, and several chunks of 4096 bytes.
     check_allreduces(engine, rank, size, {1, 1301, 20011});
   });
 }
@@ -101,7 +101,7 @@ TEST(allreduce_of_every_type_and_reduction_through_a_ring) {
     Request configure(SPARKHVD_CONFIGURE, "a ring of any number of islands");
     CHECK_EQUAL(engine.submit(configure.numbers({0, 0, 1}).raw()).wait().message, "");
     check_allreduces(engine, rank, size, {0, 7, 20011});
-    // More chunks than are on their way at once, in private and in registered memory.
+    // More chunks than can be in flight at once, in private and in registered memory.
     constexpr std::size_t kCount = 600011;
     const SharedBuffer buffer(engine, kCount * sizeof(float));
     Tensor tensor(SPARKHVD_FLOAT32, values_of(rank, kCount, SPARKHVD_FLOAT32));
@@ -118,7 +118,7 @@ TEST(allreduce_of_every_type_and_reduction_through_a_ring) {
 }
 
 TEST(every_way_of_average_inside_a_host_divides_the_sum_in_rank_order) {
-  // Tensors of any place, lists of them, in registered memory, and over sockets; reducescatter too.
+  // Single tensors and lists of tensors, in private and registered memory, and over sockets; also with reducescatter.
   constexpr std::size_t kMost = 20011;
   std::vector<std::int32_t> isas;
   for (const int isa :
@@ -199,7 +199,7 @@ TEST(all_ranks_get_the_same_bits_between_hosts) {
   for (const auto& hosts : layouts) {
     for (const std::int32_t dtype : {SPARKHVD_FLOAT32, SPARKHVD_BFLOAT16}) {
       constexpr std::size_t kCount = 50021;
-      // Each algorithm adds in an order of its own; these sums are exact in any.
+      // Each algorithm adds in another order, so the numbers have sums that are exact in any order.
       std::vector<Tensor> exact;
       for (unsigned rank = 0; rank < hosts.size(); ++rank) {
         Numbers numbers = random_numbers(rank, kCount);
@@ -248,7 +248,7 @@ TEST(reducescatter_divides_any_number_of_rows_on_every_layout) {
     for (const std::int32_t dtype :
          {SPARKHVD_FLOAT32, SPARKHVD_BFLOAT16, SPARKHVD_INT64, SPARKHVD_UINT8}) {
       for (const std::int32_t op : {SPARKHVD_SUM, SPARKHVD_AVERAGE, SPARKHVD_MAX}) {
-        // Several tensors at once, some of them without rows or columns.
+        // Several tensors at once; some tensors have no rows or no columns.
         for (const auto& shapes : std::vector<std::vector<Sizes>>{
                  {shape_of(members, 1)},
                  {shape_of(members + 1, 3), shape_of(0, 5), shape_of(members - 1, 7)},
@@ -368,7 +368,7 @@ TEST(alltoall_carries_any_number_of_rows_from_everyone_to_everyone) {
   on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
     for (const std::int64_t columns : {std::int64_t{1}, std::int64_t{3}, std::int64_t{700}}) {
       for (unsigned seed = 0; seed < 4; ++seed) {
-        // Equal on all ranks; every other round has ranks that send or get nothing.
+        // The rows are equal on all ranks. In every other round some ranks send or receive no rows.
         std::mt19937 random(seed);
         const auto members = static_cast<std::size_t>(size);
         std::vector<Sizes> rows(members, Sizes(members));
@@ -379,7 +379,7 @@ TEST(alltoall_carries_any_number_of_rows_from_everyone_to_everyone) {
           }
         }
         const auto me = static_cast<std::size_t>(rank);
-        // The value tells where a number comes from and for whom it is.
+        // The value contains the sender and the receiver of the number.
         const auto number = [&](std::size_t from, std::size_t to, std::int64_t i) {
           return static_cast<std::int32_t>(from * 100000000 + to * 10000000 +
                                            static_cast<std::size_t>(i));
@@ -446,7 +446,7 @@ TEST(allgather_of_several_tensors_gives_tensor_after_tensor) {
 
 namespace {
 
-/// The formula of the paper on whole vectors.
+/// Adasum by the formula of the paper, on whole vectors.
 Numbers adasum_of(const Numbers& a, const Numbers& b) {
   const auto dot = [](const Numbers& x, const Numbers& y) {
     return std::inner_product(x.begin(), x.end(), y.begin(), 0.0);
@@ -485,13 +485,14 @@ TEST(adasum_combines_pairs_as_in_the_paper) {
     const std::size_t size = hosts.size();
     for (const std::int32_t dtype :
          {SPARKHVD_FLOAT32, SPARKHVD_FLOAT64, SPARKHVD_FLOAT16, SPARKHVD_BFLOAT16}) {
-      // Tensors are combined one by one: zeros everywhere, zeros on some ranks, one number.
+      // Each tensor is combined separately: a tensor of zeros, a tensor of zeros on some ranks, a tensor of one number,
+      // and a large tensor.
       const auto input = [&](std::size_t rank, std::size_t tensor) -> Numbers {
         if (tensor == 0) return Numbers(5);
         if (tensor == 1 && rank % 2 == 1) return Numbers(100);
         const std::size_t count = tensor == 1 ? 100 : tensor == 2 ? 1 : 9001;
         Numbers numbers = random_numbers(static_cast<unsigned>(rank * 10 + tensor), count);
-        // As in the type, so that the reference starts from the same.
+        // Rounds the numbers to the type, so that the reference starts from equal values.
         return Tensor(dtype, numbers).values();
       };
       std::vector<std::vector<std::vector<std::byte>>> results(size);
@@ -515,7 +516,7 @@ TEST(adasum_combines_pairs_as_in_the_paper) {
           for (std::size_t r = 0; r < size; ++r) inputs.push_back(input(r, i));
           Numbers expected = adasum_of(inputs);
           for (double& number : expected) number *= 2;
-          // Rounded after every step, not only once.
+          // The engine rounds after every step and not only once, so the comparison is less exact.
           check_close(tensors[i].values(), expected,
                       dtype == SPARKHVD_FLOAT64   ? SPARKHVD_FLOAT64
                       : dtype == SPARKHVD_FLOAT32 ? SPARKHVD_FLOAT16

@@ -1,4 +1,4 @@
-// Control frames through shared memory: order, room, and what a peer without a mind may leave there.
+// Control frames through shared memory: order, room, and invalid data from a corrupt peer.
 #include "transport/control_ring.h"
 
 #include <deque>
@@ -44,7 +44,7 @@ TEST(control_ring_keeps_the_order_of_frames_of_all_sizes) {
     }
     while (!inside.empty() && random() % 2 == 0) {
       CHECK(pair.reader.next() == inside.front());
-      CHECK(pair.reader.next() == inside.front());  // until it is popped
+      CHECK(pair.reader.next() == inside.front());  // next() returns the same frame until pop()
       pair.reader.pop();
       inside.pop_front();
     }
@@ -61,12 +61,12 @@ TEST(control_ring_takes_what_fits_and_nothing_else) {
   CHECK(!pair.write(frame_of(ControlRing::kMaxFrame + 1, 0)));
   std::size_t frames = 0;
   while (pair.write(frame_of(ControlRing::kMaxFrame, 1))) ++frames;
-  CHECK_EQUAL(frames, 3U);  // of four, because each has its length with it
+  CHECK_EQUAL(frames, 3U);  // and not four, because the length of each frame takes room too
   CHECK(pair.reader.next() == frame_of(ControlRing::kMaxFrame, 1));
   CHECK(!pair.write(frame_of(ControlRing::kMaxFrame, 2)));
   pair.reader.pop();
   CHECK(pair.write(frame_of(ControlRing::kMaxFrame, 2)));
-  // A reader that says it has read what was never written.
+  // A reader claims to have read more than was written.
   pair.taken.value = UINT64_MAX;
   CHECK(!pair.write(frame_of(8, 3)));
 }

@@ -1,4 +1,4 @@
-// CPUs that a host's ranks may use: affinity, and quotas as control groups of both versions tell them.
+// CPUs that a host's ranks may use: affinity, and quotas of control groups (version 1 and version 2).
 #include "cpus.h"
 
 #include <sched.h>
@@ -47,12 +47,12 @@ TEST(cpus_of_ranks_that_may_run_anywhere) {
 TEST(cpus_of_ranks_that_are_pinned) {
   CHECK(!have({on({0}), on({0})}));
   CHECK(have({on({0}), on({1}), on({8191})}));
-  // Two of three on one CPU, however many the third may use.
+  // Two of three ranks have only one CPU, however many CPUs the third rank may use.
   CHECK(!have({on({5}), on({5}), on({0, 1, 2, 3})}));
-  // Who may run anywhere leaves a CPU to who may not.
+  // A rank that may use both CPUs leaves CPU 0 to the rank that may use only CPU 0.
   CHECK(have({on({0}), on({0, 1})}));
   CHECK(!have({on({0}), on({0, 1}), on({0, 1})}));
-  // Overlapping: three ranks on three CPUs.
+  // Overlapping sets: three ranks on three CPUs.
   CHECK(have({on({0, 1}), on({1, 2}), on({0, 2})}));
   CHECK(!have({on({0, 1}), on({1, 2}), on({0, 2}), on({0, 2})}));
 }
@@ -61,10 +61,10 @@ TEST(cpus_of_ranks_with_a_quota) {
   const CpuShare in_one{on_64({{7, 1.0}})};
   CHECK(have({in_one}));
   CHECK(!have({in_one, in_one}));
-  // Each in a container of its own.
+  // Each rank is in a separate container.
   CHECK(have({in_one, on_64({{8, 1.0}}), on_64({{9, 1.5}})}));
   CHECK(!have({on_64({{8, 0.5}})}));
-  // The group above holds both.
+  // Both ranks are in the same parent group.
   CHECK(have({on_64({{7, 1.0}, {3, 2.0}}), on_64({{8, 1.0}, {3, 2.0}})}));
   CHECK(!have({on_64({{7, 1.0}, {3, 1.9}}), on_64({{8, 1.0}, {3, 1.9}})}));
 }
@@ -107,7 +107,7 @@ TEST(cpus_are_those_of_the_affinity) {
   }).join();
 }
 
-/// True if each of two ranks, pinned so, finds that both have a CPU.
+/// Pins two ranks to these CPUs. Returns, by rank, whether it finds that both ranks have a CPU.
 std::array<bool, 2> ranks_have_cpus(std::array<std::size_t, 2> cpus) {
   int pair[2];
   CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
@@ -155,7 +155,7 @@ TEST(cpus_of_groups_of_version_2_and_those_above) {
 
 TEST(cpus_of_groups_of_version_1) {
   const Folder folder;
-  // In a container the path lies outside what is mounted.
+  // In a container the path may not exist below the mount.
   folder.write("groups", "5:memory:/x\n4:cpu,cpuacct:/docker/1\n");
   folder.write("v1/cpu.cfs_quota_us", "50000\n");
   folder.write("v1/cpu.cfs_period_us", "100000\n");

@@ -1,4 +1,4 @@
-// CRC-32: known values, the CPU's instructions against the tables, and any way to cut the bytes.
+// CRC-32: known values, the CPU's instructions compared with the tables, and bytes that are cut at any place.
 #include "crc32.h"
 
 #include <random>

@@ -1,5 +1,5 @@
-// Devices and NCCL that fail, ranks that leave and die, memory that outlives: everything ends, soon, and
-// with a reason. Ranks are threads, the device is the stand-in of tests/fake_cuda.
+// Failures of devices and NCCL, ranks that leave or die, and memory that outlives its engine: every operation ends
+// soon, and with a reason. Ranks are threads, and the device is the stand-in of tests/fake_cuda.
 #include <atomic>
 #include <chrono>
 #include <optional>
@@ -16,7 +16,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return Seconds(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Rows of fake_cuda_fail: ncclRemoteError and others.
+// Results for fake_cuda_fail: ncclUnhandledCudaError and ncclRemoteError.
 constexpr int kUnhandledCudaError = 1;
 constexpr int kRemoteError = 6;
 
@@ -73,7 +73,7 @@ TEST(an_asynchronous_error_of_nccl_fails_the_engine_on_every_rank) {
     Request armed(SPARKHVD_BARRIER, "armed");
     CHECK_EQUAL(engine.submit(armed.raw()).wait().message, "");
     const auto start = std::chrono::steady_clock::now();
-    // The operation in which it happens may have ended well on the other rank.
+    // The operation that fails on one rank may have succeeded on the other rank.
     Sum sum(gpu, Floats(3, 1));
     Status status;
     for (int i = 0; status.code == SPARKHVD_OK && seconds_since(start) < 5; ++i) {
@@ -104,9 +104,9 @@ TEST(a_call_that_hangs_ends_with_the_operations_timeout) {
       CHECK_MESSAGE(status.code == SPARKHVD_TIMEOUT, status.message);
       CHECK_MESSAGE(has(status, "waited"), status.message);
       CHECK(seconds_since(start) < 6);
-      // Who hangs in NCCL may launch the operation yet; one of the ranks does.
+      // The rank that hangs in NCCL may still launch the operation. Only one of the ranks hangs.
       num_left += work.is_left_to_device();
-      // What hangs can come back before the engine goes, so that no thread is left behind.
+      // Ends the hang before the engine is destroyed, so that no thread is left behind.
       ++num_ended;
       while (num_ended < 2) std::this_thread::yield();
       if (rank == 0) Fake::get().reset();
@@ -171,7 +171,7 @@ TEST(shutdown_ends_operations_that_are_on_the_device) {
     Gpu gpu(engine, rank);
     Sum sum(gpu, Floats(1000, 1));
     if (rank == 1) {
-      // Its part comes so late that the others are in the middle of the operation.
+      // This rank's part hangs, so the other rank is in the middle of the operation.
       Fake::get().hang("ncclAllReduce@stream", 1);
     }
     TestWork work = sum.start(engine, "x");
@@ -264,7 +264,7 @@ TEST(without_rank_0_nothing_is_ordered_on_devices_any_more) {
       CHECK_EQUAL(engine.shutdown().message, "");
       return;
     }
-    // The goodbye of rank 0 is known when an operation of all ranks is refused.
+    // When an operation of all ranks is refused, the goodbye of rank 0 has arrived.
     Request barrier(SPARKHVD_BARRIER, "all");
     Status submitted;
     TestWork all = engine.submit(barrier.raw(), &submitted);
@@ -301,8 +301,8 @@ TEST(a_process_set_that_is_removed_takes_the_trouble_of_its_communicator_along) 
     CHECK_EQUAL(gpu.wait_stream(held).message, "");
     meet("launched");
     if (rank == 0) {
-      // While something is on the device, all communicators are looked at, ten times a second: first
-      // that of all ranks, then the set's.
+      // While an operation is on the device, the plane queries all communicators ten times a second: first the
+      // communicator of all ranks, then the set's.
       const char* look = "ncclCommGetAsyncError@0";
       const auto wait_for_looks = [&](int before, int number) {
         const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
@@ -320,7 +320,7 @@ TEST(a_process_set_that_is_removed_takes_the_trouble_of_its_communicator_along) 
     Request remove(SPARKHVD_REMOVE_PROCESS_SET, "remove");
     CHECK_EQUAL(engine.submit(remove.numbers({set}).raw()).wait().message, "");
     std::this_thread::sleep_for(
-        std::chrono::milliseconds(1300));  // longer than it waits for a verdict
+        std::chrono::milliseconds(1300));  // longer than the engine waits for the cause
     meet("later");
     if (rank == 0) Fake::get().reset();
     CHECK_EQUAL(held.wait().message, "");

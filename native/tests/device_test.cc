@@ -1,5 +1,5 @@
-// Operations on devices, through the C boundary, with ranks as threads and the stand-in of
-// tests/fake_cuda, whose streams are real queues: what is not ordered gives wrong data.
+// Operations on devices through the C interface, with ranks as threads. The device is the stand-in of tests/fake_cuda.
+// Its streams are real queues, so a missing dependency gives wrong data.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -57,7 +57,8 @@ const std::vector<std::int32_t> kDTypes{
     SPARKHVD_INT32, SPARKHVD_INT64,   SPARKHVD_UINT64, SPARKHVD_FLOAT16, SPARKHVD_BFLOAT16,
     SPARKHVD_BOOL,  SPARKHVD_FLOAT32, SPARKHVD_FLOAT64};
 
-/// The same operation on the device and on the CPU, which is tested elsewhere: equal bytes.
+/// Runs an operation on the device and on the CPU, and checks that the bytes are equal. Other tests check the CPU's
+/// results.
 class Comparison {
  public:
   Comparison(TestEngine& engine, Gpu& gpu, std::int32_t rank, std::int32_t size)
@@ -214,7 +215,7 @@ TEST(overlapping_process_sets_on_devices_work_in_different_orders) {
   for (const auto& hosts : {one_host(4), std::vector<std::int32_t>{0, 1, 0, 1}}) {
     run_ranks(world(hosts), [&](TestEngine& engine, std::int32_t rank) {
       Gpu gpu(engine, rank);
-      // The second has no rank 0, the last none of the first two.
+      // The second set does not have rank 0; the last set has neither rank 0 nor rank 1.
       const std::vector<Ranks> sets{{0, 1, 2}, {1, 2, 3}, {0, 1, 2, 3}, {2, 3}};
       std::vector<std::int32_t> ids{};
       for (const auto& ranks : sets) ids.push_back(add_process_set(engine, ranks));
@@ -236,7 +237,7 @@ TEST(overlapping_process_sets_on_devices_work_in_different_orders) {
           CHECK(sums[i]->result() == Floats(211, expected));
         }
       }
-      // Rank 0, which is not in all sets, orders the operations of all.
+      // Rank 0 passes on the orders of all sets, although it is not in all of them, so it must not leave early.
       Request barrier(SPARKHVD_BARRIER, "end");
       CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
     });
@@ -255,7 +256,7 @@ TEST(overlapping_process_sets_on_devices_survive_any_order_and_delay) {
     std::mt19937 random(static_cast<unsigned>(rank));
     for (int round = 0; round < 60; ++round) {
       std::vector<std::size_t> order;
-      // Ranks 1 and 2 are in both, and begin at opposite ends.
+      // Ranks 1 and 2 are in both sets, and submit in opposite orders.
       for (std::size_t i = 0; i < 4; ++i) order.push_back(rank == 1 ? i % 2 : (i + 1) % 2);
       std::vector<std::unique_ptr<Sum>> sums;
       std::vector<TestWork> works;
@@ -275,7 +276,7 @@ TEST(overlapping_process_sets_on_devices_survive_any_order_and_delay) {
         CHECK(sums[i]->result() == Floats(17, mine[i] == 0 ? 3 : 6));
       }
     }
-    // As above.
+    // Rank 0 must not leave early, because it passes on the orders of all sets.
     Request barrier(SPARKHVD_BARRIER, "end");
     CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
   });
@@ -284,7 +285,7 @@ TEST(overlapping_process_sets_on_devices_survive_any_order_and_delay) {
 
 TEST(orders_on_devices_wait_at_rank_0_for_a_set_that_it_has_yet_to_make) {
   FakeScope fake;
-  // Rank 3 sends rank 0 alone so much that the others have made the set long before rank 0.
+  // Rank 3 sends so many bytes to rank 0 that the other ranks have created the set long before rank 0.
   constexpr std::int64_t kRows = 16 << 20;
   run_ranks(world({0, 1, 2, 3}), [&](TestEngine& engine, std::int32_t rank) {
     Gpu gpu(engine, rank);
@@ -327,7 +328,7 @@ TEST(a_removed_process_set_runs_what_was_agreed_on_its_devices) {
         Request remove(SPARKHVD_REMOVE_PROCESS_SET, "remove");
         CHECK_EQUAL(engine.submit(remove.numbers({id}).raw()).wait().message, "");
         for (std::size_t i = 0; i < works.size(); ++i) {
-          // All, because every rank submits them before it removes the set.
+          // All operations run, because every rank submits them before it removes the set.
           CHECK_EQUAL(works[i].wait().message, "");
           CHECK(sums[i]->result() == Floats(10, 2));
         }
@@ -397,7 +398,7 @@ TEST(wait_stream_orders_what_comes_after_without_the_host) {
     Sum sum(gpu, Floats(1000, static_cast<float>(rank + 1)));
     TestWork work = sum.start(engine, "x");
     CHECK_EQUAL(gpu.wait_stream(work).message, "");
-    CHECK_EQUAL(work.poll(), SPARKHVD_PENDING);  // the device has not come to it
+    CHECK_EQUAL(work.poll(), SPARKHVD_PENDING);  // the device has not run it yet
     if (++num_waiting == 2) {
       Fake::get().reset();
       Fake::get().delay_streams(20000);
@@ -424,7 +425,7 @@ TEST(a_name_is_free_when_the_device_has_its_operation) {
     if (++num_ahead == 2) Fake::get().reset();
     for (auto& work : works) CHECK_EQUAL(work.wait().message, "");
     CHECK(sum.result() == Floats(100, std::ldexp(3.0F, 49)));
-    // Before that it is taken, as of any operation.
+    // Before the launch the name is in use, as for any operation.
     if (rank == 0) {
       Sum other(gpu, Floats(3, 1));
       TestWork first = other.start(engine, "taken");
@@ -462,9 +463,9 @@ TEST(a_host_that_is_a_thousand_operations_ahead_waits_for_the_device) {
 }
 
 TEST(without_a_wait_between_streams_the_result_is_wrong) {
-  // Each operation has two: the plane's for the caller's stream, and the caller's for the plane.
+  // Each operation has two waits: the plane's stream waits for the caller's stream, and the caller's for the plane's.
 #if defined(__SANITIZE_THREAD__)
-  const int last = 0;  // the race that comes with a wait left out is what the sanitizer is for
+  const int last = 0;  // a skipped wait is a data race, which the sanitizer would report
 #else
   const int last = 2;
 #endif
@@ -491,7 +492,7 @@ TEST(without_a_wait_between_streams_the_result_is_wrong) {
       if (wait > 0) Fake::get().skip_wait(wait);
       Request request(SPARKHVD_ALLREDUCE, "x");
       TestWork skipped = engine.submit(gpu.use(request.tensor(input, output, {1000})));
-      // On a stream that has nothing else to do.
+      // Waits on a stream without other work.
       CHECK_EQUAL(reader.wait_stream(skipped).message, "");
       Floats result(1000);
       reader.read(result.data(), output, 4000);
@@ -519,7 +520,7 @@ TEST(a_stream_under_capture_is_refused_and_no_capture_is_spoilt) {
     CHECK_MESSAGE(status.message.find("is being captured into a CUDA graph") != std::string::npos,
                   status.message);
     CHECK_EQUAL(gpu.wait_stream(work).code, SPARKHVD_INVALID_ARGUMENT);
-    // Another stream's operation meanwhile, with everything that it takes.
+    // Meanwhile an operation on another stream runs from submission to end.
     Request request(SPARKHVD_ALLREDUCE, "beside");
     TestWork beside = engine.submit(other.use(request.tensor(memory, memory, {10})));
     CHECK_EQUAL(beside.wait().message, "");

@@ -1,4 +1,4 @@
-// Ranks as threads with a pretended GPU each (tests/fake_cuda): rank r opens device r.
+// Ranks as threads, each with a simulated GPU (tests/fake_cuda): rank r opens device r.
 #pragma once
 
 #include <dlfcn.h>
@@ -14,7 +14,7 @@
 
 namespace sparkhvd::test {
 
-/// The controls that the stand-in exports.
+/// The controls that the stand-in exports (fake_cuda.h).
 class Fake {
  public:
   static Fake& get() {
@@ -80,7 +80,7 @@ inline Status open_device(TestEngine& engine, std::int32_t ordinal) {
   return {code, text};
 }
 
-/// What a rank's program does with its GPU: a stream, memory, copies.
+/// The GPU as a rank's program uses it: a stream, memory, copies.
 class Gpu {
  public:
   Gpu(TestEngine& engine, std::int32_t rank) : Gpu(rank) {
@@ -116,7 +116,7 @@ class Gpu {
     memory_.push_back(address);
     return reinterpret_cast<std::byte*>(address);
   }
-  /// On the stream: `data` to the device. It must live until the stream is synchronized.
+  /// Copies `data` to the device, on the stream. `data` must live until the stream is synchronized.
   void write(std::byte* to, const void* data, std::size_t bytes) {
     const nccl::CurrentContext current(cuda(), context_);
     if (bytes == 0) return;
@@ -135,7 +135,7 @@ class Gpu {
     const nccl::CurrentContext current(cuda(), context_);
     cuda().check(cuda().cuStreamSynchronize(stream_), "cuStreamSynchronize");
   }
-  /// A request for this device, behind what its stream has.
+  /// Makes a request run on this device, after the pending work of its stream.
   sparkhvd_request& use(Request& request) {
     auto& raw = request.raw();
     raw.device = ordinal_;
@@ -195,7 +195,7 @@ inline WorldOptions world(std::vector<std::int32_t> hosts) {
   return options;
 }
 
-/// Nothing of a test is left to the next one; what a GPU would punish at random is an error.
+/// Resets the stand-in before and after a test. `check` fails the test if the stand-in has recorded a misuse.
 struct FakeScope {
   FakeScope() { Fake::get().reset(); }
   ~FakeScope() { Fake::get().reset(); }

@@ -1,4 +1,5 @@
-// The driver with a fake instead of an engine: one thread at a time, no lost request, no endless wait.
+// The driver with a fake in place of an engine: only one thread drives at a time, no request is lost, and no wait is
+// endless.
 #include "engine/driver.h"
 
 #include <atomic>
@@ -16,14 +17,14 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-/// A request, served `rounds` rounds after the driver has taken it.
+/// A request that the fake serves `rounds` rounds after the driver has taken it.
 struct Job {
   explicit Job(int the_rounds) : rounds(the_rounds) {}
   int rounds;
   std::atomic<bool> is_served{false};
 };
 
-/// Serves jobs, and sees to it that only one thread at a time asks it to.
+/// Serves jobs, and checks that only one thread at a time drives it.
 class Fake final : public Drivable {
  public:
   explicit Fake(WakeupEvent& wakeup) : wakeup_(wakeup) { poller_.add(wakeup_.fd(), EPOLLIN, 0); }
@@ -95,7 +96,7 @@ class Fake final : public Drivable {
   std::function<void()> notify_;
   mutable std::mutex mutex_;
   std::vector<Job*> submitted_;
-  std::deque<Job*> taken_;  // the driver's
+  std::deque<Job*> taken_;  // only the driver's thread uses it
   std::atomic<bool> is_running_{false};
   std::atomic<int> inside_{0};
   std::atomic<bool> had_two_drivers_{false};
@@ -111,7 +112,7 @@ class Served final : public WaitCondition {
   const Job& job_;
 };
 
-/// A driver with its fake and its progress thread.
+/// A driver with its fake engine and its progress thread.
 struct World {
   explicit World(microseconds spin = microseconds(50))
       : fake(wakeup), driver({}, fake, wakeup, recorder, fake.fd(), {spin, false, 100}) {
@@ -124,13 +125,13 @@ struct World {
     thread.join();
     driver.release();
   }
-  /// True if it was served in time.
+  /// Submits a job and waits as the driver. True if the job was served in time.
   bool run(Job& job, milliseconds patience = milliseconds(20000)) {
     fake.submit(job);
     driver.wait(Served(job), Clock::now() + patience, true);
     return job.is_served;
   }
-  /// The same without waiting as a driver: somebody else serves it.
+  /// Submits a job without driving, so that another thread serves it. True if the job was served in time.
   bool serve(Job& job) {
     fake.submit(job);
     driver.serve();
@@ -171,7 +172,7 @@ TEST(driver_is_one_thread_and_forgets_no_request) {
 
 TEST(driver_of_nobody_is_the_progress_thread) {
   World world;
-  // Served in the second round, which the submission itself does not drive.
+  // The job needs more rounds than the submission itself drives.
   for (int i = 0; i < 20; ++i) {
     Job job(3);
     CHECK(world.serve(job));
@@ -184,7 +185,7 @@ TEST(driver_that_sleeps_is_woken_for_a_request) {
   std::jthread sleeper([&] {
     Job waited(1);
     world.run(waited);
-    // Nothing will serve this one: the thread sleeps as the driver.
+    // This job is never submitted, so the thread sleeps as the driver.
     world.driver.wait(Served(never), Clock::now() + milliseconds(300), false);
   });
   std::this_thread::sleep_for(milliseconds(50));

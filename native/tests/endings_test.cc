@@ -1,5 +1,4 @@
-// Ends that leave no time for words: a process that is killed, memory that is gone while an engine fails,
-// options that cannot be.
+// Abrupt ends: a process that is killed, a lack of memory while an engine fails, and invalid options.
 #include <signal.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -16,7 +15,7 @@
 
 namespace {
 
-// Allocations of this thread until one fails; 0: none does.
+// Number of the allocation of this thread that will fail, counted from now; 0: no allocation fails.
 thread_local int allocations_left = 0;
 
 void* allocate(std::size_t bytes) {
@@ -45,7 +44,7 @@ struct Tensor {
   Request request{SPARKHVD_ALLREDUCE, "x"};
 };
 
-/// Waits in the C boundary, where the `nth` allocation fails; what is pending after 10 s is pending.
+/// Waits through the C interface while the `nth` allocation fails. Returns PENDING after 10 s.
 std::int32_t wait_without_memory(TestWork& work, int nth) {
   allocations_left = nth;
   const auto status = sparkhvd_wait(work.get(), 10000, nullptr, 0);
@@ -93,7 +92,7 @@ TEST(an_engine_that_has_failed_rests) {
       both_have_results.arrive_and_wait();
       CHECK_EQUAL(status.message, "");
       if (rank == 0) engine.abort("of the test");
-      // Beyond the next look for hosts that have vanished.
+      // Longer than the time until the engine next looks for lost hosts.
       std::this_thread::sleep_for(std::chrono::milliseconds(700));
       const auto before = cpu_time();
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
@@ -102,7 +101,7 @@ TEST(an_engine_that_has_failed_rests) {
   }
 }
 
-/// A rank whose process can be killed; its connections stay open until this goes.
+/// A rank in a process that the test can kill. Its connections stay open until this object is destroyed.
 class Doomed {
  public:
   Doomed(const WorldOptions& options, const std::vector<std::vector<std::int32_t>>& sockets)
@@ -132,7 +131,7 @@ class Doomed {
   pid_t pid_;
 };
 
-/// Rank 1 is killed while `rank_0(engine, kill)` has an operation in flight.
+/// Runs `rank_0(engine, kill)` on rank 0. `kill` kills rank 1.
 void with_a_doomed_rank(
     const std::function<void(TestEngine&, const std::function<void()>&)>& rank_0) {
   WorldOptions options;
@@ -170,7 +169,7 @@ TEST(a_killed_process_is_seen_by_who_waits_for_nothing) {
   });
 }
 
-/// Rank 1 stops after an allreduce; when it continues it detects that rank 0 has left.
+/// Runs rank 1: it stops after an allreduce, and when it continues it detects that rank 0 has left.
 int stop_and_go_on(const WorldOptions& options, const std::vector<std::int32_t>& sockets) {
   TestEngine engine(options, 1, sockets);
   Tensor tensor;

@@ -1,4 +1,4 @@
-// The engine through its C boundary: ranks as threads, in shared memory, over sockets, and mixed.
+// The engine through its C interface, with ranks as threads: in shared memory, over sockets, and mixed.
 #include <dirent.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -27,7 +27,7 @@ struct Layout {
   bool use_shared_memory = true;
 };
 
-/// One host with and without shared memory, several hosts of one rank, and hosts of unequal size.
+/// Layouts: one host with and without shared memory, several hosts of one rank, and hosts of unequal size.
 std::vector<Layout> layouts() {
   std::vector<Layout> all;
   for (int size = 1; size <= 5; ++size) {
@@ -98,7 +98,8 @@ TEST(allreduce_sums_every_size_on_every_layout) {
 }
 
 TEST(allreduce_gives_equal_bits_on_every_rank_and_layout_of_one_host) {
-  // Inexact values, so that the order of addition shows; shared memory and sockets must add alike.
+  // The values are inexact, so the result depends on the order of addition. Shared memory and sockets must add in the
+  // same order.
   const std::size_t count = 50021;
   for (const std::int32_t dtype : {SPARKHVD_FLOAT32, SPARKHVD_BFLOAT16}) {
     std::vector<std::vector<std::uint16_t>> results;
@@ -471,7 +472,7 @@ TEST(bad_requests_are_refused_with_a_sentence) {
 
 namespace {
 
-/// What `wait` on a fresh allreduce says, or what submitting it says.
+/// Status of an allreduce: of the submission if it fails, else of the wait.
 Status try_allreduce(TestEngine& engine, const std::string& name, Floats& data) {
   Request request(SPARKHVD_ALLREDUCE, name);
   request.tensor(data.data(), data.data(), {static_cast<std::int64_t>(data.size())});
@@ -489,7 +490,7 @@ TEST(a_killed_process_is_named_on_every_other_rank) {
     const auto size = layout.hosts.size();
     auto sockets = connect_all(size);
     const auto victim = static_cast<std::int32_t>(size) - 1;
-    // A process of its own, forked while there is one thread: it takes part twice and dies.
+    // The victim is a process, forked while there is only one thread. It takes part in two operations and then dies.
     const pid_t child = ::fork();
     if (child == 0) {
       for (std::size_t i = 0; i + 1 < size; ++i) close_all(sockets[i]);
@@ -523,7 +524,7 @@ TEST(a_killed_process_is_named_on_every_other_rank) {
             CHECK_MESSAGE(status.message.find(name) != std::string::npos, status.message);
             CHECK(took < std::chrono::seconds(2));
             CHECK_EQUAL(try_allreduce(engine, "later", data).code, SPARKHVD_PEER_LOST);
-            // Also on ranks that have heard of it.
+            // The loss is also known on ranks that only heard of it from another rank.
             CHECK(engine.losses() == (Losses{{victim, SPARKHVD_DEAD}}));
           } catch (const std::exception& error) {
             problems[i] = error.what();
@@ -543,7 +544,8 @@ TEST(a_process_stopped_inside_an_operation_is_named_after_the_timeout) {
   options.hosts = one_host(2);
   options.stall_shutdown_s = 0.5;
   auto sockets = connect_all(2);
-  // Filling memory takes a watched process longer than the deadline of operations, so it is waited for outside of the engine.
+  // Under a sanitizer a process needs longer to fill the memory than the operation's timeout. So this waits for it
+  // outside of the engine.
   int filled[2];
   CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, filled) == 0);
   const auto both_have_filled = [](int end) {
@@ -611,7 +613,8 @@ TEST(a_rank_that_shuts_down_is_named_and_finished_work_survives) {
         Floats data(10, 1);
         const Status status = try_allreduce(engine, "after", data);
         const Losses losses = engine.losses();
-        // Nobody else has left yet. Checks come behind: who throws before would let the others wait here for ever.
+        // No other rank has left yet. The checks come after the barrier: a rank that throws before it would let the
+        // other ranks wait here forever.
         together.arrive_and_wait();
         CHECK_EQUAL(before.message, "");
         CHECK_EQUAL(last, static_cast<float>(size));
@@ -652,7 +655,7 @@ TEST(a_rank_that_does_not_come_is_named_after_the_timeout) {
     Request request(SPARKHVD_ALLREDUCE, "late");
     request.tensor(data.data(), data.data(), {10});
     if (rank != 1) {
-      // The time of the last of the two counts: both have submitted by then.
+      // Rank 2 submits last, with a short timeout, so both ranks have submitted when the operation fails.
       if (rank == 2) {
         submitted.arrive_and_wait();
         request.raw().timeout_s = 0.1;
@@ -668,7 +671,7 @@ TEST(a_rank_that_does_not_come_is_named_after_the_timeout) {
       CHECK(status.message.find("ranks 0 and 2 waited") != std::string::npos);
     }
     together.arrive_and_wait();
-    // The late rank receives the same, and the engine stays usable.
+    // The late rank gets the same error, and the engine stays usable.
     if (rank == 1) CHECK_EQUAL(engine.submit(request.raw()).wait().code, SPARKHVD_TIMEOUT);
     together.arrive_and_wait();
     request.raw().timeout_s = -1;
@@ -758,8 +761,8 @@ TEST(engines_leave_no_descriptor_and_no_thread) {
   const int threads = count_entries("/proc/self/task");
   for (int i = 0; i < 200; ++i) once();
   CHECK_EQUAL(count_entries("/proc/self/fd"), descriptors);
-  // A thread that was joined stays in /proc for a moment, longest under an emulator; so the first count may
-  // have one too many. A leak would be of 200 and more.
+  // A joined thread stays in /proc for a moment, longest under an emulator, so the first count may be too high by 1. A
+  // leak would be 200 threads and more.
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(5);
   while (count_entries("/proc/self/task") > threads &&
          std::chrono::steady_clock::now() < deadline) {
@@ -773,7 +776,7 @@ TEST(random_operations_in_random_order_are_all_right) {
     if (layout.hosts.size() < 2) continue;
     const auto size = layout.hosts.size();
     run_ranks(world(layout), [&](TestEngine& engine, std::int32_t rank) {
-      // The same operations on every rank, submitted in each rank's own order.
+      // The same operations on every rank, submitted in a different order on each rank.
       std::mt19937 shared(42);
       const std::size_t operations = 60;
       std::vector<Floats> data;

@@ -1,4 +1,4 @@
-// A folder that looks like /proc and /sys to the code under test; gone at the end.
+// A temporary folder that takes the place of /proc and /sys in tests.
 #pragma once
 
 #include <cstdlib>

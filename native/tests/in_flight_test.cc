@@ -1,4 +1,4 @@
-// Operations in flight without an engine: between a request and the driver's taking it.
+// Operations in flight without an engine: from the request until the driver takes it.
 #include "engine/in_flight.h"
 
 #include "test.h"
@@ -39,7 +39,7 @@ TEST(what_is_submitted_behind_an_abort_is_refused_before_the_driver_takes_it) {
   CHECK_EQUAL(*requests.abort_reason, "rank 1 aborted: the loss is NaN");
 }
 
-/// Notes the loss before it ends everything, as an engine does.
+/// Records the loss of a rank before it ends all operations, as an engine does.
 struct EndsAll final : Failing {
   InFlight* in_flight = nullptr;
   void spread(std::int32_t status, const std::string& message) override {
@@ -86,7 +86,7 @@ TEST(an_operation_of_a_removed_process_set_names_no_rank_that_has_left) {
   NoFailing failing;
   InFlight in_flight(membership, recorder, failing, [] {});
   in_flight.announce(1, {Rank{1}, Rank{2}});
-  const auto operation = allreduce_of("x");  // read while the set was there
+  const auto operation = allreduce_of("x");  // created while the process set existed
   operation->process_set = 1;
   in_flight.withdraw(1);
   in_flight.depart(Rank{0});

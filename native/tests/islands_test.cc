@@ -1,5 +1,5 @@
-// What many islands cost: the bytes that ranks send, for tensors and for agreement; and that the ways
-// that save them deliver every byte.
+// Cost of many islands: the bytes that ranks send for tensors and for negotiation. The tests also check that the
+// algorithms that save bytes give right results.
 #include <algorithm>
 #include <barrier>
 #include <cmath>
@@ -21,7 +21,7 @@ Hosts alone(int size) {
   return hosts;
 }
 
-/// Hosts of four ranks each.
+/// A layout with hosts of four ranks.
 Hosts fours(int size) {
   Hosts hosts = alone(size);
   for (auto& host : hosts) host /= 4;
@@ -38,7 +38,7 @@ std::uint64_t sent_bytes(TestEngine& engine) {
   return std::stoull(text.substr(begin + key.size()));
 }
 
-/// Numbers that no two places have in common by chance, quickly.
+/// Pseudorandom numbers that are fast to compute, so that two positions rarely have equal numbers.
 Floats mixed(unsigned seed, std::size_t count) {
   Floats numbers(count);
   for (std::size_t i = 0; i < count; ++i) {
@@ -55,7 +55,7 @@ Status broadcast(TestEngine& engine, std::int32_t root, const Floats& input, Flo
   return engine.submit(request.raw()).wait();
 }
 
-/// Broadcasts from every root, sizes on both sides of every limit.
+/// Checks broadcasts from every root, with sizes on both sides of every limit.
 void check_broadcasts(TestEngine& engine, std::int32_t rank, const Hosts& roots,
                       std::int32_t process_set = 0) {
   for (const std::int32_t root : roots) {
@@ -102,7 +102,7 @@ TEST(broadcast_on_a_process_set_of_parts_of_islands) {
     TestWork work = engine.submit(add.raw());
     CHECK_EQUAL(work.wait().message, "");
     const auto set = static_cast<std::int32_t>(result_of(work).rows.at(0));
-    // At the same time on all ranks: what one set's islands are is nothing to the other.
+    // A broadcast on all ranks at the same time: the islands of a process set do not affect another set.
     Floats all(100003, static_cast<float>(rank));
     Request request(SPARKHVD_BROADCAST, "all");
     request.tensor(all.data(), all.data(), {100003});
@@ -162,7 +162,7 @@ TEST(an_order_tells_each_island_its_own_places) {
     CHECK_EQUAL(parts[i].order.places[1].offset, 4 * i + 1);
     CHECK(encode(parts[i].order).size() < 200);
   }
-  // Some have joined: of the first island one, of the second all.
+  // Some ranks have joined: rank 1 of the first island, and all ranks of the second island.
   order.contributors = {Rank{0}, Rank{2}, Rank{3}, Rank{63}};
   order.places = {{{0, 3}, 0}, {{0, 3}, 2}, {{0, 3}, 3}, {{0, 3}, 63}};
   parts = parts_of(order, team);
@@ -170,7 +170,7 @@ TEST(an_order_tells_each_island_its_own_places) {
   CHECK_EQUAL(parts[1].order.places.size(), 0U);
   CHECK_EQUAL(parts[15].order.places.at(0).offset, 63U);
   for (const auto& part : parts) CHECK(part.order.contributors == order.contributors);
-  // Where all share memory, all read the same.
+  // If all ranks share memory, all of them read the same message.
   CHECK_EQUAL(parts_of(Execute{0, 0, "x", {}}, team).size(), 1U);
   const Team one(Rank{0}, {{Rank{0}, Rank{1}}});
   order.contributors.clear();
@@ -185,7 +185,8 @@ TEST(an_order_of_alltoall_tells_each_rank_what_concerns_it) {
   const auto parts = parts_of(order, team);
   CHECK_EQUAL(parts.size(), 3U);
   using Numbers = std::vector<std::int64_t>;
-  // From everyone; ahead of it in the streams of the island; the longest of these.
+  // Each order has the rows from every rank, then this rank's begin in the streams of its island, then the longest
+  // stream.
   CHECK(parts[0].order.rows == (Numbers{1, 4, 7, 0, 0, 7}));
   CHECK(parts[1].order.rows == (Numbers{2, 5, 8, 0, 0}));
   CHECK(parts[2].order.rows == (Numbers{3, 6, 9, 0, 0, 7}));
@@ -213,7 +214,7 @@ TEST(stepped_exchanges_add_up_on_every_layout) {
       knobs[SPARKHVD_KNOB_DIRECT_RANKS] = 1;
       CHECK_EQUAL(engine.submit(configure.numbers(knobs).raw()).wait().message, "");
       for (const std::size_t count : {1, 7, 64, 1001, 40009, 150001, 500009}) {
-        // Fewer than 2^24 in all, so that every order of addition is exact.
+        // The sum is less than 2^24, so that every order of addition is exact.
         const auto addend = [&](unsigned of_rank, std::size_t i) {
           return static_cast<float>((i * 31 + of_rank * 7) % 1009);
         };
@@ -287,7 +288,7 @@ TEST(control_bytes_of_rank_0_grow_with_what_ranks_must_know) {
       const std::uint64_t reduced = bytes_of(reduce.tensor(number, number, {1}));
       CHECK_EQUAL(*number, static_cast<float>(size));
       sparkhvd_buffer_release(buffer);
-      // Without tensor bytes: what is sent is the agreement.
+      // Without tensor bytes, all sent bytes belong to the negotiation.
       Request empty(SPARKHVD_ALLTOALL, "empty");
       empty.tensor(nullptr, nullptr, {0, 3});
       const std::uint64_t exchanged =

@@ -1,5 +1,4 @@
-// The reduce kernels against a reference written element by element, and against each other bit by
-// bit.
+// The reduce kernels, compared with a reference that computes element by element, and with each other bit by bit.
 #include "kernels/kernels.h"
 
 #include <algorithm>
@@ -27,12 +26,12 @@ constexpr ReduceOp kOps[] = {ReduceOp::kAverage, ReduceOp::kSum,     ReduceOp::k
                              ReduceOp::kBitOr,   ReduceOp::kBitXor};
 constexpr int kIsas[] = {SPARKHVD_ISA_AVX2, SPARKHVD_ISA_AVX512, SPARKHVD_ISA_NEON,
                          SPARKHVD_ISA_AUTO};
-// Around every vector width, below and above one unrolled step, and none.
+// Counts around every vector width, below and above an unrolled step, and 0.
 constexpr std::size_t kCounts[] = {0,  1,  3,  4,  7,  8,   15,  16,  17,
                                    31, 33, 63, 64, 65, 127, 255, 257, 1031};
 
-// Bit patterns that conversions and comparisons treat in their own way: zeros, infinities, NaN with
-// payloads, signalling NaN, denormals, ties of the roundings, and the largest finite values.
+// Bit patterns that are special for conversions and comparisons: zeros, infinities, NaN with payloads, signalling NaN,
+// denormals, ties of roundings, and the largest finite values.
 template <typename Word>
 std::vector<Word> corner_patterns(DType dtype) {
   if constexpr (sizeof(Word) == 2) {
@@ -62,7 +61,7 @@ void sprinkle(Bytes& bytes, DType dtype, std::mt19937_64& random) {
   }
 }
 
-// Uniform bits: for floats that means every exponent, so many sums overflow or cancel.
+// Uniformly random bits. For floats this gives every exponent, so many sums overflow or cancel.
 Bytes random_bytes(DType dtype, std::size_t count, std::mt19937_64& random) {
   Bytes bytes(count * element_size(dtype));
   for (auto& byte : bytes) byte = static_cast<std::byte>(random());
@@ -135,7 +134,7 @@ void compare_with_scalar(const Case& c, std::mt19937_64& random) {
   tested.finish(c.dtype, c.op, found.data(), partials, c.count, c.scaling);
   CHECK_MESSAGE(expected == found, "finish " + what);
 
-  // The result may take the place of any source.
+  // The result may overwrite any source.
   for (std::size_t s = 0; s < c.num_srcs; ++s) {
     auto copies = srcs;
     const auto aliased = pointers_to(copies);
@@ -154,7 +153,7 @@ TEST(instruction_sets_are_those_of_the_architecture) {
 #endif
   CHECK(isa_available(SPARKHVD_ISA_SCALAR));
   CHECK(isa_available(SPARKHVD_ISA_NEON) == kIsArm);
-  // Linux shows only what it also supports itself: registers that it saves.
+  // Linux lists only instruction sets with registers that it saves itself.
   std::ifstream file("/proc/cpuinfo");
   std::string line;
   while (std::getline(file, line) && !line.starts_with("flags")) {
@@ -293,7 +292,7 @@ TEST(an_average_is_the_sum_divided_and_rounded_once) {
           Bytes found(expected.size());
           kernels(isa).reduce(dtype, ReduceOp::kAverage, found.data(), pointers, count, scaling);
           CHECK_MESSAGE(found == expected, what);
-          // In two halves, as between hosts.
+          // Reduces in two halves, as between hosts.
           Bytes sums(count * element_size(accumulation_type(dtype)));
           kernels(isa).reduce_partial(dtype, ReduceOp::kAverage, sums.data(), pointers, count,
                                       scaling);
@@ -396,7 +395,7 @@ TEST(integers_wrap_around_and_averages_truncate) {
 TEST(bools_are_or_and_and) {
   using V = std::vector<std::uint8_t>;
   const V a{0, 0, 1, 1, 0, 1};
-  const V b{0, 1, 0, 1, 2, 2};  // any byte but zero is true
+  const V b{0, 1, 0, 1, 2, 2};  // any byte except 0 is true
   for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax}) {
     CHECK(reduce_two(DType::kBool, op, a, b) == (V{0, 1, 1, 1, 1, 1}));
   }
@@ -425,7 +424,7 @@ TEST(float16_conversions_match_the_compiler) {
   std::mt19937_64 random(7);
   std::vector<float> floats(200000);
   for (std::size_t i = 0; i < floats.size(); ++i) {
-    // Half of them in the range of float16, where every rounding case is near.
+    // Half of the numbers are in the range of float16, so that all cases of rounding occur.
     const auto bits = static_cast<std::uint32_t>(random());
     floats[i] = i % 2 == 0 ? std::bit_cast<float>(bits)
                            : std::bit_cast<float>((bits & 0x8fffffffU) + 0x30000000U);

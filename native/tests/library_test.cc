@@ -1,6 +1,6 @@
-// The library as a user gets it: linked at run time, through its C interface alone. The other tests link
-// the objects, so only this one notices a function that is not exported, or a C++ runtime inside the
-// library that does not work there (exceptions, threads).
+// The library as a user gets it: linked at run time, and used only through its C interface. The other tests link its
+// object files. So only this test notices a function that is not exported, or exceptions and threads that do not work
+// with the C++ runtime inside the library.
 #include <cstdio>
 #include <cstring>
 
@@ -39,7 +39,7 @@ int reduce(sparkhvd_engine* engine, char* error, std::size_t error_size) {
   if (status != SPARKHVD_OK) return fail("sparkhvd_wait", error);
   const float expected[3] = {2, 4, 6};
   if (std::memcmp(output, expected, sizeof(output)) != 0) return fail("allreduce", "wrong values");
-  // An exception that is thrown and caught inside the library.
+  // This call throws and catches an exception inside the library.
   request.dtype = -1;
   if (sparkhvd_submit(engine, &request, &work, error, error_size) != SPARKHVD_INVALID_ARGUMENT) {
     return fail("sparkhvd_submit of a wrong dtype", "it was not refused");

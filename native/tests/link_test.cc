@@ -1,4 +1,4 @@
-// Connections of two ranks: framing, lent memory, credit, and how they end.
+// Connections of two ranks: frames, lent memory, credit, and the ends of connections.
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -32,7 +32,7 @@ L make(Rank peer, int fd) {
   }
 }
 
-/// With small socket buffers, so that every transfer is cut into many pieces.
+/// Connects two links with small socket buffers, so that every transfer is cut into many pieces.
 template <class L>
 Pair<L> connect() {
   int fds[2];
@@ -55,7 +55,7 @@ Bytes pattern(std::size_t size, unsigned seed) {
   return bytes;
 }
 
-/// Moves what can move, with the credit that the receiver gives for `streams`.
+/// Moves bytes until none can move any more, with the credit that the receiver gives for `streams`.
 void move(DataLink& from, DataLink& to, std::initializer_list<std::int32_t> streams = {0}) {
   for (int idle = 0; idle < 2; ++idle) {
     for (const auto stream : streams) {
@@ -76,7 +76,7 @@ TEST(tensor_bytes_arrive_in_order_through_tiny_buffers) {
   a.send_data(0, first);
   a.send_data(0, {});
   const auto sent = a.send_data(0, second);
-  // Receives need not be cut like sends.
+  // Receives need not have the sizes of the sends.
   b.receive_data(0, std::span(received).first(1000));
   b.receive_data(0, std::span(received).subspan(1000));
   CHECK(!b.received(b.receive_data(0, std::span(tail).first(1))));
@@ -98,7 +98,7 @@ TEST(a_sender_runs_ahead_by_a_limited_number_of_bytes) {
   CHECK(!a.sent(sent));
   CHECK(traffic.received.value() >= kUnasked);
   CHECK(traffic.received.value() < kUnasked + 1000);
-  // What came early is taken in order, by receives of any size.
+  // Receives of any size take the early bytes in order.
   Bytes target(data.size());
   CHECK(b.received(b.receive_data(0, std::span(target).first(1000))));
   CHECK(b.received(b.receive_data(0, std::span(target).subspan(1000, 50000))));
@@ -147,7 +147,7 @@ TEST(streams_overtake_each_other) {
   CHECK(a.sent(sent) && !a.sent(waiting));
   CHECK(b.received(ticket) && !b.received(never));
   CHECK(target == second);
-  // A stream that is cancelled forgets what came early, and takes no more.
+  // A cancelled stream drops its early bytes, and keeps no further bytes.
   b.cancel_lent(0);
   Bytes rest(100);
   CHECK(!b.received(b.receive_data(5, rest)));
@@ -163,7 +163,7 @@ TEST(cancelled_memory_is_never_touched_again_and_frames_stay_whole) {
   {
     const Bytes data = pattern(1 << 20, 4);
     a.send_data(3, data);
-    a.flush();  // part of it: the socket buffer is small
+    a.flush();  // writes only a part, because the socket buffer is small
     a.cancel_lent(3);
   }
   const Bytes after = pattern(1000, 5);
@@ -178,7 +178,7 @@ TEST(cancelled_memory_is_never_touched_again_and_frames_stay_whole) {
   move(a, b, {4});
   CHECK(b.received(done) && second == after);
   CHECK(target == before);
-  // All streams at once: nothing moves any more.
+  // After the cancellation of all streams no bytes move.
   Bytes lent = pattern(1 << 20, 6);
   const auto sent = a.send_data(4, lent);
   a.cancel_lent();
@@ -187,7 +187,7 @@ TEST(cancelled_memory_is_never_touched_again_and_frames_stay_whole) {
 
 TEST(more_tensor_bytes_than_were_asked_for_break_a_link) {
   auto [a, b] = connect<DataLink>();
-  a.grant(0, 1 << 20);  // which the other side has not said
+  a.grant(0, 1 << 20);  // forged: the other side has not granted this credit
   const Bytes data = pattern(1 << 20, 7);
   a.send_data(0, data);
   while (a.flush() | b.read(1 << 20)) {
@@ -201,7 +201,7 @@ TEST(last_words_are_read_before_the_end_is_seen) {
   a.send(encode(Abort{5, "the cause"}));
   a.flush();
   a.close();
-  // The other side notices the end by writing, and still receives the cause.
+  // The other side notices the end when it writes, and can still read the cause.
   b.send(encode(Goodbye{{{0, 1}}}));
   b.flush();
   std::string cause;

@@ -7,7 +7,8 @@
 #include "test.h"
 #include "watchdog.h"
 
-// Words are parts of a test's name; one that begins with ^ is its beginning, and tests with one behind - are left out.
+// True if a test's name contains the word, or begins with it if the word starts with ^. A - before a word leaves out
+// the tests that match it.
 bool has_word(const std::string& name, const std::string& word) {
   return word.starts_with('^') ? name.starts_with(word.substr(1))
                                : name.find(word) != std::string::npos;
@@ -15,7 +16,8 @@ bool has_word(const std::string& name, const std::string& word) {
 
 int main(int argc, char** argv) {
   std::vector<std::string> wanted(argv + 1, argv + argc);
-  // %1/2 is every second test, from the second on: tests wait, so that two processes need little more than half of the time.
+  // The argument %1/2 selects every second test, from the second test on. Tests mostly wait, so two processes need
+  // little more than half of the time.
   int part = 0;
   int parts = 1;
   std::erase_if(wanted, [&](const auto& word) {

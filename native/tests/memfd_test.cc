@@ -1,4 +1,4 @@
-// Limits of memory, as control groups of both versions tell them.
+// Limits of memory from control groups (version 1 and version 2).
 #include "transport/memfd.h"
 
 #include "folder.h"
@@ -38,7 +38,7 @@ TEST(memory_shortage_does_not_count_cached_files) {
 TEST(memory_shortage_reads_version_1) {
   const Folder folder;
   folder.write("groups", "5:cpu:/x\n4:memory,hugetlb:/docker/1\n");
-  // In a container the path lies outside what is mounted.
+  // In a container the path may not exist below the mount.
   folder.write("v1/memory.limit_in_bytes", "1000\n");
   folder.write("v1/memory.usage_in_bytes", "600\n");
   folder.write("v1/memory.stat", "total_inactive_file 100\n");

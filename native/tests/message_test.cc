@@ -1,4 +1,4 @@
-// The wire format: every message survives the round trip, and no bytes can make the decoder crash.
+// The wire format: every message stays equal after encoding and decoding, and no bytes make the decoder crash.
 #include "message.h"
 
 #include <algorithm>
@@ -35,7 +35,7 @@ void survive(std::span<const std::byte> body) {
   try {
     decode<Message>(body);
   } catch (const Error&) {
-    // Refused: fine. Anything else is caught by the sanitizers or fails the test.
+    // The decoder may refuse the bytes with an Error. A sanitizer reports other mistakes.
   }
 }
 
@@ -100,7 +100,7 @@ TEST(messages_survive_the_round_trip) {
   CHECK(eager.tag == 5 && eager.number == 11 && eager.text == "why" && eager.process_set == 3);
   CHECK(std::ranges::equal(eager.payload, payload));
   for (const PointKind kind : {PointKind::kAnnounce, PointKind{6}}) {
-    point.kind = kind;  // has no bytes with it; does not exist
+    point.kind = kind;  // a kind without payload; a kind that does not exist
     CHECK_THROWS(Error, decode<Point>(body_of(encode(point))));
   }
   CHECK(decode<StackRequest>(body_of(encode(StackRequest{true}))).for_life);

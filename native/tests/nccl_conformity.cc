@@ -1,13 +1,13 @@
 // Runs the conformity suite of CUDA and NCCL through the engine's own function tables.
 //
-//   nccl_conformity --ranks 2                              the stand-ins, ranks are threads
-//   nccl_conformity --ranks 2 --processes                  the same, ranks are processes
+//   nccl_conformity --ranks 2                              with the stand-ins; ranks are threads
+//   nccl_conformity --ranks 2 --processes                  with the stand-ins; ranks are processes
 //   nccl_conformity --cuda-library libcuda.so.1 --nccl-library <libnccl.so.2> --ranks 1
-//   ... --ranks 2 --processes --same-gpu                   two ranks on the one GPU of a machine
-//   nccl_conformity --no-device --nccl-library <path>      what can be known without a GPU
-//   ... --nccl-candidate <path> --loaded <path>            the search instead of one library
-//   ... <words>                                            only tests whose name has one of them
-//   ... --without <name>                                   all but this one
+//   ... --ranks 2 --processes --same-gpu                   two ranks on the only GPU of a machine
+//   nccl_conformity --no-device --nccl-library <path>      the checks that need no GPU
+//   ... --nccl-candidate <path> --loaded <path>            searches the library, as the engine does
+//   ... <words>                                            only tests with one of the words in their name
+//   ... --without <name>                                   all tests except this test
 #include "nccl_conformity.h"
 
 #include <dlfcn.h>
@@ -28,9 +28,9 @@ namespace sparkhvd::conformity {
 
 namespace {
 
-// Everything together; SIGALRM ends the process then, because a hang is what fails here.
+// Limit for all tests together. SIGALRM then ends the process, because failures of this suite are often hangs.
 constexpr unsigned kDeadlineS = 240;
-// How long the other ranks have to end by themselves when the process of one has ended.
+// When the process of a rank has ended, the other ranks have this time to end by themselves.
 constexpr unsigned kGraceS = 2;
 
 #ifdef __SANITIZE_THREAD__
@@ -42,7 +42,7 @@ constexpr bool kFindsRaces = false;
 struct Options {
   std::string cuda_library = FAKE_CUDA_LIBRARY;
   NcclSearch nccl = {.library = FAKE_NCCL_LIBRARY, .candidates = {}};
-  std::string loaded;  // opened before anything is searched
+  std::string loaded;  // a library that is opened before the search
   int ranks = 2;
   bool has_processes = false;
   bool has_one_gpu = false;
@@ -87,7 +87,7 @@ Options parse(int argc, char** argv) {
   return options;
 }
 
-/// How two ranks may be on one GPU: to 2.29 they pretend to be on two hosts, from 2.30 they say so.
+/// Permits two ranks on one GPU. Up to 2.29 they pretend to be on two hosts; since 2.30 a variable permits it.
 void share_gpu(int rank) {
   ::setenv("NCCL_HOSTID", ("conformity-" + std::to_string(rank)).c_str(), 1);
   ::setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
@@ -205,7 +205,7 @@ int run_process(const Options& options, Room& room, int index) {
   }
 }
 
-/// A rank may be inside NCCL, where it waits for one that has been killed.
+/// Kills the remaining ranks after kGraceS, because a rank may wait inside NCCL for a rank that has ended.
 void end_soon(const std::vector<pid_t>& children) {
   ::sleep(kGraceS);
   for (const pid_t child : children) {

@@ -1,4 +1,4 @@
-// What the tests of the conformity suite share: a rank with its GPU, and how ranks find each other.
+// Helpers of the conformity suite: a rank with its GPU, and memory through which ranks meet.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace sparkhvd::conformity {
 
 using namespace sparkhvd::nccl;
 
-/// In memory that all ranks share, be they threads or processes. Waits end with the first failure.
+/// Memory that all ranks share, as threads or processes. Its waits end with the first failure of a rank.
 class Room {
  public:
   explicit Room(int size);
@@ -61,15 +61,15 @@ struct Rank {
   CUstream stream = nullptr;
 };
 
-/// Throws std::runtime_error with the place.
+/// Throws std::runtime_error with `what` unless the condition holds.
 void expect(bool condition, const std::string& what);
 void expect_ok(const Rank& rank, CUresult result, const char* call);
 void wait_until(const std::function<bool()>& condition, const std::string& what);
 
-/// A communicator that does not block; aborted on destruction unless it was destroyed before.
+/// A non-blocking communicator. The destructor aborts it, unless it was destroyed before.
 class Comm {
  public:
-  /// Collective over the ranks of `room`.
+  /// All ranks of `room` must call it.
   explicit Comm(Rank& rank);
   Comm(Rank& rank, ncclComm_t handle) : rank_(rank), handle_(handle) {}
   Comm(const Comm&) = delete;
@@ -77,9 +77,9 @@ class Comm {
   ~Comm();
 
   ncclComm_t get() const { return handle_; }
-  /// Polls until the communicator has done what `call` answered `result` to, and expects success.
+  /// Polls until the communicator has finished `call`, and expects success. `result`: what `call` has returned.
   void done(NcclResult result, const char* call);
-  /// What ncclCommGetAsyncError says once nothing is in progress.
+  /// Polls until nothing is in progress, and returns the state that ncclCommGetAsyncError reports.
   NcclResult settle();
   ncclComm_t release() { return std::exchange(handle_, nullptr); }
   void destroy();
@@ -89,7 +89,7 @@ class Comm {
   ncclComm_t handle_ = nullptr;
 };
 
-/// Memory on the device; freed on destruction, after the stream.
+/// Memory on the device. The destructor frees it after the work of the stream.
 class Memory {
  public:
   Memory(Rank& rank, std::vector<std::byte> content);
@@ -102,7 +102,7 @@ class Memory {
     return reinterpret_cast<std::byte*>(address_ + offset);
   }
   CUdeviceptr address() const { return address_; }
-  /// The content after everything on the rank's stream.
+  /// The content after all work on the rank's stream.
   std::vector<std::byte> read() const;
 
  private:
@@ -118,7 +118,7 @@ inline constexpr NcclDataType kDTypes[] = {
 inline constexpr NcclOp kOps[] = {NcclOp::kSum, NcclOp::kProduct, NcclOp::kMax, NcclOp::kMin};
 
 std::size_t size_of(NcclDataType dtype);
-/// Small whole numbers, 0 to 127, which every type holds exactly.
+/// Encodes whole numbers from 0 to 127, which every type represents exactly.
 std::vector<std::byte> encode(const std::vector<int>& values, NcclDataType dtype);
 
 struct Test {
@@ -127,13 +127,13 @@ struct Test {
   bool needs_peers = false;
   bool needs_stand_in = false;
   bool is_for_one_rank = false;
-  bool races = false;  // on purpose, so not under ThreadSanitizer
+  bool races = false;  // it has a data race on purpose, so it is skipped under ThreadSanitizer
 };
 std::vector<Test> collective_tests();
 std::vector<Test> device_tests();
 std::vector<Test> failure_tests();
 
-/// Checks of libnccl on a machine without a GPU; prints what it found. Returns the exit status.
+/// Checks libnccl on a machine without a GPU, and prints the results. Returns the exit status.
 int check_without_device(const NcclSearch& search);
 
 }  // namespace sparkhvd::conformity

@@ -1,4 +1,4 @@
-// Every collective with every type, against what the numbers must be.
+// Every collective with every type, compared with the expected numbers.
 #include <algorithm>
 #include <functional>
 #include <string>
@@ -9,11 +9,11 @@ namespace sparkhvd::conformity {
 
 namespace {
 
-// One element, a few, more than a warp, more than one chunk of the stand-in.
+// Counts: one element, a few elements, more than a warp, and more than a chunk of the stand-in.
 constexpr std::size_t kSizes[] = {1, 3, 1025, 70'001};
 constexpr std::size_t kOneSize = 1025;
 
-/// What `rank` gives: 1 and 2, so that the product over six ranks fits in every type.
+/// Input of a rank: values 1 and 2, so that the product over six ranks fits into every type.
 int value(int rank, std::size_t i) {
   return 1 + static_cast<int>((i / 3 + static_cast<std::size_t>(rank)) % 2);
 }
@@ -51,7 +51,7 @@ struct Case {
   }
 };
 
-/// All types with all ops at one size, and all sizes with some of them.
+/// All types with all ops at one size, and all sizes with some types and ops.
 std::vector<Case> cases(bool has_ops) {
   std::vector<Case> all;
   for (const NcclDataType dtype : kDTypes) {
@@ -97,7 +97,7 @@ void reduce(Rank& rank) {
                                    comm.get(), rank.stream),
               "ncclReduce");
     if (rank.rank == root) expect_same(to, reduced(rank.size, one.op, one.count), one);
-    to.read();  // nothing of the stream is left when the memory goes
+    to.read();  // waits for the stream, before the memory is freed
   }
   comm.destroy();
 }
@@ -164,7 +164,7 @@ void reducescatter(Rank& rank) {
   comm.destroy();
 }
 
-/// What alltoall(v) is made of; some pairs exchange nothing, some several chunks.
+/// Sends and receives in a group, as in alltoall(v). Some pairs exchange no elements, some pairs several chunks.
 void send_and_receive_in_a_group(Rank& rank) {
   Comm comm(rank);
   const auto count = [&](int from, int to) {
@@ -256,7 +256,7 @@ void two_communicators_in_one_order(Rank& rank) {
   }
   const auto wanted = encode(reduced(rank.size, NcclOp::kMax, kCount), kType);
   expect(memory.read() == wanted && other.read() == wanted, "wrong result");
-  // What goes wrong on the device may be known only now.
+  // An error on the device may only appear now.
   for (Comm* comm : {&first, &second}) comm->done(comm->settle(), "ncclAllReduce");
   first.destroy();
   second.destroy();

@@ -53,7 +53,7 @@ class Stream {
   CUstream handle_ = nullptr;
 };
 
-/// Holds a stream until it is opened, also on destruction.
+/// Holds a stream until it is opened. The destructor opens it too.
 class Gate {
  public:
   Gate(Rank& rank, CUstream stream) {
@@ -120,7 +120,7 @@ void a_wait_is_for_what_was_recorded_before_it(Rank& rank) {
   wait_until([&] { return free.is_reached(); }, "the stream that waited");
 }
 
-/// The default stream waits for those that were made without the flag, and they for it.
+/// The default stream and streams without the flag NON_BLOCKING wait for each other.
 void the_default_stream_waits_for_streams_that_are_not_free_of_it(Rank& rank) {
   CUstream tied = nullptr;
   expect_ok(rank, rank.cuda.cuStreamCreateWithPriority(&tied, 0, 0), "cuStreamCreateWithPriority");
@@ -149,8 +149,9 @@ void the_default_stream_waits_for_streams_that_are_not_free_of_it(Rank& rank) {
   expect_ok(rank, rank.cuda.cuStreamDestroy(tied), "cuStreamDestroy");
 }
 
-/// As the engine does it: the caller's stream, its own, and back, with nothing waited for on the
-/// host. A collective that reads too early or is copied too early gives other numbers.
+/// Runs a step as the engine does it: from the caller's stream to the engine's stream and back, without waits on the
+/// host. If the collective reads too early, or its result is copied too early, the numbers are wrong. True if they are
+/// right.
 bool overlapped_step_is_right(Rank& rank) {
   constexpr std::size_t kCount = 30'000;
   constexpr auto kType = NcclDataType::kInt32;
@@ -186,7 +187,7 @@ void collectives_are_ordered_by_events(Rank& rank) {
   expect(overlapped_step_is_right(rank), "wrong result");
 }
 
-/// The stand-in alone: without either of its waits the step gives wrong numbers.
+/// With the stand-in only: if either wait is skipped, the step gives wrong numbers.
 void a_missing_wait_gives_wrong_data(Rank& rank) {
   for (const int skipped : {1, 2}) {
     rank.controls.stream_delay_us(20'000);  // longer than the host takes to call the wait
@@ -208,7 +209,7 @@ void calls_without_a_context_are_refused(Rank& rank) {
          "cuMemAlloc without a context: " + rank.cuda.describe(result));
 }
 
-/// Only one thread of the suite captures, because a capture in global mode is everybody's business.
+/// Only one thread of the suite captures, because a capture in global mode affects all threads.
 void a_query_spoils_a_capture_unless_it_is_relaxed(Rank& rank) {
   rank.room.barrier();
   if (rank.rank == 0) {

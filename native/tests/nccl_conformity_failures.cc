@@ -16,7 +16,7 @@ NcclResult allreduce(Rank& rank, const Memory& memory, ncclComm_t comm, std::siz
                                  rank.stream);
 }
 
-/// A communicator that was made after something bad happened to another one.
+/// Checks that a new communicator works after a failure of another communicator.
 void expect_that_a_new_communicator_works(Rank& rank) {
   Comm comm(rank);
   const Memory memory(rank, encode({4}, kType));
@@ -77,7 +77,7 @@ void abort_ends_a_collective_that_waits_for_a_peer(Rank& rank) {
     Comm first(rank);
     Comm second(rank);
     const Memory memory(rank, 4 * 1000);
-    // The first collective of a communicator connects the ranks, for which the host needs them all.
+    // The first collective of a communicator connects the ranks, and this needs all ranks.
     first.done(allreduce(rank, memory, first.get(), 1000), "ncclAllReduce");
     memory.read();
     if (rank.rank == 0) {
@@ -96,7 +96,7 @@ void abort_ends_a_collective_that_waits_for_a_peer(Rank& rank) {
   expect_that_a_new_communicator_works(rank);
 }
 
-/// The stand-in alone; a GPU with room for both would get away with it, this time.
+/// With the stand-in only: a GPU with room for both kernels may not deadlock.
 void communicators_in_different_orders_deadlock(Rank& rank) {
   {
     Comm first(rank);
@@ -112,7 +112,7 @@ void communicators_in_different_orders_deadlock(Rank& rank) {
       order[i]->done(rank.nccl.ncclBroadcast(memory.at(), memory.at(), 1000, kType, 0,
                                              order[i]->get(), streams[i]),
                      "ncclBroadcast");
-      // The second is launched when the first has the device.
+      // Launches the second collective when the first collective has the device.
       if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     }
     rank.room.barrier();
@@ -163,7 +163,7 @@ void an_asynchronous_error_is_reported(Rank& rank) {
   rank.room.barrier();
   const NcclResult result = allreduce(rank, memory, comm.get(), 1000);
   if (result == NcclResult::kInProgress) comm.settle();
-  // One rank failed; it stopped, and the others wait for it until they are aborted.
+  // One rank has failed and moves no data. The other ranks wait for it until they are aborted.
   rank.room.barrier();
   wait_until(
       [&] {
@@ -180,7 +180,7 @@ void an_asynchronous_error_is_reported(Rank& rank) {
   expect_that_a_new_communicator_works(rank);
 }
 
-/// The stand-in alone: these are the mistakes that it has to see.
+/// With the stand-in only: it must record these mistakes.
 void misuse_is_seen(Rank& rank) {
   const auto seen = [&](const std::string& part) {
     const std::string text = rank.controls.misuse();
@@ -191,7 +191,7 @@ void misuse_is_seen(Rank& rank) {
   const Memory memory(rank, 4 * 4096);
   CUevent event = nullptr;
   expect_ok(rank, rank.cuda.cuEventCreate(&event, kCudaEventDisableTiming), "cuEventCreate");
-  // The first launch is one that NCCL has to confirm.
+  // The first launch is not done before NCCL has confirmed it.
   expect(allreduce(rank, memory, comm.get(), 8) == NcclResult::kInProgress, "done at once");
   expect_ok(rank, rank.cuda.cuEventRecord(event, rank.stream), "cuEventRecord");
   seen("cuEventRecord on a stream before");

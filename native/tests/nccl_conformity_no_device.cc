@@ -1,5 +1,5 @@
-// What can be known about a libnccl on a machine without a GPU: its version, what it exports, its
-// unique ids, the layout of its configuration, and that it says so when there is no GPU.
+// Checks of a libnccl on a machine without a GPU: its version, its exported functions, its unique ids, the layout of
+// its configuration, and its error if there is no GPU.
 #include <algorithm>
 #include <cstdio>
 #include <stdexcept>
@@ -16,7 +16,7 @@ struct Since {
   int version;
 };
 
-/// The releases that brought a function, by the headers of all of them. 21901 stands for 2.19.1.
+/// The release in which each function first appeared, from the headers of all releases. 21901 means 2.19.1.
 constexpr Since kSymbols[] = {
     {"ncclCommInitRank", 20800},
     {"ncclCommInitRankConfig", 21400},
@@ -64,7 +64,8 @@ void check_unique_ids(const NcclApi& nccl) {
   expect(first.bytes != NcclUniqueId{}.bytes, "a unique id is zeros");
 }
 
-/// Without a GPU the call fails; an invalid argument would be our configuration's fault.
+/// Tries to create a communicator, and returns the error. The error must not be an invalid argument, because then our
+/// configuration would be wrong.
 std::string init_without_device(const NcclApi& nccl) {
   NcclUniqueId id{};
   nccl.check(nccl.ncclGetUniqueId(&id), "ncclGetUniqueId");

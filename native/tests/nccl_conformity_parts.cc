@@ -13,7 +13,7 @@ namespace sparkhvd::conformity {
 
 namespace {
 
-constexpr std::chrono::seconds kLongestWait{60};  // under a sanitizer, on a busy machine
+constexpr std::chrono::seconds kLongestWait{60};  // long enough for a sanitizer on a busy machine
 
 std::uint16_t to_float16(int value) {
   if (value == 0) return 0;
@@ -150,7 +150,7 @@ void Comm::destroy() {
 }
 
 Memory::Memory(Rank& rank, std::vector<std::byte> content) : rank_(rank), bytes_(content.size()) {
-  // Some more than asked for, so that there is an address for zero bytes, too.
+  // Allocates some bytes more than requested, so that zero bytes have an address too.
   expect_ok(rank, rank.cuda.cuMemAlloc(&address_, bytes_ + 16), "cuMemAlloc");
   if (bytes_ == 0) return;
   expect_ok(rank, rank.cuda.cuMemcpyHtoDAsync(address_, content.data(), bytes_, rank.stream),
@@ -158,7 +158,8 @@ Memory::Memory(Rank& rank, std::vector<std::byte> content) : rank_(rank), bytes_
 }
 
 Memory::~Memory() {
-  // After a failure a collective may spin there for good; then the process ends anyway.
+  // After a failure a collective may spin on the device forever, and cuMemFree would wait for it. The process ends
+  // anyway.
   if (!rank_.room.has_failed()) rank_.cuda.cuMemFree(address_);
 }
 

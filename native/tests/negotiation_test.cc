@@ -1,4 +1,4 @@
-// The coordinator's decisions, without sockets and with a clock of our own.
+// The coordinator's decisions, without sockets and with simulated times.
 #include "engine/negotiation.h"
 
 #include "collectives/spec.h"
@@ -166,7 +166,7 @@ TEST(a_timeout_reaches_those_who_waited_and_those_who_come_late) {
       refused(outcome)->message,
       "allreduce('x'): rank 1 did not submit it within 2 s, while ranks 0 and 2 waited. Look "
       "at what the missing rank does, or raise stall_shutdown_s.");
-  // The others may try again before the late one has received.
+  // The other ranks may submit again before the late rank has received the refusal.
   CHECK(negotiation.ready(kRank0, ready("x"), at(3)).decisions.empty());
   const auto late = negotiation.ready(kRank1, ready("x"), at(3));
   CHECK(refused(late) != nullptr && refused(late)->status == SPARKHVD_TIMEOUT);

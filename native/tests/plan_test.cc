@@ -1,4 +1,4 @@
-// Repeated operations: sent as numbers, with the same results if a step differs.
+// Repeated operations (the plan): ranks send numbers, and the results are right even if a step differs.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -32,7 +32,7 @@ class Three : public Negotiation {
  public:
   Three() : Negotiation({0, {kRank0, kRank1, kRank2}, 0}) {}
 
-  /// All describe an allgather of 1, 2 and `rows` rows.
+  /// Submits descriptions of an allgather of 1, 2 and `rows` rows from the three ranks.
   Outcome describe(const std::string& name, std::int64_t rows) {
     ready(kRank2, gather(name, rows), kStart);
     ready(kRank0, gather(name, 1), kStart);
@@ -59,15 +59,15 @@ float value(std::int32_t rank, std::size_t index, std::size_t step) {
 
 std::size_t sum_of_ranks(std::size_t size) { return size * (size + 1) / 2; }
 
-/// An operation of a step, its tensors, and what must come out.
+/// An operation of a step, its tensors, and its expected result.
 struct Step {
   TestWork work;
   Floats data;
   Floats expected;
-  bool is_agreed;  // the engine allocates the result
+  bool is_agreed;  // true: the engine allocates the result
 };
 
-/// Submits operation `which` of a step with about `count` elements; its kind follows from its number.
+/// Submits operation `which` of a step with about `count` elements. The number `which` determines the collective.
 Step submit(TestEngine& engine, std::int32_t rank, std::int32_t size, std::size_t which,
             std::size_t count, std::size_t step) {
   const auto ranks = static_cast<std::size_t>(size);
@@ -156,13 +156,13 @@ TEST(who_describes_something_else_is_compared_with_what_the_numbers_mean) {
   Three negotiation;
   negotiation.describe("a", 3);
   negotiation.describe("a", 3);
-  // Other rows are no mistake: the order has them, and the number means them once they come again.
+  // Other rows are not a mistake: the order has them. If they come again, the number stands for them.
   negotiation.ready_again(kRank0, 0, kStart);
   negotiation.ready(kRank2, gather("a", 7), kStart);
   const auto other = negotiation.ready_again(kRank1, 0, kStart);
   CHECK(only<Execute>(other).rows == (std::vector<std::int64_t>{1, 2, 7}));
   CHECK(!only<Execute>(other).number);
-  CHECK(only<Again>(negotiation.all_again(0)).number == 0);  // as rank 2 did before
+  CHECK(only<Again>(negotiation.all_again(0)).number == 0);  // with the old rows of rank 2
   negotiation.ready_again(kRank0, 0, kStart);
   negotiation.ready_again(kRank1, 0, kStart);
   CHECK_EQUAL(*only<Execute>(negotiation.ready(kRank2, gather("a", 7), kStart)).number, 0U);
@@ -218,7 +218,7 @@ TEST(a_plan_changes_no_results_where_steps_differ) {
   for (const auto& options : worlds) {
     const auto size = static_cast<std::int32_t>(options.hosts.size());
     run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
-      std::mt19937 shared(7);  // what a step is, on every rank
+      std::mt19937 shared(7);  // determines the steps, equally on every rank
       std::mt19937 own(static_cast<unsigned>(rank));
       constexpr std::size_t kOperations = 12;
       for (std::size_t step = 0; step < 30; ++step) {

@@ -1,5 +1,5 @@
-// Messages from rank to rank: every size, order, tag and way of ending, through the C boundary with ranks as threads;
-// and which receive gets which message, against a model.
+// Messages from rank to rank: sizes, orders, tags and ends of all kinds, through the C interface with ranks as threads.
+// The matching of receives and messages is compared with a model.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -39,7 +39,7 @@ std::vector<WorldOptions> worlds() {
   return all;
 }
 
-/// Names need only be unique on their rank.
+/// A unique name for an operation. Names of messages need only be unique on their rank.
 std::string next_name() {
   static std::atomic<int> number{0};
   return "message " + std::to_string(number++);
@@ -115,7 +115,8 @@ TEST(messages_are_matched_by_tag_and_sender_in_their_order) {
   for (const auto& options : worlds()) {
     const auto size = static_cast<std::int32_t>(options.hosts.size());
     run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
-      // To everyone, three of each tag, of different sizes; received in another order.
+      // Each rank sends three messages of each tag to every rank, with different sizes. The receives are in another
+      // order.
       const std::vector<std::size_t> counts{3, 30000, 700};
       std::vector<Floats> memory;
       std::vector<TestWork> works;
@@ -170,7 +171,7 @@ TEST(messages_from_any_rank_say_whose_they_are) {
           }
         }
         check(sent);
-        // The next round's must not be taken for this one's.
+        // A receive of this round must not get a message of the next round.
         Request barrier(SPARKHVD_BARRIER, "barrier");
         CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
       }
@@ -194,7 +195,7 @@ TEST(large_messages_both_ways_and_collectives_in_any_order_keep_nobody_waiting) 
           request.tensor(sum.data(), sum.data(), {kCount});
           works.push_back(engine.submit(request.raw()));
         };
-        // Some ranks submit the collective before the messages, some behind, some between.
+        // Some ranks submit the collective before the messages, some after them, some between them.
         if (rank % 3 == 0) reduce();
         for (std::int32_t other = 0; other < size; ++other) {
           if (other == rank) continue;
@@ -222,7 +223,7 @@ TEST(large_messages_both_ways_and_collectives_in_any_order_keep_nobody_waiting) 
 TEST(many_small_messages_that_nobody_asks_for_wait_at_their_sender) {
   for (const auto& options : {world(one_host(2)), world({0, 1})}) {
     run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
-      constexpr int kMessages = 400;  // of 12 KB, of which 256 KiB are kept by the receiver
+      constexpr int kMessages = 400;  // of 12 KB: far more than the receiver keeps
       std::vector<Floats> memory;
       memory.reserve(kMessages);
       std::vector<TestWork> works;
@@ -260,7 +261,7 @@ TEST(messages_that_do_not_fit_are_told_to_both_and_later_ones_come) {
         if (rank == 0) {
           TestWork work = send(engine, 1, 4, sent);
           const Status status = work.wait();
-          // A small one has left before anybody knows.
+          // A small message has already been sent when the receiver finds the mismatch, so its send succeeds.
           if (count > 10) check_says(status, SPARKHVD_MISMATCH, text);
           TestWork next = send(engine, 1, 4, sent);
           check(next);
@@ -293,7 +294,7 @@ TEST(messages_that_nobody_meets_time_out_alone) {
       }
       Request barrier(SPARKHVD_BARRIER, "barrier");
       CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
-      // The one that was given up does not come instead.
+      // The receive must get this message and not the withdrawn message.
       if (rank == 0) {
         const Floats next = numbers(100000, 2);
         TestWork work = send(engine, 1, 4, next);
@@ -307,11 +308,12 @@ TEST(messages_that_nobody_meets_time_out_alone) {
   }
 }
 
-// Above what goes at once.
+// Large enough that the messages are announced and not sent at once.
 constexpr std::size_t kWithdrawnCount = 300000;
 
-/// Two ranks on two hosts, where `control` carries frames. Rank 0 has a message withdrawn that rank 1 has heard of:
-/// `between` runs on rank 0 before it waits for that, `rank_0` and `rank_1` behind it, on rank 1 perhaps earlier.
+/// Runs two ranks on two hosts; `control` relays their control frames. A message of rank 0 is withdrawn after rank 1
+/// has received its announcement. `between` runs on rank 0 before it waits for the withdrawal, `rank_0` after it.
+/// `rank_1` runs on rank 1, perhaps before the withdrawal arrives.
 void after_a_withdrawal(Relay& control, const std::function<void(TestEngine&)>& between,
                         const std::function<void(TestEngine&)>& rank_0,
                         const std::function<void(TestEngine&)>& rank_1, Relay* tensors = nullptr) {
@@ -344,12 +346,12 @@ TEST(a_receive_does_not_take_what_fills_the_place_of_a_withdrawn_message) {
   after_a_withdrawal(
       control,
       [&](TestEngine&) {
-        meet.arrive_and_wait();  // it was announced
+        meet.arrive_and_wait();  // the message was announced
         control.let_pass(0, 0);
       },
       [&](TestEngine& engine) {
         meet.arrive_and_wait();
-        meet.arrive_and_wait();  // what fills its place has come
+        meet.arrive_and_wait();  // the filler has arrived
         const Floats next = numbers(kWithdrawnCount, 7);
         TestWork work = send(engine, 1, 4, next);
         control.let_pass(0, Relay::kAnyPace);
@@ -357,7 +359,7 @@ TEST(a_receive_does_not_take_what_fills_the_place_of_a_withdrawn_message) {
       },
       [&](TestEngine& engine) {
         meet.arrive_and_wait();
-        meet.arrive_and_wait();  // it was withdrawn
+        meet.arrive_and_wait();  // the message was withdrawn
         Floats data(kWithdrawnCount);
         TestWork work = receive(engine, 0, 4, data);
         const Status early = work.wait(500);
@@ -416,7 +418,7 @@ TEST(receives_keep_their_order_when_the_message_of_the_first_is_withdrawn) {
         TestWork announced = receive(engine, 0, 6, one);
         check(announced);
         control.let_pass(1, 0);
-        // The first three meet the message that is withdrawn and those behind it.
+        // The first three receives match the withdrawn message and the messages after it.
         Floats data[] = {Floats(kWithdrawnCount), Floats(kWithdrawnCount), Floats(kWithdrawnCount)};
         std::vector<TestWork> receives;
         for (auto& each : data) receives.push_back(receive(engine, 0, 4, each));
@@ -449,7 +451,8 @@ TEST(a_small_message_keeps_its_place_behind_one_that_is_withdrawn) {
         TestWork announced = receive(engine, 0, 6, one);
         check(announced);
         control.let_pass(1, 0);
-        // The first accepts what is withdrawn, and waits for the first small one; so does the second, meanwhile.
+        // The first receive accepts the message that is withdrawn later, and then waits for the first small message.
+        // Meanwhile the second receive also waits for it.
         Floats data[] = {Floats(kWithdrawnCount), Floats(kWithdrawnCount)};
         std::vector<TestWork> receives;
         for (auto& each : data) receives.push_back(receive(engine, 0, 4, each, -1, true));
@@ -515,7 +518,7 @@ TEST(a_receive_whose_message_goes_to_an_earlier_one_gets_the_next_while_the_byte
 TEST(what_moves_slowly_takes_longer_than_its_timeout) {
   constexpr std::size_t kCount = 1200000;
   Relay tensors;
-  // A sender sees bytes move when its socket has room for a good part of a buffer again.
+  // A sender sees that bytes move only when its socket has room for a large part of its buffer again.
   tensors.let_pass(0, 4 << 10);
   run_ranks(
       world({0, 1}),
@@ -663,7 +666,7 @@ TEST(messages_that_a_process_set_leaves_behind_take_no_room) {
   for (const auto& options : {world(one_host(2)), world({0, 1})}) {
     run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
       const Floats sent = numbers(3000, rank);
-      std::vector<TestWork> works;  // what finds no room ends with its set
+      std::vector<TestWork> works;  // messages without room end with their process set
       for (int i = 0; i < 60; ++i) {
         Request add(SPARKHVD_ADD_PROCESS_SET, "add");
         TestWork added = engine.submit(add.numbers({0, 1}).raw());
@@ -691,7 +694,7 @@ TEST(messages_that_a_process_set_leaves_behind_take_no_room) {
         TestWork at_once = send(engine, 1, 1, sent, 2);
         check(at_once);
       }
-      meet();  // a rank that has left receives nothing
+      meet();  // waits, because a rank that has left receives nothing
     });
   }
 }
@@ -700,7 +703,7 @@ TEST(messages_meet_the_first_receive_that_they_fit) {
   std::mt19937 random(7);
   for (int round = 0; round < 50; ++round) {
     Matching<int, int> matching;
-    // The model: everything in its order, looked through from the beginning.
+    // The model: lists in the order of submission and arrival, searched from the beginning.
     std::vector<std::pair<Address, int>> receives;
     std::vector<std::pair<Address, int>> messages;
     const auto fits = [](const Address& receive, const Address& message) {

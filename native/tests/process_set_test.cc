@@ -1,5 +1,5 @@
-// Process sets, join, registered memory and what changes between operations, through the C boundary
-// with ranks as threads.
+// Process sets, join, registered memory, and settings that change between operations, through the C interface with
+// ranks as threads.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -84,7 +84,7 @@ TEST(one_piece_of_memory_is_every_rank_of_the_hosts) {
         CHECK_EQUAL(buffer.data()[other], is_mate ? static_cast<float>(other + 1) : 0.0F);
       }
       barrier("read");
-      // It is no place where every rank has a tensor of its own: each reduces the one that there is.
+      // The ranks share one piece, so the engine cannot reduce in it. Allreduces of private tensors still work.
       Floats own(7, static_cast<float>(rank));
       CHECK_EQUAL(sum(engine, "x", own).message, "");
       const auto last = static_cast<float>(hosts.size() - 1);
@@ -133,7 +133,7 @@ TEST(overlapping_process_sets_work_at_the_same_time_in_different_orders) {
         std::vector<TestWork> works;
         std::vector<std::size_t> mine;
         for (std::size_t i = 0; i < sets.size(); ++i) {
-          // Every rank begins with another set.
+          // Every rank begins with a different set.
           const std::size_t which = (i + static_cast<std::size_t>(rank + round)) % sets.size();
           if (!contains(sets[which], rank)) continue;
           Request request(SPARKHVD_ALLREDUCE, "same name");
@@ -208,11 +208,9 @@ TEST(process_sets_can_be_removed_and_wrong_ones_are_refused) {
   });
 }
 
-// What the ranks of a host tell each other goes through shared memory if it is small and there is room,
-// and over the connections if not.
+// Frames between the ranks of a host use shared memory if they are small and there is room, else the connections.
 TEST(orders_that_take_different_ways_keep_their_order) {
-  constexpr std::int64_t kManyTensors =
-      300;  // whose rows need more than a frame in shared memory has
+  constexpr std::int64_t kManyTensors = 300;  // their rows do not fit into a frame in shared memory
   constexpr int kOperations = 400;
   run_ranks(world(one_host(3)), [&](TestEngine& engine, std::int32_t rank) {
     std::vector<int> order(kOperations);
@@ -257,7 +255,7 @@ TEST(a_joined_rank_adds_nothing_and_its_memory_stays_out_of_it) {
     for (std::int32_t departing = 0; departing < size; ++departing) {
       run_ranks(world(hosts), [&](TestEngine& engine, std::int32_t rank) {
         for (std::size_t done = 0; done <= counts.size(); ++done) {
-          // The departing rank's memory is full of NaN where it takes no part.
+          // In operations without the departing rank its memory has NaN, which must not reach a result.
           const std::size_t mine = rank == departing ? done : counts.size();
           std::vector<Floats> data;
           for (std::size_t i = 0; i < counts.size(); ++i) {
@@ -359,14 +357,14 @@ TEST(registered_memory_at_different_places_and_beside_private_memory) {
     constexpr std::size_t kCount = 20000;
     Buffer buffer(engine, 3 * kCount * sizeof(float));
     CHECK(buffer.is_shared());
-    // Each rank at another offset.
+    // Each rank's tensor has a different offset.
     float* data = buffer.data() + static_cast<std::size_t>(rank) * kCount;
     std::fill_n(data, kCount, 1.0F);
     Request request(SPARKHVD_ALLREDUCE, "offsets");
     request.tensor(data, data, {kCount});
     CHECK_EQUAL(run(engine, request).message, "");
     for (std::size_t i = 0; i < kCount; ++i) CHECK_EQUAL(data[i], 3.0F);
-    // One rank's tensor is elsewhere: all go the private way.
+    // If a rank's tensor is not in registered memory, all ranks use the private path.
     Floats own(kCount, 3);
     float* mixed = rank == 1 ? own.data() : data;
     Request other(SPARKHVD_ALLREDUCE, "mixed");
@@ -405,7 +403,7 @@ TEST(registered_memory_outlives_its_engine) {
 }
 
 TEST(a_busy_rank_keeps_nobody_waiting_for_small_tensors_or_registered_ones) {
-  // Rank 1 submits and then does not come back for a while; the others are done long before.
+  // Rank 1 submits and then does not drive for a while. The other ranks finish long before it returns.
   std::atomic<int> done{0};
   run_ranks(world(one_host(3)), [&](TestEngine& engine, std::int32_t rank) {
     Buffer buffer(engine, 1 << 20);

@@ -1,4 +1,4 @@
-// Time limits of operations that last while bytes move, with ranks that answer, do not, or have left.
+// Time limits of operations that last as long as bytes move, with ranks that answer, do not answer, or have left.
 #include "progress_timeout.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ constexpr double kLimit_s = 60;
 constexpr auto kLongAgo = std::chrono::seconds(61);
 const std::vector<Rank> kOthers = {Rank{1}, Rank{2}};
 
-/// Remembers who was asked.
+/// Records the ranks that were asked for a sign of life.
 struct Questions {
   bool operator()(Rank rank) {
     if (std::ranges::count(left, rank) > 0) return false;
@@ -44,7 +44,7 @@ TEST(a_time_limit_lasts_as_long_as_bytes_move_on_a_rank_that_is_asked) {
     CHECK(timeout.extend(Clock::now() - kLongAgo, kLimit_s, kOthers, std::ref(questions)));
     CHECK_EQUAL(questions.asked.size(), static_cast<std::size_t>(2 * round));
     CHECK(timeout.note_life(Rank{1}, Clock::now() - kLongAgo));
-    CHECK(!timeout.note_life(Rank{1}, Clock::now()));  // was not asked again
+    CHECK(!timeout.note_life(Rank{1}, Clock::now()));  // the rank was not asked again
     CHECK(timeout.note_life(Rank{2}, Clock::now()));
     CHECK(timeout.deadline() <= Clock::now());
     CHECK(timeout.extend(Clock::now() - kLongAgo, kLimit_s, kOthers, std::ref(questions)));

@@ -28,9 +28,9 @@
 namespace sparkhvd::test::recorder_test {
 namespace {
 
-/// Just enough JSON to know that a text is JSON and what is in it; throws Failure where it is not.
+/// A small JSON parser for the tests. Throws Failure if a text is not JSON.
 struct Json {
-  std::string text;  // of a string or number
+  std::string text;  // the text of a string or number
   std::vector<Json> items;
   std::map<std::string, Json> members;
 
@@ -160,7 +160,7 @@ void run(Recorder& recorder, const std::string& name, std::int32_t status = SPAR
 
 std::string numbered(std::string name, int number) { return name.append(std::to_string(number)); }
 
-/// Slices of one lane must lie inside each other or apart; B and E must pair.
+/// Checks the slices of each lane: two slices must be nested or separate, and every B event must have an E event.
 void check_lanes(const Json& trace) {
   std::map<double, std::vector<double>> open;  // lane -> begins
   for (const auto& event : trace.items) {
@@ -262,7 +262,8 @@ TEST(recorder_times_add_up) {
   CHECK(counters.at("run_us").number() >= 40000);
   CHECK(std::abs(counters.at("longest_us").number() - 30000 - counters.at("run_us").number()) <
         0.01);
-  // By powers of two: bin 17 (65.5 to 131 ms), unless this thread had to wait for the CPU.
+  // The bins are powers of two. The time falls into bin 17 (65.5 to 131 ms), or a later bin if the thread waited for a
+  // CPU.
   const auto bin = static_cast<std::size_t>(
       std::bit_width(static_cast<std::uint64_t>(counters.at("longest_us").number())));
   CHECK(bin >= 17);
@@ -312,7 +313,7 @@ TEST(timeline_shows_every_operation_in_its_lane) {
   CHECK_EQUAL(count(trace, "i", "rank 3 ready"), 1U);
   CHECK_EQUAL(count(trace, "i", "error: timeout"), 1U);
   CHECK_EQUAL(count(trace, "i", "CYCLE_START"), 1U);
-  // engine, layer "1", bad, allreduce.noname.*, hangs
+  // The lanes: engine, layer "1", bad, allreduce.noname.*, hangs.
   CHECK_EQUAL(count(trace, "M", "thread_name"), 5U);
   CHECK_EQUAL(trace.items.at(0).at("args").at("name").text, "rank 2");
 }
@@ -338,11 +339,11 @@ TEST(timeline_shows_operations_of_one_name_that_a_device_has_together) {
   for (const auto& event : trace.items) {
     if (event.at("ph").text == "E" && event.has("args")) ++num_ended;
   }
-  CHECK_EQUAL(num_ended, 4U);  // each slice by its own operation
+  CHECK_EQUAL(num_ended, 4U);  // each operation has ended its own slice
 }
 
-/// Whether a file that is being written is valid now. Neither a read nor a write is atomic: what is
-/// not valid must be gone at the next look or soon after, when the writer gets the CPU back.
+/// True if a file that is being written is valid JSON, or soon changes. Reads and writes are not atomic, so a read may
+/// see invalid text. The text must then change soon, when the writer gets the CPU back.
 bool is_valid_or_changes(const std::string& path) {
   const std::string seen = contents(path);
   const auto deadline = Clock::now() + std::chrono::seconds(5);
@@ -360,7 +361,7 @@ TEST(timeline_is_valid_json_at_every_moment) {
   recorder.start_timeline(path, false);
   is_valid_or_changes(path);
   std::size_t looks = 0;
-#ifdef __SANITIZE_ADDRESS__  // the time grows with the square
+#ifdef __SANITIZE_ADDRESS__  // fewer, because the time grows with the square of the number
   constexpr std::size_t kOperations = 140;
 #else
   constexpr std::size_t kOperations = 200;
@@ -386,7 +387,8 @@ TEST(trace_file_of_a_killed_writer_is_valid) {
     if (writer == 0) {
       TraceFile file(path);
       if (!file.reserve(8 << 20).empty() || ::write(begun[1], "b", 1) != 1) ::_exit(1);
-      // Within what is reserved: beyond it the file grows, and who waits long for the CPU finds much to parse.
+      // The items fit into the reserved room. Beyond it the file would grow, and a reader that waits long for the CPU
+      // would have much to parse.
       for (int i = 0; i < 18000; ++i) {
         std::string item(static_cast<std::size_t>(2 + i * 37 % 700), 'x');
         item.front() = item.back() = '"';
@@ -420,7 +422,7 @@ TEST(trace_file_keeps_every_item_in_order) {
         CHECK_EQUAL(file.append(item), "");
         if (i % 7 == 0) CHECK_EQUAL(file.flush(), "");
       }
-      CHECK_EQUAL(file.append(std::string(TraceFile::kMaxItemBytes + 1, '1')), "");  // left out
+      CHECK_EQUAL(file.append(std::string(TraceFile::kMaxItemBytes + 1, '1')), "");  // dropped
     }
     const std::string text = contents(path);
     CHECK(text.ends_with("\n]\n"));
@@ -438,7 +440,7 @@ TEST(timeline_can_be_started_again_elsewhere) {
   recorder.stop_timeline();
   recorder.start_timeline(folder.path + "/a.json", false);
   run(recorder, "x");
-  recorder.start_timeline(folder.path + "/b.json", false);  // ends the first
+  recorder.start_timeline(folder.path + "/b.json", false);  // ends the first timeline
   run(recorder, "y");
   run(recorder, "y");
   recorder.stop_timeline();
@@ -481,7 +483,7 @@ TEST(timeline_operations_whose_events_were_lost_leave_valid_slices) {
     event.kind = TimelineEvent::Kind::kSubmitted;
     event.trace.submitted = Clock::now();
     timeline.add(event);
-    timeline.add(event);  // the end in between was dropped
+    timeline.add(event);  // the end of the previous operation was dropped
     event.kind = TimelineEvent::Kind::kFinished;
     event.at = Clock::now();
     timeline.add(event);
@@ -564,7 +566,7 @@ TEST(timeline_that_cannot_be_written_is_an_error_at_once) {
   CHECK(message_of(folder.path).find("Is a directory") != std::string::npos);
   const std::string pipe = folder.path + "/pipe";
   CHECK_EQUAL(::mkfifo(pipe.c_str(), 0600), 0);
-  CHECK(message_of(pipe).find("start_timeline") != std::string::npos);  // and does not hang
+  CHECK(message_of(pipe).find("start_timeline") != std::string::npos);  // and the call returns
   run(recorder, "continues");
 }
 
@@ -579,7 +581,7 @@ void write_stack(int) {
 void fill_pipe(int) {
   char text[4096];
   std::memset(text, 'x', sizeof(text));
-  for (int i = 0; i < 100; ++i) {  // much more than a pipe holds
+  for (int i = 0; i < 100; ++i) {  // writes much more than a pipe holds
     [[maybe_unused]] const auto written = ::write(stack_pipe[1], text, sizeof(text));
   }
 }
@@ -588,7 +590,7 @@ void fill_pipe(int) {
 TEST(stacks_come_from_the_handler_and_never_end_the_process) {
   CHECK_EQUAL(::pipe2(stack_pipe, O_CLOEXEC | O_NONBLOCK), 0);
   const int number = SIGRTMIN + 11;
-  CHECK_THROWS(Error, Stacks(number, stack_pipe[0]));  // no handler
+  CHECK_THROWS(Error, Stacks(number, stack_pipe[0]));  // the signal has no handler
   CHECK_THROWS(Error, Stacks(1000, stack_pipe[0]));
   ::signal(number, write_stack);
   CHECK_THROWS(Error, Stacks(number, -1));
@@ -597,7 +599,7 @@ TEST(stacks_come_from_the_handler_and_never_end_the_process) {
     CHECK_EQUAL(::write(stack_pipe[1], "old", 3), 3);
     CHECK_EQUAL(stacks.take(), "File \"x.py\", line 7\n?[31m");
     CHECK_EQUAL(stacks.take(), "File \"x.py\", line 7\n?[31m");
-    // Blocked in this thread: it is the engine's to unblock, and only for the moment.
+    // The signal is blocked in this thread. The engine must unblock it, and only while it takes the stacks.
     sigset_t only;
     sigset_t seen;
     ::sigemptyset(&only);

@@ -1,4 +1,4 @@
-// A connection through a thread that holds its bytes back, or lets them pass at a pace.
+// A thread inside a connection that holds back its bytes, or limits their rate.
 #pragma once
 
 #include <fcntl.h>
@@ -16,7 +16,7 @@
 
 namespace sparkhvd::test {
 
-/// Between two ranks, the first of which is 0 here and the second 1.
+/// Relays the bytes between two ranks, which are called 0 and 1 here.
 class Relay {
  public:
   static constexpr std::size_t kAnyPace = std::size_t{1} << 40;
@@ -28,16 +28,17 @@ class Relay {
     for (const int fd : ends_) ::close(fd);
   }
 
-  /// The ends of a connection; from now on bytes between them pass through the thread.
+  /// Inserts the thread between the two ends of a connection.
   void join(int& first, int& second) {
     ends_[0] = insert(first);
     ends_[1] = insert(second);
     thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
   }
-  /// Bytes of rank `from` that pass in a millisecond: 0 holds back whatever is sent after this call.
+  /// Sets the number of bytes of rank `from` that pass per millisecond. 0 holds back all bytes sent after this call.
   void let_pass(int from, std::size_t pace) {
     paces_.at(static_cast<std::size_t>(from)) = pace;
-    // The thread may have read the former pace, and receive only now: a whole round must begin after the change.
+    // The thread may still be in a round with the former pace. So this waits until a whole round has begun after the
+    // change.
     const std::size_t rounds = rounds_;
     while (thread_.joinable() && rounds_ < rounds + 2) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -1,5 +1,5 @@
-// Reduce, gather and scatter, and results in memory of the caller's, against plain loops, through the C boundary
-// with ranks as threads.
+// Reduce, gather and scatter, and results in the caller's memory, compared with plain loops. The tests use the C
+// interface, with ranks as threads.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -12,7 +12,7 @@ namespace {
 
 std::int64_t signed_of(std::size_t value) { return static_cast<std::int64_t>(value); }
 
-/// The result of a finished operation as the engine allocated it.
+/// The result that the engine has allocated for a finished operation.
 Numbers output_of(TestWork& work, std::int32_t dtype) {
   sparkhvd_output output{};
   output.struct_size = sizeof(output);
@@ -23,7 +23,7 @@ Numbers output_of(TestWork& work, std::int32_t dtype) {
   return tensor.values();
 }
 
-/// Of each rank different, some of none.
+/// Number of a rank's rows: different on each rank, and 0 on some ranks.
 std::size_t rows_of_rank(std::int32_t rank, std::size_t rows) {
   return rank % 3 == 1 ? 0 : rows + static_cast<std::size_t>(rank);
 }
@@ -38,7 +38,7 @@ TEST(reduce_of_every_type_and_reduction_to_every_root_on_every_layout) {
         for (const std::size_t count : {0, 1, 1301, 20011}) {
           const auto root = static_cast<std::int32_t>(count + static_cast<std::size_t>(op)) % size;
           const bool in_place = count % 2 == 1 && op != SPARKHVD_MIN;
-          // Two tensors, reduced as one.
+          // The data is split into two tensors, which are reduced as one operation.
           const std::size_t cut = count / 3;
           Tensor input(dtype, values_of(rank, count, dtype));
           Tensor output(dtype, Numbers(count));
@@ -120,7 +120,7 @@ TEST(gather_and_scatter_of_any_number_of_rows_to_and_from_every_root_on_every_la
             Tensor part(dtype, mine);
             Tensor whole(dtype, all);
             const std::size_t element = element_size(static_cast<DType>(dtype));
-            // Every other time into memory of the caller's.
+            // Every other time the caller gives the memory for the result.
             const bool brings_memory = (root + rank) % 2 == 0;
             Tensor result(dtype, Numbers(all.size() + 1, 1));
             const std::string name = "of " + std::to_string(root);
@@ -169,7 +169,7 @@ TEST(allgather_and_alltoall_into_memory_of_the_callers_on_every_layout) {
         const Numbers part = values_of(from, rows_of_rank(from, rows), kType);
         all.insert(all.end(), part.begin(), part.end());
       }
-      // Two tensors, the second in the memory of one rank more than it needs.
+      // The results of two tensors, in memory that is larger than they need.
       Tensor own(kType, values_of(rank, rows_of_rank(rank, rows), kType));
       for (int i = 0; i < 2; ++i) results.emplace_back(kType, Numbers(all.size() + 5, -1));
       Request gather(SPARKHVD_ALLGATHER, "gather", kType);
@@ -218,23 +218,23 @@ TEST(an_output_without_room_is_told_to_every_rank_and_the_engine_goes_on) {
       if (fits) continue;
       const std::string expected = "the result on rank " + std::to_string(tight) + " has " +
                                    std::to_string(bytes) + " bytes (" + std::to_string(8 * size) +
-                                   " rows), and its output " + std::to_string(bytes - 1);
+                                   " rows), but its output has " + std::to_string(bytes - 1);
       CHECK_MESSAGE(status.message.find(expected) != std::string::npos, status.message);
     }
   });
 }
 
-// Sanitizers' allocators end the process instead of saying no.
+// Not with sanitizers: their allocators end the process if memory is exhausted.
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 TEST(results_too_large_for_a_rank_end_their_own_work_on_every_rank) {
-  // More memory than any machine has, never read.
+  // More memory than any machine has. It is only address space and is never read.
   constexpr std::size_t kBytes = std::size_t{60} << 40;
   void* huge =
       ::mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   CHECK(huge != MAP_FAILED);
   on_layouts([&](TestEngine& engine, std::int32_t rank, std::int32_t size) {
     if (size == 1) return;
-    // Where the last rank brings memory of its own, and where none does.
+    // First the last rank gives memory for its result, then no rank does.
     for (const std::int32_t owner : {size - 1, -1}) {
       Request gather(SPARKHVD_ALLGATHER, "gather", SPARKHVD_UINT8);
       const std::size_t rows = rank == 0 ? kBytes : 0;

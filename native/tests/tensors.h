@@ -1,4 +1,4 @@
-// Tensors of every type as plain numbers, what collectives make of them, and the layouts of ranks to try.
+// Tensors of every type as plain numbers, expected results of collectives, and layouts of ranks to test.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Layout {
   std::uint32_t slots = 4;
 };
 
-/// One host, all alone, hosts of equal and unequal size, few and many slots.
+/// Layouts: one host, one rank per host, hosts of equal and unequal size; with few and many slots.
 inline const std::vector<Layout> kLayouts{
     {one_host(1)},           {one_host(2)},  {one_host(3), true, 2}, {one_host(5), true, 3},
     {one_host(2), false},    {{0, 1, 2}},    {{0, 0, 1, 1}},         {{0, 0, 1, 1}, true, 2},
@@ -54,7 +54,7 @@ inline bool is_float(std::int32_t dtype) {
   return is_half(dtype) || dtype == SPARKHVD_FLOAT32 || dtype == SPARKHVD_FLOAT64;
 }
 
-/// Calls `use` with a value of the type that `dtype` is computed in.
+/// Calls `use` with a value of the type in which the engine computes `dtype`.
 template <class Use>
 void with_type(std::int32_t dtype, Use use) {
   switch (dtype) {
@@ -128,7 +128,7 @@ class Tensor {
   std::vector<std::byte> bytes_;
 };
 
-/// 0, 1 or 2: exact in every type, whatever is done with five of them.
+/// A value of 0, 1 or 2: results of reductions over up to five ranks are exact in every type.
 inline double value(std::int32_t rank, std::size_t index) {
   return static_cast<double>((index * 7 + static_cast<std::size_t>(rank) * 5 + index / 3) % 3);
 }
@@ -155,7 +155,7 @@ inline double combined(std::int32_t dtype, std::int32_t op, double a, double b) 
   }
 }
 
-/// What all ranks together give, before it is rounded to the type.
+/// The expected result of a reduction over all ranks, before it is rounded to the type.
 inline Numbers expected_of(std::int32_t size, std::size_t count, std::int32_t dtype,
                            std::int32_t op) {
   Numbers result = values_of(0, count, dtype);

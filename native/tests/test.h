@@ -1,5 +1,5 @@
-// A test framework in one page: `TEST(name) { CHECK(condition); }`. The executable runs all tests
-// whose name contains one of its arguments (all without arguments) and fails if any failed.
+// A small test framework: `TEST(name) { CHECK(condition); }`. The executable runs the tests with a name that contains
+// one of its arguments (without arguments: all tests) and fails if a test fails.
 #pragma once
 
 #include <cstdio>

@@ -1,4 +1,5 @@
-// Ends the test program if a test hangs, and shows the stacks of all threads (addr2line has their lines).
+// Ends the test program if a test hangs, and prints the stacks of all threads (addr2line converts them to source
+// lines).
 #pragma once
 
 #include <dirent.h>
@@ -15,12 +16,12 @@ namespace sparkhvd::test {
 
 class Watchdog {
  public:
-  /// Far more than the longest test takes where threads are watched and CPUs shared.
+  /// Much longer than the longest test takes, even under a sanitizer and on shared CPUs.
   static constexpr unsigned kLimitS = 240;
 
   Watchdog() {
     void* frames[1];
-    ::backtrace(frames, 1);  // loads what it needs, which a signal's handler must not
+    ::backtrace(frames, 1);  // loads its library now, because a signal handler must not load it
     ::signal(SIGUSR2, [](int) {
       void* stack[64];
       ::backtrace_symbols_fd(stack, ::backtrace(stack, 64), STDERR_FILENO);
@@ -30,7 +31,7 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   ~Watchdog() { ::alarm(0); }
 
-  /// From now on this test has kLimitS. A process that it forks has no limit of its own.
+  /// Starts the limit of kLimitS for a test. A process that the test forks has no limit.
   void begin(const std::string& test) {
     std::snprintf(name_, sizeof(name_), "%s", test.c_str());
     ::alarm(kLimitS);
@@ -45,7 +46,7 @@ class Watchdog {
         if (thread == 0) continue;
         std::fprintf(stderr, "thread %ld\n", thread);
         ::syscall(SYS_tgkill, ::getpid(), thread, SIGUSR2);
-        ::usleep(100000);  // one after the other
+        ::usleep(100000);  // so that the stacks of two threads do not mix
       }
     }
     std::abort();

@@ -1,4 +1,4 @@
-// Ranks as threads: a world of engines over socket pairs, through the public C boundary.
+// Ranks as threads: engines that are connected by socket pairs, used through the public C interface.
 #pragma once
 
 #include <netinet/in.h>
@@ -20,10 +20,10 @@
 namespace sparkhvd::test {
 
 struct WorldOptions {
-  std::vector<std::int32_t> hosts;  // by rank: also the size
+  std::vector<std::int32_t> hosts;  // by rank; its length is the world size
   bool use_shared_memory = true;
   bool use_tcp = false;             // between hosts
-  std::uint64_t slot_bytes = 4096;  // small: several slots come cheap
+  std::uint64_t slot_bytes = 4096;  // small, so that small tensors need several slots
   std::uint32_t slots = 4;
   std::int32_t isa = SPARKHVD_ISA_AUTO;
   std::int32_t spin_us = 20;
@@ -37,7 +37,7 @@ inline std::vector<std::int32_t> one_host(int size) {
   return std::vector<std::int32_t>(static_cast<std::size_t>(size), 0);
 }
 
-/// Two ends of a TCP connection over loopback.
+/// Makes a TCP connection over loopback and stores its two ends in `pair`.
 inline void connect_tcp(int pair[2]) {
   const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
@@ -54,8 +54,8 @@ inline void connect_tcp(int pair[2]) {
   ::close(listener);
 }
 
-/// The sockets of every rank; [i][j] is rank i's end of the connection to rank j for control frames, and
-/// [i][(1 + stream) * size + j] of one for tensors.
+/// Connects all ranks. [i][j] is rank i's end of the connection to rank j for control frames;
+/// [i][(1 + stream) * size + j] is its end of a connection for tensors.
 inline std::vector<std::vector<std::int32_t>> connect_all(
     std::size_t size, const std::function<bool(std::size_t, std::size_t)>& use_tcp = {},
     std::size_t streams = 1) {
@@ -89,7 +89,7 @@ struct Status {
   std::string message;
 };
 
-/// One submitted operation; released on destruction.
+/// A submitted operation. The destructor releases it.
 class TestWork {
  public:
   explicit TestWork(sparkhvd_work* work) : work_(work) {}
@@ -162,7 +162,7 @@ class TestEngine {
     }
     return TestWork(work);
   }
-  /// Ranks that are lost, and how.
+  /// The lost ranks, each with the kind of its loss.
   std::vector<std::pair<std::int32_t, std::int32_t>> losses() const {
     std::vector<sparkhvd_loss> found(sparkhvd_engine_lost(engine_, nullptr, 0));
     sparkhvd_engine_lost(engine_, found.data(), static_cast<std::uint32_t>(found.size()));
@@ -182,7 +182,7 @@ class TestEngine {
   Status status_;
 };
 
-/// A request with its own copy of shapes and tensors.
+/// A request that owns its shapes and list of tensors.
 class Request {
  public:
   Request(std::int32_t collective, std::string name, std::int32_t dtype = SPARKHVD_FLOAT32)
@@ -231,7 +231,7 @@ class Request {
   sparkhvd_request raw_{};
 };
 
-/// What a finished operation says of itself: rows, and its data as T.
+/// The output of a finished operation: its rows, and its data as T.
 template <class T = float>
 struct Result {
   std::vector<std::int64_t> rows;
@@ -253,8 +253,8 @@ Result<T> result_of(const TestWork& work) {
   return result;
 }
 
-/// Runs `body(engine, rank)` on every rank, each in a thread of its own, and rethrows the first
-/// failure. `rewire` may change the sockets before.
+/// Runs `body(engine, rank)` on every rank in a separate thread, and rethrows the first failure. `rewire` may change
+/// the sockets before the ranks start.
 inline void run_ranks(
     const WorldOptions& options, const std::function<void(TestEngine&, std::int32_t)>& body,
     const std::function<void(std::vector<std::vector<std::int32_t>>&)>& rewire = {}) {
@@ -276,7 +276,7 @@ inline void run_ranks(
           body(engine, rank);
         } catch (const std::exception& error) {
           problems[i] = "rank " + std::to_string(i) + ": " + error.what();
-          // The others must not wait for a rank that has given up.
+          // Aborts, so that the other ranks do not wait for a rank that has failed.
           if (engine.get() != nullptr) engine.abort("the test failed on this rank");
         }
       });

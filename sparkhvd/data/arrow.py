@@ -1,6 +1,6 @@
 """Convert Spark's Arrow columns to numpy arrays of rows.
 
-Unusable values are counted, not raised: the pass over the data continues, so that the user learns about all problems at once.
+An unusable value is counted and raises no error: the pass over the data continues, so that one error lists everything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def column_to_numpy(
     Args:
         array: from `mapInArrow`; a vector is a struct<type, size, indices, values>.
         column: as `check_schema` returned it.
-        is_flag: store whether the value is above 0 (a validation column).
+        is_flag: True for the validation column: store whether the value is above 0.
 
     Returns:
         The values (`SparseRows` of a sparse vector, `Ragged` of other columns whose rows differ), or None if a row
@@ -71,14 +71,14 @@ def column_to_numpy(
 
 
 def fill_of(column: Column) -> float | None:
-    """Number in place of a null: NaN under "keep". With None, nulls count as invalid."""
+    """Return the number that replaces a null (NaN under "keep"), or None if a null is invalid."""
     if column.invalid[0] == "keep":
         return math.nan
     return column.invalid[1] if column.invalid[0] == "fill" else None
 
 
 def usable_rows(array: pa.Array, column: Column) -> Array | None:
-    """Mask (rows,), false for a null and for rows with a null or an invalid number; None if all are usable."""
+    """Mask (rows,) of the rows without a null or an invalid number; None if all rows are usable."""
     bad = np.zeros(len(array), np.bool_)
     if array.null_count:
         bad |= numbers(array.is_null())
@@ -87,14 +87,15 @@ def usable_rows(array: pa.Array, column: Column) -> Array | None:
     row_of: Array | None = None
     elements = array.field("values") if pa.types.is_struct(array.type) else array
     while is_list(elements.type):
-        # A null list is empty in Spark's arrays.
+        # Spark's arrays store a null list as an empty list.
         lengths, elements = flattened(elements)
         row_of = np.repeat(np.arange(len(lengths)) if row_of is None else row_of, lengths)
         if elements.null_count:
             bad[row_of[numbers(elements.is_null())]] = True
     values = numbers(elements)
     for invalid in invalid_numbers(values, column).values():
-        if row_of is None:  # memory below a null is undefined, and its row is bad already
+        # The number stored for a null is undefined, but its row is marked already.
+        if row_of is None:
             bad |= invalid
         else:
             bad[row_of[invalid]] = True
@@ -104,7 +105,7 @@ def usable_rows(array: pa.Array, column: Column) -> Array | None:
 def _lists(
     array: pa.ListArray, column: Column, invalid_rows: InvalidRowCounts, fill: float | None
 ) -> Values | None:
-    """Convert rows of arrays, also nested: one array if they have one shape, else (for ragged columns) rows."""
+    """Convert lists, also nested, to one array if rows have one shape, or to `Ragged` rows for a ragged column."""
     lengths, elements = flattened(array)
     row_of = None
     has_all = True
@@ -160,7 +161,7 @@ def _fixed_width(
 def _one_width(
     widths: Array, invalid_rows: InvalidRowCounts, inner: tuple[int, ...] = ()
 ) -> int | None:
-    """None if widths differ, or the width is 0. Count the shapes (width, *inner) in `invalid_rows`."""
+    """Return the width of all rows, or None if widths differ or are 0; count the shapes (width, *inner)."""
     different, rows = np.unique(widths, return_counts=True)
     invalid_rows.shapes.update(
         {(int(w), *inner): int(n) for w, n in zip(different, rows, strict=True)}
@@ -194,7 +195,7 @@ def _vectors(
 def _sparse_rows(
     array: pa.StructArray, values: Array, lengths: Array, is_dense: Array, width: int
 ) -> SparseRows:
-    """Keep vectors sparse; dense vectors keep their nonzero elements.
+    """Convert vectors to sparse rows; a dense vector keeps its nonzero elements.
 
     Args:
         array: of the vector struct.
@@ -232,7 +233,7 @@ def _indices(array: pa.StructArray) -> Array:
 # Counts of unusable rows of a column, and sentences about them for the user.
 
 _COUNTS = ("nulls", "nans", "infinities", "overflows", "inexact", "fractions")
-# Not invalid under the policy "keep".
+# The policy "keep" accepts these values.
 _KEPT = ("nans", "infinities")
 
 
@@ -249,7 +250,7 @@ class InvalidRowCounts:
         fractions: rows with a fractional number although the stored type is an integer.
         shapes: shape of a row -> rows, for arrays and vectors; of a ragged column, the shape of a row's entries. -1
             marks lengths that differ inside a row.
-        examples: by name of a count its first number, as text.
+        examples: name of a count -> the first number that it counted, as text.
     """
 
     nulls: int = 0
@@ -284,13 +285,13 @@ class InvalidRowCounts:
             self.examples.setdefault(name, f"{values[bad].flat[0].item()!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `from_dict`."""
+        """Convert the counts to plain values for `from_dict`."""
         shapes = [[list(k), v] for k, v in self.shapes.items()]
         return {**self.counts(), "shapes": shapes, "examples": self.examples}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> InvalidRowCounts:
-        """Rebuild the findings from `to_dict`."""
+        """Rebuild the counts from `to_dict`."""
         return cls(**{**values, "shapes": Counter({tuple(k): v for k, v in values["shapes"]})})
 
 
@@ -302,13 +303,13 @@ def shape_text(shape: tuple[int, ...]) -> str:
 def problems(
     column: Column, invalid_rows: InvalidRowCounts, num_rows: int, *, is_flag: bool = False
 ) -> Iterator[str]:
-    """Yield sentences on why a column cannot be used: counts of rows, and remedies.
+    """Yield a sentence for each problem of a column, with the number of rows and a remedy.
 
     Args:
         column: as `check_schema` returned it.
         invalid_rows: in all its rows.
         num_rows: number of its rows.
-        is_flag: it is the validation column, to which `handle_invalid` does not apply.
+        is_flag: True for the validation column, to which `handle_invalid` does not apply.
     """
     where = f"column {column.name!r} ({column.source})"
     of = f"of {num_rows:,} rows"
@@ -383,9 +384,9 @@ def _different_lengths(column: Column, invalid_rows: InvalidRowCounts) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Numbers in the stored type of a column; counts those that the tensor cannot hold.
+# Convert numbers to the stored type of a column, and count the numbers that the tensor cannot hold.
 
-# Per floating type its bits of precision.
+# Bits of precision of each floating type.
 _BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 _TOO_LARGE = {
     name: (2 - 2.0 ** -_BITS[name]) * 2.0**exponent
@@ -407,7 +408,7 @@ def narrowed(
         values: in Spark's type.
         column: as `check_schema` returned it.
         invalid_rows: counts rows with unusable numbers.
-        is_flag: store whether the value is above 0 (a validation column).
+        is_flag: True for the validation column: store whether the value is above 0.
     """
     if isinstance(values, SparseRows):
         stored = narrowed(values.values, column, invalid_rows, is_flag=is_flag)
@@ -435,7 +436,7 @@ def narrowed(
 
 
 def invalid_numbers(values: Array, column: Column) -> dict[str, Array]:
-    """Find the numbers that a tensor of the column cannot hold: masks by name of their count in `InvalidRowCounts`, if any."""
+    """Find the numbers that the column's tensor cannot hold: name of their count in `InvalidRowCounts` -> mask."""
     is_float, bits = values.dtype.kind == "f", _BITS.get(column.number_type)
     if not values.size or values.dtype.kind == "b" or not (is_float or bits):
         return {}
@@ -444,7 +445,7 @@ def invalid_numbers(values: Array, column: Column) -> dict[str, Array]:
     limit = min(too_large, 2.0**bits + 1) if is_whole and bits else too_large
     if not is_float and max(-np.iinfo(values.dtype).min, np.iinfo(values.dtype).max) < limit:
         return {}
-    # Cost for good data: two comparisons, and no memory. NaN is neither above nor below.
+    # Good data cost two comparisons and no memory. A NaN makes both comparisons false.
     with np.errstate(invalid="ignore"):
         if float(values.min()) > -limit and float(values.max()) < limit:
             return {}
@@ -462,12 +463,13 @@ def invalid_numbers(values: Array, column: Column) -> dict[str, Array]:
 
 
 def _inexact(values: Array, bits: int) -> Array:
-    """Find whole numbers that do not fit a floating type of so many bits, including doubles that may have been rounded."""
+    """Find whole numbers with more than `bits` significant bits, and doubles large enough to be rounded already."""
     if values.dtype.kind == "f":
         rounded = np.abs(values) >= 2.0**53
         return rounded | _inexact(np.where(rounded, 0, values).astype(np.int64), bits)
     if values.dtype.kind == "i":
-        values = np.abs(values.astype(np.int64))  # the minimum has the right bits as uint64
+        # abs() overflows for the minimum, but its bits are right as uint64.
+        values = np.abs(values.astype(np.int64))
     magnitude = values.astype(np.uint64)
     lowest = np.maximum(magnitude & (~magnitude + np.uint64(1)), np.uint64(1))
     wrong: Array = magnitude // lowest >= np.uint64(1 << bits)
@@ -496,7 +498,7 @@ def _converted(
         finite = np.isfinite(values)
         whole = finite & (values == np.rint(values))
         fractions = finite & ~whole
-        # 2**63 as a float is the first number beyond int64, and the limit itself rounds up to it.
+        # The largest int64 rounds up to 2**63 as a float, which is the first number beyond int64.
         fits = (values >= float(limits.min)) & (values < float(limits.max) + (limits.max < 2**53))
         invalid_rows.note("fractions", rows_with(fractions), values, fractions)
         invalid_rows.note("overflows", rows_with(whole & ~fits), values, whole & ~fits)
@@ -508,7 +510,7 @@ def _converted(
 
 
 def _ragged_rows(lengths: Array, bad: Array) -> int:
-    """Count rows of these lengths, concatenated, with at least one True."""
+    """Count the rows of these lengths that have at least one True in the concatenated `bad`."""
     return len(np.unique(np.repeat(np.arange(len(lengths)), lengths)[bad])) if bad.any() else 0
 
 
@@ -518,7 +520,7 @@ def _rows(bad: Array) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Numbers in place of the values of a column of groups.
+# Replace the values of a group column by group numbers.
 
 
 def numbered(batches: Iterator[pa.RecordBatch], index: int, first: int) -> Iterator[pa.RecordBatch]:

@@ -1,7 +1,7 @@
 """Bounds on the Arrow batches that Spark sends to Python workers.
 
 Spark reads the bound from the session's conf while a query runs (with adaptive execution more than once), so the conf
-holds ours for that time. Concurrent queries of the user get smaller batches with the same rows.
+holds our bound for that time. Concurrent queries of the user get smaller batches with the same rows.
 
 Threads: fits of one session may run at once. The first writes the conf, the last restores the user's value.
 """
@@ -33,9 +33,10 @@ RECORDS_KEY = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _LARGE_BATCH_BYTES = 512 << 20
 # Spark's default; more rows per batch gain nothing.
 _MOST_RECORDS = 10_000
-# Spark checks its bound in bytes after every row. If a list column ends in nulls (null arrays, or a vector sent as one struct),
-# the check takes time in proportion to the batch's rows: 10,000 rows of vectors took four times as long as without it, 1,000 rows
-# 1.6 times. So it is disabled if the types give the length of a row. Otherwise batches have few rows, at no measurable cost.
+# Spark checks its bound in bytes after every row. If a list column ends in nulls (null arrays, or a vector sent as one
+# struct), the check takes time in proportion to the batch's rows: 10,000 rows of vectors took four times as long as
+# without it, 1,000 rows 1.6 times. So it is disabled if the types give the length of a row. Otherwise batches have few
+# rows, at no measurable cost.
 _NO_BYTES = 2**31 - 1
 _FEW_RECORDS = 1000
 # Assumed bytes of a value of unknown length, for Sparks without a bound in bytes.
@@ -49,8 +50,8 @@ def bounded_batches(
     """Bound the Arrow batches of queries of `df`'s session to about `batch_bytes` inside the block.
 
     The bound on records becomes the number of `df`'s rows in that many bytes, if the user's is larger. If the types do
-    not give the length of a row, Spark's bound in bytes is set, unless the user has set one. Before Spark 4.1, which has
-    no such bound, these values count as 32 KiB. The conf is restored after the block.
+    not give the length of a row, Spark's bound in bytes is set, unless the user has set one. Before Spark 4.1, which
+    has no such bound, these values count as 32 KiB. The conf is restored after the block.
 
     Args:
         df: the DataFrame whose columns are sent, classic or Connect.
@@ -77,9 +78,9 @@ def bounded_batches(
 
 
 def warn_of_large_batches(df: DataFrame, elements: Mapping[str, int]) -> None:
-    """Warn if Spark bounds batches only by rows, and that many of these rows are large.
+    """Warn if Spark bounds batches only by their number of rows, and a batch of these rows would be large.
 
-    For DataFrames that the user computes later, when the bound is the user's.
+    The user computes the DataFrame later, outside of `bounded_batches`.
 
     Args:
         df: the DataFrame whose columns are sent, classic or Connect.
@@ -107,7 +108,7 @@ def warn_of_large_batches(df: DataFrame, elements: Mapping[str, int]) -> None:
 
 
 def arrow_row_bytes(schema: StructType) -> tuple[int, int]:
-    """Bytes per row as Arrow of the columns with a known size, and the number of the other columns.
+    """Sum the bytes per row of the columns with a known size in Arrow, and count the other columns.
 
     A vector's length is in its column's metadata if a VectorAssembler wrote it.
     """
@@ -120,15 +121,15 @@ def _value_bytes(kind: DataType, metadata: Mapping[str, object]) -> int | None:
     if name == "VectorUDT":
         attributes = metadata.get("ml_attr")
         width = attributes.get("num_attrs") if isinstance(attributes, Mapping) else None
-        # A wider vector is sparse, and shorter than that.
+        # A wider vector is assumed to be sparse, so its size is unknown.
         return 16 + 8 * width if isinstance(width, int) and 0 < width <= DENSE_WIDTH else None
-    # A decimal is the longest.
+    # 16 bytes are the size of a decimal, the longest number.
     return 16 if name in NUMERIC_TYPES else None
 
 
 @dataclass
 class _Bound:
-    """Value of a conf while blocks are open.
+    """Bound in one conf while `bounded_batches` blocks are open.
 
     Attributes:
         users: the user's value, or None.
@@ -141,7 +142,7 @@ class _Bound:
     wanted: list[int] = field(default_factory=list)
 
     def apply(self, conf: RuntimeConfig, name: str) -> None:
-        """Write the minimum of all blocks' bounds and the user's."""
+        """Write the minimum of the bounds of all blocks and the user; a user's bound in bytes is kept."""
         if self.users is not None and name == BYTES_KEY:
             return
         bounds = list(self.wanted)
@@ -194,5 +195,5 @@ class _Bounds:
                 conf.set(key[1], bound.users)
 
 
-# One per process, as the conf is per session.
+# One object holds the bounds of all sessions of the process.
 _bounds = _Bounds()

@@ -1,4 +1,4 @@
-"""Types of Arrow beyond those that Spark sends: the Spark type of each, and its arrays in Spark's own forms.
+"""Map Arrow types that Spark never sends to Spark types, and convert their arrays to Spark's forms.
 
 External Parquet has fixed-size lists, dictionaries, tensors and unsigned numbers; `plain` turns their arrays
 into the forms that `column_to_numpy` reads.
@@ -32,13 +32,13 @@ VERIFIED = {n: True for n in ("page_checksum_verification",) if n in _ARGUMENTS}
 
 _VECTOR_FIELDS = {"type", "size", "indices", "values"}  # Spark ML's vectors, as Spark writes them
 
-# Test of an Arrow type, name and text of its Spark type; the first that fits.
+# (test of an Arrow type, class name of its Spark type, text of its Spark type); the first true test decides.
 _PLAIN_TYPES: tuple[tuple[Callable[[pa.DataType], bool] | None, str, str], ...] = (
     (pa.types.is_boolean, "BooleanType", "boolean"),
     (pa.types.is_int8, "ByteType", "tinyint"),
     (lambda k: pa.types.is_int16(k) or pa.types.is_uint8(k), "ShortType", "smallint"),
     (lambda k: pa.types.is_int32(k) or pa.types.is_uint16(k), "IntegerType", "int"),
-    # Numbers of uint64 beyond int64 are found in the data.
+    # uint64 becomes bigint, too; numbers beyond int64 are detected when the data are read.
     (pa.types.is_integer, "LongType", "bigint"),
     (lambda k: pa.types.is_float16(k) or pa.types.is_float32(k), "FloatType", "float"),
     (pa.types.is_float64, "DoubleType", "double"),
@@ -54,7 +54,7 @@ _PLAIN_TYPES: tuple[tuple[Callable[[pa.DataType], bool] | None, str, str], ...] 
 
 
 def spark_type(kind: pa.DataType) -> SparkType:
-    """Without pyspark, for `check_schema`."""
+    """Return the Spark type of an Arrow type, without pyspark."""
     t = pa.types
     if t.is_dictionary(kind):
         return spark_type(kind.value_type)
@@ -143,7 +143,7 @@ def _is(kind: pa.DataType, name: str) -> bool:
 
 
 def _is_view(kind: pa.DataType) -> bool:
-    """Whether the type is a view, the layout with scattered values of other libraries (polars)."""
+    """Whether the type is a view: a layout with scattered values that libraries such as polars use."""
     return any(
         _is(kind, name) for name in ("string_view", "binary_view", "list_view", "large_list_view")
     )
@@ -177,14 +177,14 @@ def _fixed_lists(array: pa.FixedSizeListArray) -> pa.Array:
     lengths = np.full(len(array), width, np.int64)
     if nulls is not None:
         lengths[nulls] = 0
-        values = array.flatten()  # omits elements below nulls
+        values = array.flatten()  # omits the elements of null lists
     else:
         values = array.values.slice(array.offset * width, len(array) * width)
     return _lists(plain(values), lengths, nulls)
 
 
 def _fixed_bytes(array: pa.FixedSizeBinaryArray) -> pa.Array:
-    """Convert fixed-size binary values to values with offsets. pyarrow 14 crashes when it casts a slice of such an array."""
+    """Convert fixed-size binary values to values with offsets, without a cast, which crashes pyarrow 14 for slices."""
     width, rows = array.type.byte_width, len(array)
     offsets = np.arange(rows + 1, dtype=np.int64) * width
     is_small = offsets[-1] < 2**31
@@ -201,7 +201,7 @@ def _fixed_bytes(array: pa.FixedSizeBinaryArray) -> pa.Array:
 
 
 def _order(kind: pa.DataType) -> tuple[int, ...] | None:
-    """Stored axis of each axis of a fixed-shape tensor; None is the natural order."""
+    """Stored axis of each axis of a fixed-shape tensor; None if the axes are stored in order."""
     order = tuple(getattr(kind, "permutation", None) or ())
     return None if order == tuple(range(len(order))) else order
 
@@ -226,7 +226,7 @@ def _tensor(
 
 
 def _nulls(array: pa.Array) -> Mask | None:
-    """Mask (rows,); None without nulls."""
+    """Mask (rows,) of the nulls; None without nulls."""
     return array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
 
 
@@ -247,9 +247,9 @@ def _validity(nulls: Mask | None) -> pa.Buffer | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Memory of Arrow arrays as numpy arrays and back.
+# View the memory of Arrow arrays as numpy arrays, and the reverse.
 # No Python code runs per row. `pa.array` and `Array.to_numpy` import pandas, 0.3 s in every Python worker, and
-# pyarrow.compute takes another 0.1 s. These functions use the buffers instead, and only bad data import those.
+# pyarrow.compute takes another 0.1 s. These functions use the buffers instead; only bad data import pandas and compute.
 
 Array = npt.NDArray[Any]
 
@@ -293,13 +293,13 @@ def numbers(array: pa.Array) -> Array:
     return np.frombuffer(buffer, dtype, length, array.offset * dtype.itemsize)
 
 
-# Of doubles: whole numbers up to this are exact, and so are powers of ten.
+# Doubles represent whole numbers up to this limit exactly, and powers of ten up to this exponent.
 _EXACT_INTEGERS = 1 << 53
 _MOST_EXACT_POWER = 22
 
 
 def _without_decimals(array: pa.Array) -> pa.Array:
-    """Convert decimals to int64 if all are whole and fit, else to the nearest doubles; return other arrays unchanged."""
+    """Convert decimals to int64 if all are whole and fit, else to the nearest doubles; keep other arrays unchanged."""
     kind = array.type
     if not pa.types.is_decimal(kind):
         return array
@@ -308,9 +308,9 @@ def _without_decimals(array: pa.Array) -> pa.Array:
         halves = np.frombuffer(data, "<i8", 2 * len(array), 16 * array.offset).reshape(-1, 2)
         digits = halves[:, 0]
         fits = halves[:, 1] == digits >> 63
-        if kind.scale:  # else the division would round twice
+        if kind.scale:  # a larger number would be rounded before the division and again by it
             fits &= (digits >= -_EXACT_INTEGERS) & (digits <= _EXACT_INTEGERS)
-        if array.null_count:  # values below nulls are undefined
+        if array.null_count:  # the number stored for a null is undefined
             fits |= numbers(array.is_null())
         if fits.all():
             # The validity bits stay in place, so the new values start at the same offset.
@@ -329,7 +329,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def flattened(lists: pa.ListArray) -> tuple[Array, pa.Array]:
-    """Elements per row, and all elements. A null list must be empty, as in Spark."""
+    """Return the number of elements of each row, and all elements; null lists must be empty, as in Spark."""
     if not len(lists):
         return np.empty(0, np.int64), lists.values.slice(0, 0)
     offsets = numbers(lists.offsets)
@@ -355,8 +355,8 @@ def filled(array: pa.Array, value: float, dtype: str) -> pa.Array:
 
     Args:
         array: numbers or booleans.
-        value: that the stored dtype can hold, or NaN.
-        dtype: the stored one.
+        value: a number that the stored dtype can hold, or NaN.
+        dtype: the stored dtype.
     """
     if pa.types.is_boolean(array.type):
         if math.isnan(value):
@@ -375,7 +375,8 @@ def _widened(array: pa.Array, *, is_whole: bool) -> pa.Array:
     if is_whole:
         try:
             return array.cast(pa.int64())
-        except pa.ArrowInvalid:  # as doubles, numbers beyond int64 are counted
+        except pa.ArrowInvalid:
+            # Convert to double below, so that numbers beyond int64 are counted as invalid.
             pass
     if array.type == pa.float16():  # older pyarrows do not cast it
         nulls = array.is_null().to_numpy(zero_copy_only=False)
@@ -384,7 +385,7 @@ def _widened(array: pa.Array, *, is_whole: bool) -> pa.Array:
 
 
 def holds(dtype: np.dtype[Any], value: float) -> bool:
-    """Whether an integer type has exactly this number, or a floating type's range includes it, as NaN and infinity."""
+    """Whether an integer dtype holds a number exactly, or a floating dtype has it in its range (with NaN, infinity)."""
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return bool(
@@ -394,11 +395,12 @@ def holds(dtype: np.dtype[Any], value: float) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# ML vectors from Spark to a Python worker: four columns each, because one struct is slow.
-# A vector is struct<type, size, indices, values>, and a dense vector has null indices. While Spark (4.1 and later) writes an
-# Arrow batch, it computes its size after every row, and each time walks over the nulls at a list column's end: the work is
-# quadratic in the rows. A million dense vectors of 32 took 12 s of the JVM's CPU to arrive; with an empty list in place of the
-# null, 2 s. So the parts are sent as separate columns and joined in the worker without copying.
+# Send each column of ML vectors from Spark to a Python worker as four columns, because one struct column is slow.
+# A vector is struct<type, size, indices, values>, and a dense vector has null indices. While Spark (4.1 and later)
+# writes an Arrow batch, it computes its size after every row, and each time walks over the nulls at a list column's
+# end: the work is quadratic in the rows. A million dense vectors of 32 took 12 s of the JVM's CPU to arrive; with an
+# empty list in place of the null, 2 s. So the parts are sent as separate columns and joined in the worker without
+# copying.
 
 PARTS = ("type", "size", "indices", "values")
 _DENSE = 1
@@ -410,7 +412,7 @@ def vector_columns(schema: StructType) -> tuple[bool, ...]:
 
 
 def split_vectors(df: DataFrame, is_vector: Sequence[bool]) -> DataFrame:
-    """Replace every vector by four columns; other columns are unchanged.
+    """Replace every vector column by four columns; other columns are unchanged.
 
     Args:
         df: the DataFrame, classic or Connect; its names are plain and unique.

@@ -1,6 +1,7 @@
-"""Data sets for any training loop: a DataFrame prepared once on the driver, read by any process of any launcher.
+"""Data sets for any training loop: the driver prepares a DataFrame once, and processes of any launcher read it.
 
-Ownership: kept data stay until `Dataset.delete()` or `Store.clean()`; other data are deleted with the process that prepared them.
+Ownership: kept data stay until `Dataset.delete()` or `Store.clean()`; other data are deleted when the process that
+prepared them ends.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows in a store, for readers in any process; picklable.
+    """Prepared rows in a store, which any process can read; picklable.
 
     Attributes:
-        store: holds the files; pickled with its options.
+        store: store of the data; pickled with its options.
         path: folder of the data in the store, for `load`.
-        files: store of existing files that are read in place; None if the folder has them.
+        files: store of existing files that are read in place; None if the files are in `path`.
     """
 
     store: Store
@@ -60,7 +61,7 @@ class Dataset:
 
     @functools.cached_property
     def manifest(self) -> Manifest:
-        """Files, number of rows, and columns.
+        """Manifest with the files, the number of rows and the columns.
 
         Raises:
             StoreError: the data set was deleted.
@@ -69,8 +70,8 @@ class Dataset:
             return Manifest.load(self.store, self.path)
         except FileNotFoundError as e:
             raise StoreError(
-                f"The data set {self.path!r} in {self.store.url} is not there any more: it was deleted, or went with the process that "
-                "made it. Call prepare() again."
+                f"The data set {self.path!r} in {self.store.url} does not exist any more: it was deleted by a call, or when the process "
+                "that made it ended. Call prepare() again."
             ) from e
 
     @property
@@ -128,22 +129,23 @@ def prepare(
 
     Args:
         df: classic or Connect.
-        store: visible to all readers; None = the store in `spark.sparkhvd.store`, or on a local master a temporary folder.
-        columns: names; None = all except the validation column.
+        store: visible to all readers; None = the store in `spark.sparkhvd.store`, or on a local master a temporary
+            folder.
+        columns: names of columns; None = all except the validation column.
         dtype: of floating columns, as tensors and in the files. Integers become int64, booleans bool.
-        dtypes: others, by column.
+        dtypes: column -> another dtype.
         validation: boolean or numeric column; True or above 0 marks validation rows (`Loader(subset=...)`).
-        decoded: columns, also of text and bytes, whose values the loader's functions convert to arrays.
-        collated: columns whose rows a function of the loader converts to a batch.
+        decoded: columns, also of text and bytes, whose values the loader's `decoders` convert to arrays.
+        collated: columns whose rows a function in the loader's `collate` converts to a batch.
         sparse_cols: vectors that become sparse tensors; None = those of more than 65,536 dimensions.
-        handle_invalid: "error", "skip" (rows with a null or an invalid number), "keep" (NaN and infinity as they are, a null as
-            NaN), or by column these or a value to fill in.
+        handle_invalid: "error", "skip" (rows with a null or an invalid number), "keep" (NaN and infinity unchanged, a
+            null as NaN), or a dict from columns to these words or to a number that replaces nulls and invalid numbers.
         data_key: the user's promise that data with this key are equal; None = the plan decides.
         num_partitions: maximum of files; None = as many as `df` has partitions.
-        keep: keep the data when this process ends; None = if a store is given.
+        keep: keep the data when this process ends; None = keep them if a store is given.
 
     Raises:
-        InvalidArgumentError: a column is missing, or of a type that cannot become a tensor; values cannot be used.
+        InvalidArgumentError: a column is missing, has a type that cannot become a tensor, or holds unusable values.
         StoreError: the store cannot be written.
     """
     names = list(df.columns) if columns is None else list(columns)
@@ -155,7 +157,7 @@ def prepare(
         if field.name in names and field.name not in functions and kind.startswith(texts):
             raise InvalidArgumentError(
                 f"prepare: column {field.name!r} is of type {kind}, which cannot become a tensor. Name it in decoded=[...] and give the "
-                "loader a function for it, decoders={...}; or make numbers of it first, or leave it out of columns=[...]."
+                "loader a function for it, decoders={...}; or convert it to numbers first, or leave it out of columns=[...]."
             )
     place = default_store(df.sparkSession, store)
     schema = check_schema(
@@ -186,8 +188,8 @@ def load(store: Store | str | PathLike[str], path: str) -> Dataset:
     """Open a data set written by `prepare`.
 
     Args:
-        store: of the data.
-        path: its folder there, `Dataset.path`.
+        store: store of the data.
+        path: folder of the data in the store, as in `Dataset.path`.
 
     Raises:
         InvalidArgumentError: there is no such data set.
@@ -195,22 +197,22 @@ def load(store: Store | str | PathLike[str], path: str) -> Dataset:
     place = store if isinstance(store, Store) else Store.create(store)
     if not place.exists(f"{path}/{MANIFEST_NAME}"):
         raise InvalidArgumentError(
-            f"There is no data set {path!r} in {place.url}. Give the path of what prepare() returned; it goes with "
-            "Dataset.delete(), or with the process that made it, if that did not keep it."
+            f"There is no data set {path!r} in {place.url}. Give the path of a Dataset from prepare(). Dataset.delete() deletes "
+            "the data, and so does the end of the process that made them, unless it keeps them."
         )
     return Dataset(place, path)
 
 
 # ----------------------------------------------------------------------------------------------------
 # Batches of a data set for one rank, as torch's `IterableDataset`.
-# The rows of all ranks at a step equal those of one process with as many rows per batch: the order is the same for any
-# number of ranks, and an epoch resumes at any row, also with other ranks. (Data beyond `shuffle_bytes` are read by each rank in
-# its own part; with other ranks what is left is cut into new parts.)
-# Threads: the reader prefetches in one thread. Not for several workers of a `DataLoader`: each would read everything.
+# The rows of all ranks at a step equal the rows of one process with the same global batch size. So the order is the
+# same for any number of ranks, and an epoch resumes at any row, also with another number of ranks. (If the data exceed
+# `shuffle_bytes`, each rank reads its own part; another number of ranks divides the remaining rows into new parts.)
+# Threads: the reader prefetches in one thread. Several workers of a `DataLoader` are refused: each would read all rows.
 
 
 def place() -> tuple[int, int]:
-    """Rank and size of this process from `hvd`, else torch.distributed, else the launcher; (0, 1) if unknown.
+    """Find rank and size of this process: from `hvd`, else torch.distributed, else the launcher; (0, 1) if unknown.
 
     Raises:
         InvalidArgumentError: two launchers contradict each other.
@@ -225,7 +227,7 @@ def place() -> tuple[int, int]:
 
 
 def _check_whole(name: str, value: Any, least: int | None = None) -> None:
-    """Reject an argument that is no whole number, or below the minimum."""
+    """Reject an argument unless it is a whole number of at least the minimum."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
@@ -245,7 +247,7 @@ def _names(columns: Sequence[str]) -> list[str]:
 
 
 def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Check rank and size; if both are None, take those of this process."""
+    """Check rank and size; if both are None, return rank and size of this process."""
     if (rank is None) != (size is None):
         raise InvalidArgumentError(
             f"loader: rank is {rank} and size {size}. Give both, or leave both out to use the launcher's."
@@ -288,14 +290,14 @@ def _known_subset(schema: DataSchema, subset: str | None, validation: float | No
         )
     if subset == "validation" and not has_validation:
         raise InvalidArgumentError(
-            "loader: subset is 'validation', and the data have no validation column. Call prepare(validation=<column>), or give the "
+            "loader: subset is 'validation', but the data have no validation column. Call prepare(validation=<column>), or give the "
             "loader a fraction: validation=0.2."
         )
     return subset
 
 
 def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunctions) -> None:
-    """Reject columns that do not exist, or lack a decoder that they need."""
+    """Reject names of missing columns, and columns without the decoder that they need."""
     for name in names:
         if schema.column(name).has_decoder and name not in functions.decoders:
             raise InvalidArgumentError(
@@ -307,7 +309,7 @@ def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunct
 
 
 def _check_caller(frame: FrameType | None) -> None:
-    """Reject a DataLoader that would collate batches again; only the iterating object reveals it."""
+    """Reject a DataLoader that would collate batches again; only the caller's stack frame reveals it."""
     caller = None if frame is None else frame.f_locals.get("self")
     if type(caller).__name__ != "_IterableDatasetFetcher" or not getattr(
         caller, "auto_collation", False
@@ -315,8 +317,8 @@ def _check_caller(frame: FrameType | None) -> None:
         return
     if getattr(caller, "collate_fn", None) is default_collate:
         raise InvalidArgumentError(
-            "DataLoader(loader) would collate what are batches already, with batch_size=1 by default, which gives each tensor one more "
-            "dimension. Use the loader as it is, or DataLoader(loader, batch_size=None)."
+            "DataLoader(loader) would collate the loader's batches again, with batch_size=1 by default, and so give each tensor one more "
+            "dimension. Use the loader directly, or DataLoader(loader, batch_size=None)."
         )
 
 
@@ -327,9 +329,9 @@ _ORDER = ("seed", "shuffle", "subset", "validation")
 class Loader(IterableDataset[Any]):
     """Batches of one rank: a dict or a tuple of tensors.
 
-    Each iteration yields the rest of an epoch; the next iteration yields the next epoch.
-    A tensor has the shape (rows, *shape of the column); sparse vectors are COO tensors. Every rank has equally many steps, and
-    every row is used once per epoch over all ranks.
+    An iteration yields the rest of the current epoch; the following iteration yields the next epoch.
+    A tensor has the shape (rows, *shape of the column); sparse vectors are COO tensors. Every rank has equally many
+    steps, and every row is used once per epoch over all ranks.
 
     Attributes:
         dataset: the rows.
@@ -338,7 +340,7 @@ class Loader(IterableDataset[Any]):
         batch_size: rows per rank and step.
         epoch: of the next batches.
         num_broken: rows of this rank skipped by decoders since the epoch began.
-        as_stored: set before the first batch: tensors keep the stored types of numbers.
+        as_stored: True lets tensors keep the stored types of numbers; set it before the first batch.
     """
 
     as_stored = False
@@ -372,21 +374,22 @@ class Loader(IterableDataset[Any]):
             size: number of ranks; likewise.
             batch_size: rows per rank and step.
             shuffle: a new permutation each epoch; False = the order of the files.
-            seed: decides the order, with the epoch.
+            seed: decides the order, together with the epoch.
             drop_last: drop the last step if it is not full.
             subset: "all", "train" or "validation"; None = "train" if the data have validation rows, else "all".
             validation: fraction of validation rows, chosen by `seed`, of data without a validation column.
             batch_format: "dict", or "tuple": only the tensors, in the order of `columns`.
-            columns: names; None = all.
-            decoders: functions of the values of columns.
-            collate: functions of a batch's rows of columns.
+            columns: names of columns; None = all.
+            decoders: column -> function of a value.
+            collate: column -> function of a batch's rows.
             num_workers: threads that run decoders.
             pin_memory: put batches into page-locked memory. Needs CUDA.
             shuffle_bytes: data up to this size are held in memory.
             prefetch_bytes: bound on prefetched batches.
 
         Raises:
-            InvalidArgumentError: an argument is out of range, names a column that does not exist, or only one of `rank` and
+            InvalidArgumentError: an argument is out of range, names a column that does not exist, or only one of `rank`
+                and
             `size` is given.
         """
         super().__init__()
@@ -421,10 +424,11 @@ class Loader(IterableDataset[Any]):
         }
         self._arguments: dict[str, Argument] = {}
         self.epoch = 0
-        # Of the epoch: its stages with other numbers of ranks or batch sizes, and the rows over all ranks returned since.
+        # Earlier stages of the epoch, with other numbers of ranks or batch sizes, and the rows over all ranks since
+        # then.
         self._before: tuple[Stage, ...] = ()
         self._handed_out = 0
-        # Windows of their order; None if unknown or empty.
+        # `RowOrder.windows` of the rows returned so far in the epoch; None if unknown.
         self._windows: list[int] | None = None
         self.num_broken = 0
         self._reader: Reader | None = None
@@ -440,8 +444,8 @@ class Loader(IterableDataset[Any]):
         worker = get_worker_info()
         if worker is not None:
             raise InvalidArgumentError(
-                f"Each of {worker.num_workers} workers of this DataLoader would read all rows, in the order of one epoch, and the "
-                "loader here would not know how far they are. Use the loader as it is, which reads ahead in a thread of its own, or "
+                f"Each of {worker.num_workers} workers of this DataLoader would read all rows of the epoch, and this process's loader "
+                "would not know their position. Use the loader directly, which reads ahead in its own thread, or "
                 "DataLoader(loader, batch_size=None, num_workers=0)."
             )
         return self._batches()
@@ -451,7 +455,7 @@ class Loader(IterableDataset[Any]):
         self._check_windows(reader)
         width = self.size * self.batch_size
         start, rest = divmod(self._handed_out, width)
-        if rest:  # a row that no step of these sizes ends at
+        if rest:  # with these sizes, no step ends at this row
             self._continue(self.size, self.batch_size)
             start = 0
         epoch, end, first_row = self.epoch, reader.num_rows, self._first_row
@@ -470,23 +474,24 @@ class Loader(IterableDataset[Any]):
 
     @property
     def _first_row(self) -> int:
-        """Rows of the epoch's stages over all ranks."""
+        """Rows of the epoch's earlier stages over all ranks."""
         return sum(stage.rows for stage in self._before)
 
     def _continue(self, size: int, batch_size: int) -> None:
-        """End the stage of the rows returned so far, with these sizes."""
+        """End the current stage: its rows were returned with this number of ranks and batch size."""
         if self._handed_out:
             self._before = (*self._before, Stage(size, batch_size, self._handed_out))
         self._handed_out = 0
 
     def _check_windows(self, reader: Reader) -> None:
-        """Reject resuming after rows of another order than the reader's."""
+        """Reject resuming an epoch whose rows so far had another order than the reader's."""
         has_begun = self._first_row + self._handed_out > 0
         if has_begun and self._windows is not None and self._windows != reader.windows:
             where = ["beyond shuffle_bytes", "in memory"]
             raise InvalidArgumentError(
-                f"The epoch was begun with data {where[not self._windows]}, and this loader has them {where[not reader.windows]}, or in windows "
-                "of other lengths, and so in another order. Go on with shuffle_bytes, columns and drop_last as before, or call set_epoch for a whole epoch."
+                f"The epoch was begun with data {where[not self._windows]}, but this loader has them {where[not reader.windows]}, or in windows "
+                "of other lengths, and so in another order. Use the same shuffle_bytes, columns and drop_last as before, or call set_epoch to "
+                "begin a whole epoch."
             )
         self._windows = reader.windows
 
@@ -495,7 +500,7 @@ class Loader(IterableDataset[Any]):
         return self._opened().num_steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch with the next iteration."""
+        """Let the next iteration start an epoch from its first row."""
         self.epoch, self._before, self._handed_out = epoch, (), 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -513,13 +518,13 @@ class Loader(IterableDataset[Any]):
         return {"epoch": self.epoch, "row": row, **data, **order, **ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the position of another loader of any rank, number of ranks and batch size.
+        """Resume from the position of another loader, of any rank, number of ranks and batch size.
 
-        Data beyond `shuffle_bytes` require equal `shuffle_bytes`, columns and `drop_last`, checked by the next iteration; data in groups also
-        equal numbers.
+        If the data exceed `shuffle_bytes`, both loaders need equal `shuffle_bytes`, columns and `drop_last`; the next
+        iteration checks this. Data in groups also need the same number of ranks and batch size.
 
         Raises:
-            InvalidArgumentError: the state is invalid, or of other data, or of another order of rows.
+            InvalidArgumentError: the state is invalid, or belongs to other data or to another order of rows.
         """
         numbers = [state.get(name) for name in ("epoch", "row", "rows")]
         before = _stages(state.get("before", ()))
@@ -535,20 +540,20 @@ class Loader(IterableDataset[Any]):
         for name, value in own.items():
             if state.get(name, value) != value:
                 raise InvalidArgumentError(
-                    f"load_state_dict: the state is of {name}={state[name]!r}, and this loader has {name}={value!r}. Load it with the "
+                    f"load_state_dict: the state has {name}={state[name]!r}, but this loader has {name}={value!r}. Load it with the "
                     "same data and the same order."
                 )
         digest = self.dataset.manifest.digest
         if state.get("data", digest) != digest:
             raise InvalidArgumentError(
-                f"load_state_dict: the state is of data {state['data']!r}, and this loader reads {self.dataset.path!r}, which has other columns or "
-                f"values, or the same in other files: {digest!r}. Load it with the data that it was saved with; if only the files differ, take "
-                "'data' out of the state."
+                f"load_state_dict: the state belongs to data with the digest {state['data']!r}, but {self.dataset.path!r} has the digest {digest!r}: "
+                "other columns or values, or the same rows in other files. Load the state with the data that it was saved with. If only the "
+                "files differ, remove 'data' from the state."
             )
         self.epoch, self._before, self._windows = state["epoch"], before, state.get("windows")
         self._handed_out = state["row"] - self._first_row
         if sizes != (self.size, self.batch_size):
-            # States of earlier versions do not tell their windows, without which a stage is unknown.
+            # States of earlier versions do not hold the windows, without which the stage cannot be continued.
             known = sizes if self._windows is not None else (0, 0)
             self._continue(known[0] or 0, known[1] or 0)
 
@@ -578,7 +583,7 @@ class Loader(IterableDataset[Any]):
                 batch_size=self.batch_size,
                 **self._options,
             )
-            # Only decoders know their result types: bytes of an image stay bytes.
+            # The reader knows the result types of decoders.
             self._arguments = {
                 column.name: Argument(
                     None,
@@ -594,7 +599,7 @@ class Loader(IterableDataset[Any]):
 
 
 def _stages(given: object) -> tuple[Stage, ...] | None:
-    """None if no loader writes such stages."""
+    """Parse the stages of a state; None if they are invalid."""
     try:
         stages = rebuild(tuple[tuple[int, int, int], ...], given)
     except ValueError:
@@ -604,9 +609,9 @@ def _stages(given: object) -> tuple[Stage, ...] | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# petastorm's names for a prepared data set: `make_spark_converter(df).make_torch_dataloader(...)`.
+# petastorm's API for a prepared data set: `make_spark_converter(df).make_torch_dataloader(...)`.
 
-# Options of petastorm's reader for threads and rows, which the loader chooses itself.
+# Options of petastorm's reader about threads and rows, which have no effect here: the loader decides these things.
 _WITHOUT_MEANING = frozenset(
     {
         *("workers_count", "shuffling_queue_capacity", "reader_pool_type", "results_queue_size"),
@@ -622,7 +627,7 @@ class SparkDatasetConverter:
 
     Attributes:
         dataset: the rows.
-        dataset_size: their number.
+        dataset_size: number of rows.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -645,16 +650,16 @@ class SparkDatasetConverter:
         shuffle_row_groups: bool = True,
         **others: object,
     ) -> Iterator[Epochs]:
-        """Return the batches of one shard, dicts of tensors by column, as a context manager.
+        """Return a context manager of one shard's batches: dicts from columns to tensors.
 
         Args:
-            batch_size: rows.
+            batch_size: rows per batch.
             num_epochs: None = endless.
             cur_shard: rank; None = the launcher's.
             shard_count: number of ranks; likewise.
             seed: of the order.
-            shuffle_row_groups: permute the rows of each epoch, not only groups of rows.
-            **others: options of petastorm without meaning here are ignored with a warning.
+            shuffle_row_groups: permute the rows of each epoch; unlike in petastorm, single rows, not row groups.
+            **others: other options of petastorm; known options without effect here give a warning.
 
         Raises:
             InvalidArgumentError: an argument is unknown, or requests an unsupported behaviour.
@@ -666,7 +671,7 @@ class SparkDatasetConverter:
             )
         if given := sorted(name for name, value in others.items() if value is not None):
             warnings.warn(
-                f"make_torch_dataloader: {', '.join(given)} has no meaning here and is ignored.",
+                f"make_torch_dataloader: {', '.join(given)} has no effect here and is ignored.",
                 stacklevel=3,
             )
         options: dict[str, Any] = {"shuffle": shuffle_row_groups, "seed": seed or 0}
@@ -679,7 +684,7 @@ class SparkDatasetConverter:
 
 
 class Epochs:
-    """Batches of several epochs in sequence.
+    """Iterable of the batches of several epochs in sequence.
 
     Args:
         loader: of one epoch at a time.
@@ -705,7 +710,7 @@ def make_spark_converter(
     *,
     store: Store | str | PathLike[str] | None = None,
 ) -> SparkDatasetConverter:
-    """Prepare a DataFrame, as petastorm's function of that name.
+    """Prepare a DataFrame with the arguments of petastorm's function of the same name.
 
     Args:
         df: classic or Connect.
@@ -716,7 +721,7 @@ def make_spark_converter(
     """
     if parquet_row_group_size_bytes is not None or compression_codec is not None:
         warnings.warn(
-            "make_spark_converter: parquet_row_group_size_bytes and compression_codec have no meaning here and are ignored.",
+            "make_spark_converter: parquet_row_group_size_bytes and compression_codec have no effect here and are ignored.",
             stacklevel=2,
         )
     return SparkDatasetConverter(prepare(df, store, dtype=dtype or "float64"))
@@ -729,14 +734,14 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 def data_module(dataset: Dataset, batch_size: int = 32, **options: Any) -> Any:
-    """Return a `LightningDataModule` with the dataset's loaders: training rows, and validation rows if a column marks them.
+    """Return a `LightningDataModule` with loaders of the training rows, and of validation rows if a column marks them.
 
     Its state, in Lightning's checkpoints, is the position in the epoch.
 
     Args:
         dataset: the rows.
         batch_size: rows per rank and step.
-        **options: of `Loader`, except rank and size, which are the trainer's.
+        **options: options of `Loader`, except rank and size, which the trainer decides.
 
     Raises:
         InvalidArgumentError: Lightning is not installed.

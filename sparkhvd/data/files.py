@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from sparkhvd.data.columns.ragged import Array
 
-# Rows in random order alternate between files; a process has a limit of descriptors, and a file of a remote store
-# holds a buffer.
+# Rows in random order alternate between files, so files stay open. The limit exists because a process has few
+# descriptors and each open file of a remote store holds a buffer.
 LIMIT = 16
 
 
@@ -30,7 +30,7 @@ class OpenFiles(Generic[Key, File]):
     """LRU cache of open files; not thread-safe."""
 
     def __init__(self, open_file: Callable[[Key], File]) -> None:
-        """Begin with no open file.
+        """Start with an empty cache.
 
         Args:
             open_file: opens the file of a key, or raises.
@@ -55,40 +55,41 @@ class OpenFiles(Generic[Key, File]):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Memory for windows of rows: allocated once, reused for each window.
+# Memory for windows of rows, allocated once and reused for each window.
 
-# Allocates an array of a name, shape and dtype.
+# Function (name, shape, dtype) -> array.
 Empty = Callable[[str, tuple[int, ...], npt.DTypeLike], Array]
 
 
 def fresh(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Allocate an array; its name has no effect."""
+    """Allocate a new array; the name has no effect."""
     del name
     return np.empty(shape, dtype)
 
 
 class Buffers:
-    """Arrays by name, each valid until the next of its name; not thread-safe.
+    """Reusable memory for arrays by name; an array is valid until the next request of its name. Not thread-safe.
 
-    Each has its own mapping: a freed window would leave a hole in the heap that the next, slightly larger one does not fit.
+    Each name has its own memory mapping. In the heap, a freed window would leave a hole too small for the next,
+    slightly larger window.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, Array] = {}
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Reuse the memory of this name if it is large enough; the values are arbitrary."""
+        """Return an array in the memory of this name, which grows if needed; the values are arbitrary."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         held = self._held.get(name)
         if held is None or held.nbytes < size:
-            held = None  # freed before the next allocation
+            held = None  # free the memory before the next allocation
             self._held.pop(name, None)
-            # Pages never written use no memory.
+            # The 1/16 in addition costs nothing, because pages that are never written use no memory.
             memory = mmap.mmap(-1, max(1, size + size // 16), flags=mmap.MAP_PRIVATE)
             held = self._held[name] = np.frombuffer(memory, np.uint8)
         out: Array = held[:size].view(dtype).reshape(shape)
         return out
 
     def clear(self) -> None:
-        """Release the memory of unused arrays."""
+        """Release the memory; an array in use keeps its own."""
         self._held.clear()

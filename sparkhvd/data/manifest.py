@@ -22,22 +22,22 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.wire import rebuild
 
-# Version 1 had only rows of one size, version 2 no checksums of blocks; both can be read.
+# Version 1 had only rows of one size, and version 2 had no checksums of blocks; both can still be read.
 FORMAT_VERSION = 3
-# Of a table's files, whose deleted rows an earlier sparkhvd would read.
+# Version for the files of a table: an earlier sparkhvd, which would read deleted rows, refuses it.
 TABLE_VERSION = 4
 READABLE_VERSIONS = (1, 2, 3, 4)
 # Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
 MANIFEST_NAME = "_manifest.json"
-# Marker beside data found damaged by a reader: no fit reuses them.
+# Marker file beside data that a reader found damaged; no fit reuses these data.
 DAMAGED_NAME = "_damaged"
 PACKED, PARQUET = "packed", "parquet"
-# Smallest and largest value.
+# (smallest value, largest value)
 Range = tuple[int, int]
 
 
 def joined_ranges(parts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, Range]:
-    """Least and greatest value of each column over the parts; a part may lack a column."""
+    """Return the smallest and largest value of each column over the parts; a part may lack a column."""
     joined: dict[str, Range] = {}
     for part in parts:
         for name, (least, most) in part.items():
@@ -55,7 +55,7 @@ def unpacked_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
     """Decode the mask (rows,) of `packed_rows`.
 
     Raises:
-        ValueError: the text is no mask of so many rows.
+        ValueError: the text is not a mask of `rows` rows.
     """
     size = -(-rows // 8)
     try:
@@ -72,19 +72,22 @@ def unpacked_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
 class DataFile:
     """Parquet file of a data set.
 
-    External files also have size and time, to detect changes, and the values of columns held only by the names of their folders.
+    An external file also has its size and time, to detect changes, and the values of columns that only folder names
+    hold.
 
     Attributes:
-        path: in the store.
-        rows: of the file, without deleted rows.
-        row_groups: rows of each, with deleted rows.
-        size: bytes; 0 for packed files.
+        path: path in the store.
+        rows: number of rows, without deleted rows.
+        row_groups: number of rows of each row group, with deleted rows.
+        size: bytes of the file; 0 for packed files.
         modified_ns: time of change in ns since 1970; 0 for packed files, or if unknown.
-        partition: (column, value) of every enclosing folder `column=value`; of a table's file, of every column that it lacks.
+        partition: (column, value) of every enclosing folder `column=value`; for a table's file, of every column that
+            the file lacks.
         footer_crc: CRC-32 of the end of a packed file, starting at its footer; None if unknown.
-        values_crc: CRC-32 of the checksums of a packed file's blocks, which cover everything before them; None if unknown.
-        kept: mask of the rows that a table's deletes and filter leave, see `packed_rows`; "" keeps all.
-        names: (column, name in the file) of a table's columns whose name in the file differs.
+        values_crc: CRC-32 of the checksums of a packed file's blocks, which cover everything before them; None if
+            unknown.
+        kept: mask of the rows that remain after a table's deletes and filter, see `packed_rows`; "" keeps all rows.
+        names: (column, name in the file) of the columns that have another name in the file.
     """
 
     path: str
@@ -101,18 +104,18 @@ class DataFile:
 
 @dataclass(frozen=True)
 class TableVersion:
-    """One version of a table, as a fit has read it.
+    """Version of a table that a fit has read.
 
     Attributes:
         format: "delta" or "iceberg".
-        name: as the user named the table, without secrets.
-        url: of the table's folder, without secrets.
-        uuid: of the table; a table that replaces it has another one.
+        name: name of the table as the user gave it, without secrets.
+        url: URL of the table's folder, without secrets.
+        uuid: id of the table; a table that replaces it has another id.
         version: number of the Delta version, or id of the Iceberg snapshot.
         committed: time of the commit in ISO 8601, UTC; "" if unknown.
         where: filter of the rows as SQL; "" without one.
-        source: what `fit_on_table` takes to read this version again: the folder of a Delta table, the metadata file of an Iceberg
-            table; "" for a table that Spark has read.
+        source: argument of `fit_on_table` that reads this version again: the folder of a Delta table or the metadata
+            file of an Iceberg table; "" for a table that Spark has read.
         schema_id: id of the columns of an Iceberg table; None if unknown.
     """
 
@@ -134,7 +137,7 @@ class TableVersion:
 
     @property
     def identity(self) -> str:
-        """Text that is equal for equal rows of equal tables, however the user named them."""
+        """Text that identifies the rows: table, version and filter, independent of the name that the user gave."""
         return f"{self.format} {self.uuid} {self.version} {self.where}".strip()
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,18 +154,18 @@ def committed_at(milliseconds: int | None) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Data of a fit in row order; for materialized data by partition index, then position in the partition.
+    """Data of a fit in row order. Materialized rows are ordered by partition index, then position in the partition.
 
     Attributes:
-        files: in that order.
-        schema: the columns with their shapes.
-        num_rows: of all files.
+        files: files in the order of their rows.
+        schema: columns with their shapes.
+        num_rows: number of rows in all files.
         num_validation: rows marked by the validation column; None without such a column, or if not counted.
-        variable_bytes: bytes of all values of each column whose rows differ in length; of ordinary Parquet an
-            estimate.
+        variable_bytes: bytes of all values of each column whose rows differ in length; an estimate for ordinary
+            Parquet.
         num_skipped: rows of the DataFrame skipped by `handle_invalid="skip"`.
-        ranges: smallest and largest value of features and labels of integers, by column, as far as known: both are in the data.
-        format_version: of the files.
+        ranges: smallest and largest known value of each integer feature and label; both occur in the data.
+        format_version: format version of the files.
         layout: "packed", or "parquet" for ordinary Parquet.
         tables: versions of the Delta and Iceberg tables that the rows come from, as far as known.
     """
@@ -185,7 +188,7 @@ class Manifest:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of columns and rows, independent of location: equal data in equal files have equal digests."""
+        """Digest of columns and rows, independent of location; equal data in equal files have equal digests."""
         columns = [(column.name, column.dtype, column.shape) for column in self.schema.columns]
         files = [
             (f.rows, f.size, f.modified_ns, f.partition, f.values_crc, *filter(None, [f.kept]))
@@ -193,20 +196,20 @@ class Manifest:
         ]
         facts: list[Any] = [columns, files]
         if self.tables and self.layout == PARQUET:
-            # Files of a table have no checksums; its versions and the files' names tell their rows.
+            # Files of a table have no checksums; the table's version and the names of its files identify the rows.
             facts.append([table.identity for table in self.tables])
             facts.append([(f.path, f.names) for f in self.files])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def row_bytes(self, names: Iterable[str]) -> int:
-        """Memory for a row of these columns, an average if rows differ."""
+        """Return the bytes in memory for a row of these columns; an average if rows differ in length."""
         columns = [self.schema.column(name) for name in names]
         fixed = sum(c.row_bytes if c.is_fixed else 16 for c in columns)
         variable = sum(self.variable_bytes.get(c.name, 0) for c in columns if not c.is_fixed)
         return fixed + -(-variable // max(self.num_rows, 1))
 
     def to_json(self) -> str:
-        """JSON with a checksum, for `from_json`."""
+        """Encode the manifest as JSON with a checksum, for `from_json`."""
         values = {
             "format_version": self.format_version,
             "num_rows": self.num_rows,
@@ -237,7 +240,7 @@ class Manifest:
             )
         if values["format_version"] not in READABLE_VERSIONS:
             raise InvalidArgumentError(
-                f"The data have format version {values['format_version']}, this sparkhvd reads "
+                f"The data have format version {values['format_version']}, but this sparkhvd reads "
                 f"{', '.join(map(str, READABLE_VERSIONS))}. Materialize them again."
             )
         try:
@@ -248,7 +251,7 @@ class Manifest:
             ) from e
 
     def save(self, store: Store, data_dir: str) -> None:
-        """Write the manifest, after which the data exist for readers."""
+        """Write the manifest. From then on, readers can find the data."""
         store.write_bytes(f"{data_dir}/{MANIFEST_NAME}", self.to_json().encode())
 
     @classmethod
@@ -256,7 +259,7 @@ class Manifest:
         """Read the manifest of a data directory.
 
         Raises:
-            InvalidArgumentError: as `from_json`; the message names the file.
+            InvalidArgumentError: the manifest is damaged or has another format version; the message names its file.
         """
         path = f"{data_dir}/{MANIFEST_NAME}"
         try:

@@ -1,4 +1,4 @@
-"""Materialization of a DataFrame as packed Parquet files and their manifest, in one Spark job."""
+"""Write a DataFrame as packed Parquet files with a manifest, in one Spark job."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _RESULT = pa.schema([("partition", pa.int64()), ("outcome", pa.string())])
 _RESULT_DDL = "partition bigint, outcome string"
-# Marker in the folder during its materialization. A task that outlives it (Spark cancels a task
-# without waiting for it) deletes its file. Readers of Parquet skip names that begin with "_".
+# Marker file in the folder while data are written. Spark cancels a task without waiting for it; a task that finds the
+# marker gone deletes its own file. Readers of Parquet skip names that begin with "_".
 _WRITING = "_writing"
 
 
@@ -58,10 +58,11 @@ def materialize(
 ) -> Manifest:
     """Write the columns of `schema` as packed Parquet files and return their manifest.
 
-    One Spark job, one pass, which includes every check of values. Rows are ordered by partition index and position in the
-    partition. Every task writes one file named after its attempt and reports it. Only attempts counted by Spark enter the
-    manifest, so retries and speculation cannot duplicate rows, and other files are deleted. The manifest is written last; if
-    anything fails, the job is cancelled and the folder removed. Arrow batches are bounded in bytes, see `bounded_batches`.
+    One Spark job, one pass, which includes every check of values. Rows are ordered by partition index and position in
+    the partition. Every task writes one file named after its attempt and reports it. Only attempts counted by Spark
+    enter the manifest, so retries and speculation cannot duplicate rows, and other files are deleted. The manifest is
+    written last; if anything fails, the job is cancelled and the folder removed. Arrow batches are bounded in bytes,
+    see `bounded_batches`.
 
     Nulls, NaN, infinity and numbers that the tensor cannot hold are errors unless a column's `invalid` says otherwise.
 
@@ -103,7 +104,8 @@ def materialize(
         is_done = True
         return manifest
     finally:
-        # The marker is deleted first: a task either misses it, or has finished its file before the rest is deleted.
+        # The marker is deleted before the folder: a task that is still writing then either finds the marker missing and
+        # deletes its file, or has finished the file before the folder is deleted.
         with suppress(StoreError):  # the original error is more useful
             store.delete(marker)
             if not is_done:
@@ -111,9 +113,9 @@ def materialize(
 
 
 def _select(df: DataFrame, schema: DataSchema, num_partitions: int | None) -> DataFrame:
-    """Select the columns of the schema, named by their position: names with dots or capitals cause no errors.
+    """Select the columns of the schema, renamed by position, because names with dots or capitals cause errors.
 
-    Rows of a group are brought together, in their order.
+    Rows of a group become neighbours in their original order.
     """
     names = df.columns
     plain = {name: f"c{i}" for i, name in reversed([*enumerate(names)])}
@@ -125,16 +127,16 @@ def _select(df: DataFrame, schema: DataSchema, num_partitions: int | None) -> Da
         placed = renamed.selectExpr("*", "monotonically_increasing_id() AS place")
         renamed = placed.repartition(*by).sortWithinPartitions(group, "place")
     elif num_partitions is None and has_small_partitions(df):
-        # Spark may join partitions in any order.
+        # Spark may join partitions in any order, so the position restores the order of the rows.
         placed = renamed.selectExpr("*", "monotonically_increasing_id() AS place")
         renamed = placed.coalesce(1).sortWithinPartitions("place")
-    # Texts cost the driver a tenth of what columns do.
+    # Column names as text cost the driver a tenth of the time of Column objects.
     return renamed.selectExpr(*[plain[c.name] for c in schema.columns])
 
 
 @dataclass(frozen=True)
 class _WriteTask:
-    """Task of the job: reads Arrow batches, writes one packed file and returns one row about it."""
+    """Spark task that writes one packed file from Arrow batches and returns one row about it."""
 
     store: Store
     schema: DataSchema
@@ -169,17 +171,17 @@ class _WriteTask:
         )
 
     def check_wanted(self) -> None:
-        """Raise unless the driver still waits for this folder."""
+        """Raise PreflightError unless the marker shows that the driver still waits for this folder."""
         marker = f"{self.data_dir}/{_WRITING}"
         if not self.store.exists(marker):
             raise PreflightError(
                 f"Host {socket.gethostname()} does not see {self.store.full_url(marker)}, which the driver wrote before "
-                "this task began: the materialization has been given up, or the store is not on a file system that the "
-                "driver and all executors share."
+                "this task began: the driver has cancelled the materialization, or the store is not on a file system that "
+                "the driver and all executors share."
             )
 
     def write(self, batches: Iterator[pa.RecordBatch], path: str) -> dict[str, Any]:
-        """Write one file from Arrow batches; after an unusable row only count to the end."""
+        """Write one file from Arrow batches; after the first unusable row, only count the remaining rows."""
         columns = self.schema.columns
         flag = self.schema.validation
         invalid_rows = {c.name: InvalidRowCounts() for c in columns}
@@ -243,7 +245,7 @@ class _WriteTask:
 def _without_skipped(
     batch: pa.RecordBatch, columns: Sequence[Column]
 ) -> tuple[pa.RecordBatch, int]:
-    """Drop the rows skipped by `handle_invalid="skip"`; return the batch and their number."""
+    """Drop the rows that `handle_invalid="skip"` skips; return the other rows and the number of dropped rows."""
     usable: np.ndarray[Any, Any] | None = None
     for i, column in enumerate(columns):
         if column.invalid[0] == "skip":
@@ -270,8 +272,8 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
         )
     if num_rows == 0:
         raise InvalidArgumentError(
-            "The DataFrame has no rows, so there is nothing to train on. Look at df.count(), and at the filters and "
-            "joins that made it."
+            "The DataFrame has no rows, so there is nothing to train on. Check df.count(), and the filters and joins of the "
+            "DataFrame."
         )
     invalid_rows = {c.name: InvalidRowCounts() for c in schema.columns}
     for outcome in outcomes:
@@ -290,7 +292,7 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     elif not wrong and schema.sample_weight and not sum(o["weighty"] for o in outcomes):
         wrong.append(
             f"column {schema.sample_weight.name!r} ({schema.sample_weight.source}): all {num_rows:,} rows hold the sample "
-            "weight 0. There is no mean over such rows."
+            "weight 0, so a weighted mean of the loss does not exist."
         )
     if wrong:
         reasons = listed((f"  {p}" for p in wrong), "\n")

@@ -1,8 +1,9 @@
 """Ownership of materialized data: leases, their renewal, and deletion at the end of an application or process.
 
-A data directory `data/<key>/<app>-<pid>-<random>` belongs to one process of one application (clients of one Spark Connect server
-are one application), as recorded in its lease file. A lease not renewed for a day is void, and any process may delete the
-directory. Unless the user keeps them, the owner deletes its directories when its process or application ends.
+A data directory `data/<key>/<app>-<pid>-<random>` belongs to one process of one application (clients of one Spark
+Connect server are one application), as recorded in its lease file. A lease not renewed for a day is void, and any
+process may delete the directory. Unless the user keeps them, the owner deletes its directories when its process or
+application ends.
 
 Threads: any; `_owned.lock` guards the lists.
 """
@@ -24,8 +25,8 @@ from sparkhvd.errors import StoreError
 
 _RENEW_S = 3600.0
 _RETRY_S = 60.0
-# A client without access to the store cannot renew a lease while its ranks hold every task slot, so it takes a longer
-# lease in advance: together with `LEASE_S` a week.
+# A Connect client without access to the store cannot renew a lease while its ranks hold every task slot. So it begins
+# with a longer lease: these six days plus `LEASE_S` are a week.
 _UNSEEN_S = 6 * 24 * 3600.0
 
 
@@ -34,7 +35,7 @@ class _Owned:
     """Data directories, locks and applications of this process."""
 
     pid: int = field(default_factory=os.getpid)
-    # Distinguishes this process's directories from those of others of the same application.
+    # Distinguishes this process's directories from directories of other processes of the same application.
     token: str = field(default_factory=lambda: os.urandom(4).hex())
     lock: threading.Lock = field(default_factory=threading.Lock)
     # (store, data_dir) -> its lease
@@ -47,7 +48,7 @@ class _Owned:
     is_registered: bool = False
 
 
-# One per process, because data live until the process ends: atexit has no other owner.
+# A global of the process, because the function registered with atexit needs it when the process ends.
 _owned = _Owned()
 
 
@@ -58,7 +59,7 @@ def add_application(app_id: str, is_over: Callable[[], bool]) -> None:
 
 
 def directory_of(name: str, app_id: str) -> str:
-    """Folder for data of a key, of this process alone."""
+    """Name the folder in which this process alone writes data of a key."""
     return f"data/{name}/{_safe(app_id)}-{os.getpid()}-{_owned.token}"
 
 
@@ -68,7 +69,7 @@ def _safe(app_id: str) -> str:
 
 @contextmanager
 def key_lock(store: Store, name: str) -> Iterator[None]:
-    """Hold the lock of a key, which serializes the fits of one process."""
+    """Hold the lock of a key, so that fits of this process with the same key run one after another."""
     with _owned.lock:
         lock = _owned.key_locks.setdefault((store.url, name), threading.Lock())
     with lock:
@@ -82,12 +83,12 @@ def is_kept(store: Store, data_dir: str) -> bool:
 
 
 def new_lease(store: Store, app_id: str, keep: bool) -> Lease:
-    """Begin a lease of a day now; without direct access to the store, of a week."""
+    """Make a lease that lasts a day from now, or a week without direct access to the store."""
     return Lease(app_id, time.time() + (0.0 if store.is_seen else _UNSEEN_S), keep)
 
 
 def own(store: Store, data_dir: str, lease: Lease) -> None:
-    """Write the lease of a directory, and delete the directory at the end of this process unless it is kept."""
+    """Write the lease of a directory. The directory is deleted when this process ends, unless the lease keeps it."""
     write_lease(store, data_dir, lease)
     with _owned.lock:
         _owned.directories[store, data_dir] = lease
@@ -103,7 +104,7 @@ def disown(store: Store, data_dir: str) -> None:
 
 
 def remove(store: Store, data_dir: str) -> None:
-    """Delete a data directory, and its key's folder if empty: others may write to it at any moment.
+    """Delete a data directory, and the key's folder if no other process has data in it.
 
     This process no longer renews its lease.
     """
@@ -125,7 +126,7 @@ def release_unkept(directories: Iterable[tuple[Store, str]]) -> None:
 
 
 def _release_at_exit() -> None:
-    # A forked child inherits the list but owns nothing.
+    # A forked child inherits the list of directories but owns none of them.
     if os.getpid() == _owned.pid:
         release()
 
@@ -147,7 +148,7 @@ def renew_leases(now: float | None = None) -> None:
         try:
             if store.exists(data_dir):
                 own(store, data_dir, Lease(lease.owner, now, lease.keep))
-        except Exception:  # noqa: BLE001 - of any file system: the other leases must still be renewed
+        except Exception:  # noqa: BLE001 - file systems raise any class, and the other leases must still be renewed
             with _owned.lock:
                 _owned.retries[store, data_dir] = now + _RETRY_S
 
@@ -170,7 +171,7 @@ def renewing(store: Store) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(_RETRY_S)  # a hanging store must not hold a finished fit
+        thread.join(_RETRY_S)  # a hanging store must not delay a finished fit for ever
 
 
 def release(app_id: str | None = None) -> list[str]:
@@ -187,13 +188,14 @@ def release(app_id: str | None = None) -> list[str]:
         for key in ending:
             del _owned.directories[key]
     for store, data_dir in ending:
-        with suppress(Exception):  # a failing store must not keep data in others
+        # If one store fails, the data in other stores must still be deleted.
+        with suppress(Exception):
             remove(store, data_dir)
     return [data_dir for _, data_dir in ending]
 
 
 def release_ended() -> None:
-    """Delete the data of stopped applications of this process."""
+    """Delete this process's data of applications that have ended."""
     with _owned.lock:
         ended = [app_id for app_id, is_over in _owned.applications.items() if is_over()]
         for app_id in ended:
@@ -203,7 +205,7 @@ def release_ended() -> None:
 
 
 def sweep(store: Store, *, now: float) -> list[str]:
-    """Delete data whose lease is a day old (or, without a lease, unchanged for a day); return their directories.
+    """Delete data with an expired lease, or without a lease and unchanged for a day; return their directories.
 
     Directories that this user may not list, read or delete are kept.
     """
@@ -213,7 +215,8 @@ def sweep(store: Store, *, now: float) -> list[str]:
     for data_dir in store.data_directories():
         if data_dir in owned or not is_owners(data_dir):
             continue
-        with suppress(OSError):  # StoreError, too: data of others must not end this fit
+        # Includes StoreError: a problem with data of other processes must not end this fit.
+        with suppress(OSError):
             if is_abandoned(store, data_dir, now):
                 remove(store, data_dir)
                 if not store.exists(data_dir):

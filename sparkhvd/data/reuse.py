@@ -1,7 +1,7 @@
-"""Reuse of materialized data: the key of a DataFrame's data, and fits that share data without a key.
+"""Reuse of materialized data by the key of a DataFrame's plan, or inside a scope of fits.
 
-Data without a reusable key (no plan identifies their content, and there is no `data_key`) are deleted with the `ReuseScope` of
-the fit, or of the fits of one fold, that made them; all others as described in `ownership`.
+Data have no reusable key if neither the plan nor a `data_key` identifies their content. Such data are deleted when the
+`ReuseScope` of their fit, or of all fits of one fold, is closed; `ownership` describes when other data are deleted.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class PreparedData:
     Attributes:
         manifest: the files, the row count and the schema with shapes.
         data_dir: folder of the data or of their manifest, relative to the store.
-        reused: nothing was written for this fit.
-        seconds: time spent preparing them.
-        reason: why they were or were not reused, for the user.
-        files: the store of the manifest's files; None means the store of `data_dir`.
+        reused: True if nothing was written for this fit.
+        seconds: time spent preparing the data.
+        reason: why the data were or were not reused, for the user.
+        files: store of the manifest's files; None means the store of `data_dir`.
     """
 
     manifest: Manifest
@@ -68,25 +68,25 @@ class PreparedData:
 
     @property
     def is_other_each_time(self) -> bool:
-        """True if they were computed for this fit by a nondeterministic plan."""
+        """True if a nondeterministic plan computed the data for this fit."""
         return not self.reused and OTHER_VALUES in self.reason
 
 
 class ReuseScope:
     """Lifetime of materialized data without a reusable key: one fit, or the fits of one `fitMultiple`.
 
-    A context manager; closing it deletes the data, except kept data. Any thread may close it.
+    Closing this context manager deletes the data, except kept data. Any thread may close it.
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Start without data."""
         self._name = f"once-{os.urandom(8).hex()}"
         self._lock = threading.Lock()
         self._frames: list[DataFrame] = []
         self._directories: set[tuple[Store, str]] = set()
 
     def key(self, df: DataFrame, schema: DataSchema) -> str:
-        """Equal for equal columns of the same DataFrame object; valid in this scope only."""
+        """Make a key that is equal for equal columns of the same DataFrame object; valid in this scope only."""
         with self._lock:
             # Kept alive, so that no other DataFrame reuses its address.
             if not any(df is frame for frame in self._frames):
@@ -100,7 +100,7 @@ class ReuseScope:
             self._directories.add((store, data_dir))
 
     def close(self) -> None:
-        """Delete the data of the scope, which must have no users."""
+        """Delete the data of the scope, which no reader may use any more."""
         with self._lock:
             ending, self._directories = self._directories, set()
             self._frames.clear()
@@ -127,22 +127,22 @@ def prepare(
 ) -> PreparedData:
     """Materialize `df`, or reuse the data of the same plan over the same files.
 
-    Data are reused if every leaf of the plan is a file scan, a scan of a Delta or Iceberg table or `range`, and plan, source files
-    (path, size, time of change), versions of tables, columns, dtypes, format version, session time zone and row-changing confs of Spark SQL
-    are equal; or if the user gave the same `data_key` for the same columns; or, for anything else, inside one
-    `scope`. Fits of one process with one key wait for each other.
+    Data are reused if every leaf of the plan is a file scan, a scan of a Delta or Iceberg table or `range`, and plan,
+    source files (path, size, time of change), versions of tables, columns, dtypes, format version, session time zone
+    and row-changing confs of Spark SQL are equal; or if the user gave the same `data_key` for the same columns; or, for
+    any other DataFrame, inside one `scope`. Fits of one process with the same key wait for each other.
 
     Args:
         df: the DataFrame, classic or Connect. (A client cannot see the sources of a Connect plan, so there
             only `data_key` reuses.)
         schema: as `check_schema` returned it.
         store: of the data.
-        app_id: the application that owns the data; None means the DataFrame's. They are deleted when this process ends.
+        app_id: application that owns the data; None means the DataFrame's. The data are deleted when this process ends.
         data_key: the user's promise that data with this key are equal; None lets the plan decide.
         keep_data: keep the data in the store until `Store.clean()`.
         num_partitions: see `materialize`.
-        scope: the fits that share data without a plan key or a `data_key`, deleted
-            with it. None does not share them and keeps them until this process ends.
+        scope: fits that share data without a plan key or a `data_key`; closing it deletes these data. With None the
+            data are not shared, and are deleted when this process ends.
         on_task_start: see `materialize`.
 
     Raises:
@@ -187,7 +187,7 @@ def prepare(
                     on_task_start=on_task_start,
                     tables=tables,
                 )
-            # A plan over a table may read the version of the moment when its job begins.
+            # The job reads the newest version of a table at its start, which may be newer than the version in the key.
             if tables and _key_of(df, schema, data_key)[2] != tables:
                 store.write_bytes(f"{directory}/{DAMAGED_NAME}", b"")
                 manifest = replace(manifest, tables=())
@@ -204,14 +204,14 @@ def prepare(
 
 
 def plan_key(df: DataFrame, schema: DataSchema, data_key: str | None) -> tuple[str | None, str]:
-    """Key, or None if unknown, and the reason. Equal keys mean equal data."""
+    """Return the key of the data (None if unknown) and the reason for it; equal keys mean equal data."""
     return _key_of(df, schema, data_key)[:2]
 
 
 def _key_of(
     df: DataFrame, schema: DataSchema, data_key: str | None
 ) -> tuple[str | None, str, tuple[TableVersion, ...]]:
-    """As `plan_key`, and the versions of the tables that the plan reads, if known."""
+    """Return the results of `plan_key`, and the versions of the tables that the plan reads, if known."""
     parts: dict[str, object] = {
         "columns": schema.to_dict(),
         "format_version": FORMAT_VERSION,
@@ -249,7 +249,7 @@ def _find(store: Store, name: str, own_dir: str) -> tuple[str, Manifest] | None:
             files = set(store.list(data_dir))
         except ValueError:  # written by another version, or truncated by a kill
             continue
-        except OSError:  # StoreError, too
+        except OSError:  # includes StoreError
             if data_dir == own_dir:
                 raise
             continue  # deleted meanwhile, or private to another user

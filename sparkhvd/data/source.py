@@ -1,6 +1,6 @@
 """Sources of rows: a Spark DataFrame, written into the store before it is read, or Parquet files, read in place.
 
-A fit chooses its sources once, at its top; later code uses only the protocol.
+`fit` chooses the sources once at its start; later code uses only the protocol `DataSource`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Target:
         data_key: the user's name for the data of a fit, or None.
         keep_data: keep materialized data in the store until `Store.clean()`.
         role: "data", or "validation" for a source that only validates.
-        num_partitions: maximum of partitions, and so files, of written data; None does not coalesce.
+        num_partitions: maximum number of partitions, and so of files, of written data; None does not coalesce.
         on_task_start: called in every task before it writes data; returns at once.
     """
 
@@ -60,7 +60,7 @@ class Target:
 
 
 class DataSource(Protocol):
-    """Rows and their path to the ranks. `schema` starts no Spark job; `prepare` may start one, on the driver."""
+    """Source of rows for the ranks. `schema` starts no Spark job; `prepare` may start a job, on the driver."""
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class DataFrameSource:
-    """DataFrame, classic or Connect: one Spark job writes it as packed files, unless equal data are in the store."""
+    """DataFrame, classic or Connect, which one Spark job writes as packed files unless the store has equal data."""
 
     df: DataFrame
 
@@ -133,7 +133,7 @@ class ParquetFiles:
 
     @property
     def name(self) -> str:
-        """The place of the files, or the version of their table."""
+        """Name of the source in messages: the URL of the files, or the version of their table."""
         if self.dataset.table is not None:
             return self.dataset.table.version.text
         return f"Parquet at {self.dataset.url!r}"

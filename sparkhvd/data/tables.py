@@ -1,4 +1,4 @@
-"""Queries of DataFrames: their identity, for reuse, small partitions, and tables whose files are read without their log."""
+"""Facts from a DataFrame's plan: identity for reuse, small partitions, and tables read without their logs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-# Folders of a plan to check: a remote one costs some round trips, or a task if only executors see it.
+# Number of a plan's folders to check. A remote folder costs some round trips, or a Spark task if only executors see it.
 _FOLDERS = 8
 _UNSEEN_FOLDERS = 1
-# Longest wait for a task of Spark Connect, which the fit does not need.
+# Longest wait for the Spark task of a Connect client. It is short, because the check is optional.
 _LIMIT_S = 10.0
-# Identity of an object of Iceberg that names a table by its path.
+# Hash of the Java object with which Iceberg names a table by its path; it differs in every process.
 _IDENTITY = re.compile(r"(?<=PathIdentifier)@[0-9a-f]+")
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*:(?://[^/]*)?)?(.*)", re.DOTALL)
 
@@ -39,8 +39,8 @@ _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*:(?://[^/]*)?)?(.*)", re.DOTALL)
 def warn_of_tables(df: DataFrame, store: Store) -> None:
     """Warn if a DataFrame reads files of a table without the table's log, so that deleted rows reappear.
 
-    Checks folders that this process, or over Spark Connect an executor, opens like the store: paths, and the
-    store's own kind of file system with its options. Starts no job except that task, and never fails.
+    The check covers local paths, and file systems of the store's scheme, which it opens with the store's options. A
+    Connect client without access to the store checks in a Spark task; nothing else starts a job. It never fails.
     """
     found: dict[str, str] = {}
     # Ignore any error of pyspark, file systems or another version's plan: the check is optional.
@@ -51,13 +51,13 @@ def warn_of_tables(df: DataFrame, store: Store) -> None:
 
 
 def _found(df: DataFrame, store: Store) -> Iterator[tuple[str, str]]:
-    """Yield folders of tables with the text for the user."""
+    """Yield the folder of each table, with the warning for the user."""
     spark = df.sparkSession
     roots = connect.file_roots(df) if is_connect(spark) else file_roots(df)
     limit = _FOLDERS if store.is_seen else _UNSEEN_FOLDERS
     for root in list(dict.fromkeys(roots))[:limit]:
         beginning, path = _parts(root)
-        # In the folder itself, too: the check looks beside a name in it.
+        # `list_above` looks beside and above a path. The made-up name "_" lets it look inside the folder, too.
         url = f"{beginning}{quote(path) if beginning else path}/_"
         place = Store(url)
         if not place.is_local:
@@ -73,35 +73,36 @@ def _found(df: DataFrame, store: Store) -> Iterator[tuple[str, str]]:
             folder = beginning + folder
             yield (
                 folder,
-                f"The DataFrame reads files in {folder!r} without the {log!r} there, which shows that this is {table.kind}. The log tells "
-                "which files have its rows; others may be there that hold deleted or earlier ones, and all are trained on. Read "
-                f"the table: {table.reader}({folder!r}).",
+                f"The DataFrame reads files in {folder!r} without the log {log!r}, which shows that the folder is {table.kind}. Only the log "
+                "tells which files hold the table's rows; other files may hold deleted or earlier rows, and the fit would train on them, "
+                f"too. Read the table instead: {table.reader}({folder!r}).",
             )
             break
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """Split a Hadoop path or URL, both without quoting, into scheme and host, and the path."""
+    """Split an unquoted Hadoop path or URL into "scheme://host" (or "") and the path."""
     match = _URL.fullmatch(url)
     assert match is not None
     return match[1] or "", posixpath.normpath(match[2]) if match[2] else ""
 
 
 # ----------------------------------------------------------------------------------------------------
-# Identity of a classic DataFrame's data, from its analyzed plan; starts no job.
-# The only module of `data` below the DataFrame API: no public call returns the sources of a plan.
+# Identify a classic DataFrame's data by its analyzed plan, without a job.
+# This is the only module of `data` that uses Spark's JVM objects, because no public call returns the sources of a plan.
 
-# Obstacle of a plan with rand(), or with the clock.
+# Obstacle to reuse of a plan that calls rand() or reads the clock.
 OTHER_VALUES = "the plan gives other values each time"
-# The state of every source file is read; beyond this many that costs more than it saves.
+# The state of every source file is read. Above this number of files that costs more than reuse saves.
 _MAX_INPUT_FILES = 5000
-# One task writes this much in about 0.1 s (docs/results/materialize.md); each further one is a call of Python and a file.
+# One task writes this much in about 0.1 s (docs/results/materialize.md); each further task costs a Python call and a
+# file.
 _SMALL_BYTES = 8 << 20
 _PARTITIONS_PER_SLOT = 4
-# Leaves whose content is in the plan itself. Not LocalRelation: its text has columns and no rows, and the plan's hash of
-# the rows has so few bits that rows with other signs collide.
+# Leaves whose content is in the plan itself. LocalRelation is not one of them: its text has columns but no rows, and
+# the plan's hash of the rows has so few bits that rows with other signs collide.
 _VALUE_LEAVES = frozenset({"Range", "OneRowRelation"})
-# Any SQL conf may change the rows of a plan, except these, which decide location and speed.
+# Any SQL conf may change the rows of a plan, except confs with these names, which only affect location and speed.
 _SQL_CONF = "spark.sql."
 _OTHER_CONFS = tuple(
     _SQL_CONF + name
@@ -110,7 +111,7 @@ _OTHER_CONFS = tuple(
         "artifact.",
         "autoBroadcastJoinThreshold",
         "broadcastTimeout",
-        # Iceberg sets these when it reads a path; tables have their ids in the key.
+        # Iceberg sets these two confs when it reads a path. They need no place in the key, which has the ids of tables.
         "catalog.default_cache_iceberg",
         "catalog.default_iceberg",
         "catalogImplementation",
@@ -131,11 +132,11 @@ _OTHER_CONFS = tuple(
         "warehouse.dir",
     )
 )
-# A LogicalRelation is any source of Spark's first data source interface, including JDBC. The state of its files identifies its
-# content only for plain files: a table format's log may delete rows in them.
+# A LogicalRelation is any source of Spark's first data source API, including JDBC. The state of its files identifies
+# its content only for plain files, because the log of a table format may delete rows in files.
 _FILE_RELATION = "HadoopFsRelation"
 _FILE_INDEXES = frozenset({"InMemoryFileIndex", "CatalogFileIndex"})
-# File formats without own state: the relation's options and schemas define them.
+# File formats without state of their own: the options and schemas of a relation describe them completely.
 _FILE_FORMATS = frozenset(
     {
         "org.apache.spark.ml.source.image.ImageFileFormat",
@@ -150,7 +151,7 @@ _FILE_FORMATS = frozenset(
         "org.apache.spark.sql.execution.datasources.xml.XmlFileFormat",
     }
 )
-# Code that may read anything (Spark's names; some versions lack some).
+# Names in Spark of expressions that run code, which may read anything. Some versions of Spark lack some names.
 _CODE_PATTERNS = (
     "PYTHON_UDF",
     "EVAL_PYTHON_UDF",
@@ -161,7 +162,7 @@ _CODE_PATTERNS = (
     "DESERIALIZE_TO_OBJECT",
     "TYPED_FILTER",
 )
-# Transformers of Spark ML are its own Scala functions.
+# Transformers of Spark ML run Scala functions of these packages, which are known to read nothing else.
 _ML_PACKAGES = ("org.apache.spark.ml.", "org.apache.spark.sql.ml.")
 
 
@@ -170,8 +171,8 @@ class PlanFacts:
     """Identity of the data of a plan.
 
     Attributes:
-        obstacle: why they have no identity, else empty.
-        plan: JSON of everything that decides rows, except the content of files.
+        obstacle: reason why the data have no identity; "" if they have one.
+        plan: JSON of everything that decides the rows, except the content of files.
         files: URL, size and time of change of every source file.
         tables: version of every Delta and Iceberg table that is scanned.
     """
@@ -183,12 +184,12 @@ class PlanFacts:
 
 
 def plan_facts(df: DataFrame) -> PlanFacts:
-    """Collect facts that are equal for two DataFrames only if their data are equal.
+    """Collect facts of a DataFrame; two DataFrames with equal facts have equal data.
 
-    Only for plans whose leaves are file scans, scans of Delta and Iceberg tables or `range`, without expressions that depend on
-    anything else.
+    Other plans have an obstacle: the leaves must be file scans, scans of Delta and Iceberg tables or `range`, and no
+    expression may depend on anything else.
     """
-    # The type of the DataFrame decides: is_remote() is about the whole process.
+    # The class of the DataFrame decides, because is_remote() describes the whole process.
     if "pyspark.sql.connect" in type(df).__module__:
         return PlanFacts("a Spark Connect client does not see what a plan reads")
     plan = df._jdf.queryExecution().analyzed()
@@ -197,7 +198,7 @@ def plan_facts(df: DataFrame) -> PlanFacts:
     if others:
         return PlanFacts(f"the plan reads {', '.join(others)}")
     patterns = _jvm(df.sparkSession).org.apache.spark.sql.catalyst.trees.TreePattern
-    # For Spark the clock is not "non-deterministic"; a subquery hides its own leaves.
+    # Spark counts the clock as deterministic, so it needs its own check. A subquery hides its leaves.
     if not plan.deterministic() or plan.containsPattern(patterns.CURRENT_LIKE()):
         return PlanFacts(OTHER_VALUES)
     if plan.containsPattern(patterns.PLAN_EXPRESSION()):
@@ -228,11 +229,11 @@ def plan_facts(df: DataFrame) -> PlanFacts:
 
 
 def has_small_partitions(df: DataFrame) -> bool:
-    """Whether a local master has few rows in many partitions; each costs a task and a file.
+    """Whether a DataFrame of few rows on a local master has many partitions, each of which costs a task and a file.
 
-    Only where the plan says so: the partitions are numbered by `repartition` or `range`, nothing above that is the user's
-    code, and the sources are small. One task for all of them then takes less time than the many; on a cluster, where
-    tasks run on other hosts and these import what ranks need, it would not.
+    True only if the plan shows it: `repartition` or `range` sets the number of partitions, no user code is above it,
+    and the sources are small. Then one task takes less time than many. On a cluster it would not, because there the
+    tasks on other hosts also import the modules that ranks need.
     """
     if is_connect(df.sparkSession):
         return False
@@ -247,7 +248,7 @@ def has_small_partitions(df: DataFrame) -> bool:
     if name == "Range":
         given = node.numSlices()
         num_partitions = int(given.get()) if given.isDefined() else 0
-    # Without a number given by the user, adaptive execution joins small partitions.
+    # If the user gave no number of partitions, adaptive execution joins small partitions.
     elif name == "Repartition" or (
         name == "RepartitionByExpression" and node.optNumPartitions().isDefined()
     ):
@@ -259,7 +260,7 @@ def has_small_partitions(df: DataFrame) -> bool:
     try:
         if int(str(plan.stats().sizeInBytes())) > _SMALL_BYTES:
             return False
-    except Py4JJavaError:  # of a source that is asked too early
+    except Py4JJavaError:  # some sources have no statistics yet
         return False
     patterns = _jvm(df.sparkSession).org.apache.spark.sql.catalyst.trees.TreePattern
     return not any(
@@ -268,20 +269,21 @@ def has_small_partitions(df: DataFrame) -> bool:
 
 
 def file_roots(df: DataFrame) -> list[str]:
-    """List the paths given to the scans of a classic DataFrame, two of each scan; starts no job, lists no files."""
+    """List the paths of a classic DataFrame's scans, at most two per scan; starts no job and lists no files."""
     roots = []
     for leaf in _items(df._jdf.queryExecution().analyzed().collectLeaves()):
         if _is_relation(leaf) and _leaf(leaf) == (_FILE_RELATION, True):
             given = leaf.relation().location().rootPaths()
-            # Several paths of one scan are usually parts of one table.
+            # Two are enough, because several paths of one scan are usually parts of one table.
             roots += [str(given.apply(i).toString()) for i in range(min(2, given.size()))]
     return roots
 
 
 def _description(df: DataFrame, plan: JavaObject, has_functions: bool) -> list[object]:
-    """Describe everything that decides the rows of a plan, except the content of its files; equal in every process.
+    """Describe everything that decides the rows of a plan, except the content of its files.
 
-    Not `semanticHash()` of the plan: it includes the identity of a relation's file format, which differs in every JVM.
+    The description is equal in every process. `semanticHash()` of the plan is not: it includes the identity of a
+    relation's file format object, which differs in every JVM.
     """
     session = df.sparkSession
     canonical = plan.canonicalized()
@@ -295,10 +297,10 @@ def _description(df: DataFrame, plan: JavaObject, has_functions: bool) -> list[o
         _text(canonical),
         _structure(canonical, session),
         _hashes(canonical),
-        # A canonical plan lacks names of columns, and of the columns of its files.
+        # A canonical plan has no names of its columns, nor of the columns of its files.
         str(plan.schema().json()),
         relations,
-        # Functions are compared by identity, which has no meaning in another process.
+        # Functions are compared by object identity, which is valid only in this application.
         session.sparkContext.applicationId if has_functions else "",
         _caches(df),
         _sql_confs(df),
@@ -307,7 +309,7 @@ def _description(df: DataFrame, plan: JavaObject, has_functions: bool) -> list[o
 
 def _jvm(session: SparkSession) -> JVMView:
     jvm: JVMView | None = session._jvm
-    assert jvm is not None  # of a classic session
+    assert jvm is not None  # a classic session has a JVM
     return jvm
 
 
@@ -316,32 +318,33 @@ def _class_name(java_object: JavaObject) -> str:
 
 
 def _text(plan: JavaObject) -> str:
-    """Whole text of a plan; its `toString` ends after 25 columns."""
+    """Return the complete text of a plan; its `toString` stops after 25 columns."""
     from py4j.protocol import Py4JError
 
     whole = (True, False, 2**31 - 1, False)  # verbose, suffix, most fields, operator ids
     try:
         text = str(plan.treeString(*whole, False))
-    except Py4JError:  # Spark 3.5 has one argument less
+    except Py4JError:  # the method has one argument less in Spark 3.5
         text = str(plan.treeString(*whole))
     return _IDENTITY.sub("", text)
 
 
 def _structure(canonical: JavaObject, session: SparkSession) -> str:
-    """Plan as JSON. In the plan's text '1' and 1 look alike: it has no quotes and no types."""
+    """Convert a plan to JSON, because its text has no quotes and no types: '1' and 1 look alike."""
     from py4j.protocol import Py4JJavaError
 
     try:
         text = str(canonical.toJSON())
-    except Py4JJavaError:  # a node without support for it
+    except Py4JJavaError:
+        # Some nodes do not support JSON: then the plan is valid only in this application.
         return str(session.sparkContext.applicationId)
     text = re.sub(r'"jvmId":"[^"]*"', "", text)
-    # Binary literals are addresses here; the plan's text has their bytes.
+    # In JSON, binary literals are memory addresses; the plan's text has their bytes.
     return re.sub(r'"value":"\[B@[0-9a-f]+"', "", text)
 
 
 def _hashes(node: JavaObject) -> list[object]:
-    """Hash the expressions of every node, for facts such as ANSI mode that neither text nor JSON shows."""
+    """Hash the expressions of every node: the hashes include facts that text and JSON lack, such as ANSI mode."""
     below = [_hashes(child) for child in _items(node.children())]
     return [int(node.expressions().hashCode()), below]
 
@@ -356,11 +359,12 @@ def _relation(leaf: JavaObject, session: SparkSession) -> list[object]:
     form = relation.fileFormat()
     name = str(form.getClass().getName())
     state: list[object] = []
-    if name not in _FILE_FORMATS:  # an unknown state equals only itself, and only here
+    # The format may have unknown state: identify its object, in this application only.
+    if name not in _FILE_FORMATS:
         state = [session.sparkContext.applicationId, int(form.hashCode())]
     index = relation.location()
     roots = str(index.rootPaths().mkString("\n"))
-    if _class_name(index) == "CatalogFileIndex":  # the catalog has the values of its partitions
+    if _class_name(index) == "CatalogFileIndex":  # the catalog holds the values of the partitions
         nil = getattr(_jvm(session).scala.collection.immutable, "Nil$")
         index = index.filterPartitions(getattr(nil, "MODULE$"))
     partitions = index.partitionSpec().partitions()
@@ -377,7 +381,7 @@ def _relation(leaf: JavaObject, session: SparkSession) -> list[object]:
 def _sql_confs(df: DataFrame) -> list[str]:
     """List the SQL confs that are set and may change the rows of a plan."""
     confs = df._jdf.sparkSession().sessionState().conf().getAllConfs()
-    pairs = str(confs.toSeq().mkString("\0")).split("\0")  # each "(name,value)"
+    pairs = str(confs.toSeq().mkString("\0")).split("\0")  # entries are "(name,value)"
     return sorted(
         pair
         for pair in (p[1:-1] for p in pairs)
@@ -391,7 +395,7 @@ def _items(sequence: JavaObject) -> Iterator[JavaObject]:
 
 
 def _leaf(leaf: JavaObject) -> tuple[str, bool]:
-    """Name of a leaf's source, and whether its content can be identified."""
+    """Return the name of a leaf's source, and whether the source's content can be identified."""
     if _is_iceberg(leaf):
         return _ICEBERG, True
     if not _is_relation(leaf):
@@ -412,13 +416,13 @@ def _leaf(leaf: JavaObject) -> tuple[str, bool]:
 _ICEBERG = "an Iceberg table"
 _ICEBERG_TABLE = "org.apache.iceberg.spark.source.SparkTable"
 _ICEBERG_SCAN = "org.apache.iceberg.spark.source.SparkBatchQueryScan"
-# Not the tables of metadata, whose rows change with every commit.
+# Class of Iceberg's data tables. Metadata tables have other classes; their rows change with every commit.
 _ICEBERG_DATA = "org.apache.iceberg.BaseTable"
 _DELTA_INDEX = "TahoeLogFileIndex"
 
 
 class _UnknownVersionError(Exception):
-    """A scan of a table without a known version; the text says which."""
+    """Raised for a scan of a table without a known version; the text becomes the obstacle."""
 
 
 def _java_name(java_object: JavaObject) -> str:
@@ -437,10 +441,10 @@ def _is_delta(leaf: JavaObject) -> bool:
 
 
 def _table_scans(df: DataFrame, plan: JavaObject) -> list[tuple[TableVersion, str]]:
-    """Version of every scanned table, with the columns of the scan and their ids.
+    """Find the version of every scanned table, with a text that identifies the columns of the scan.
 
     Raises:
-        _UnknownVersionError: a scan has none.
+        _UnknownVersionError: the version of a scanned table is unknown.
     """
     from py4j.protocol import Py4JError
 
@@ -450,7 +454,8 @@ def _table_scans(df: DataFrame, plan: JavaObject) -> list[tuple[TableVersion, st
         found = [_delta_scan(leaf) for leaf in leaves if _is_delta(leaf)]
         if icebergs:
             scans = _iceberg_scans(df)
-            # The optimizer may change the order of scans; what each was asked for tells two snapshots of one table apart.
+            # The optimizer may change the order of scans. The requested version of each leaf distinguishes two
+            # snapshots of one table.
             asked = [
                 [
                     str(leaf.table().snapshotId()),
@@ -460,7 +465,8 @@ def _table_scans(df: DataFrame, plan: JavaObject) -> list[tuple[TableVersion, st
                 for leaf in icebergs
             ]
             found += [(version, f"{detail} {asked}") for version, detail in scans]
-    except (Py4JError, AttributeError, TypeError) as e:  # of another version
+    except (Py4JError, AttributeError, TypeError) as e:
+        # Another version of the library lacks a method.
         raise _UnknownVersionError("the plan reads a table whose version is unknown") from e
     if len(found) != sum(map(_is_delta, leaves)) + len(icebergs):
         raise _UnknownVersionError("the plan reads a table in a way that has no version")
@@ -468,10 +474,10 @@ def _table_scans(df: DataFrame, plan: JavaObject) -> list[tuple[TableVersion, st
 
 
 def _iceberg_scans(df: DataFrame) -> list[tuple[TableVersion, str]]:
-    """Snapshot of each scan of an Iceberg table, and the scan's text.
+    """Find the snapshot of each scan of an Iceberg table, with the scan's text.
 
-    Only the optimized plan has the scans, with time travel by options, SQL, branch and tag. The table's current
-    snapshot may be another.
+    Only the optimized plan has the scans, which know the snapshot chosen by options, SQL, branch or tag. The table's
+    current snapshot may be newer.
     """
     found = []
     for leaf in _items(df._jdf.queryExecution().optimizedPlan().collectLeaves()):
@@ -492,13 +498,14 @@ def _iceberg_scans(df: DataFrame) -> list[tuple[TableVersion, str]]:
             int(snapshot.snapshotId()),
             committed_at(int(snapshot.timestampMillis())),
         )
-        # The text has the ids of columns: a column that replaced another of its name makes no snapshot.
+        # The text has the ids of columns. They matter because replacing a column by another column of the same name
+        # makes no snapshot.
         found.append((version, str(scan.toString())))
     return found
 
 
 def _field(java_object: JavaObject, name: str) -> JavaObject:
-    """Read a private field of a Java object, also of a base class."""
+    """Read a private field of a Java object, also one declared by a base class."""
     kind = java_object.getClass()
     while kind is not None:
         for field in kind.getDeclaredFields():
@@ -510,7 +517,7 @@ def _field(java_object: JavaObject, name: str) -> JavaObject:
 
 
 def _delta_scan(leaf: JavaObject) -> tuple[TableVersion, str]:
-    """Version read by a scan of a Delta table, by Delta's public accessors. Not tried with Delta's jar."""
+    """Find the version that a scan of a Delta table reads, by Delta's public methods; untested with Delta's jar."""
     index = leaf.relation().location()
     snapshot = index.getSnapshot()
     metadata = snapshot.metadata()
@@ -526,7 +533,7 @@ def _contains(plan: JavaObject, patterns: JavaPackage, name: str) -> bool:
 
     try:
         pattern = getattr(patterns, name)()
-    except (Py4JError, TypeError):  # of another version
+    except (Py4JError, TypeError):  # another version of Spark lacks the pattern
         return False
     return bool(plan.containsPattern(pattern))
 
@@ -549,9 +556,9 @@ def _is_ml_code(plan: JavaObject, patterns: JavaPackage) -> bool:
 
 
 def _caches(df: DataFrame) -> list[str | int]:
-    """List the caches that answer the plan; they hold the sources' rows from when they were filled.
+    """List the caches that Spark uses for the plan; a cache holds rows of the time when it was filled.
 
-    A cache is named by the identity of its object, which is valid only in this application.
+    A cache is identified by its Java object, so the name is valid only in this application.
     """
     session = df.sparkSession
     leaves = _items(df._jdf.queryExecution().withCachedData().collectLeaves())
@@ -563,7 +570,7 @@ def _caches(df: DataFrame) -> list[str | int]:
 
 
 def _file_state(df: DataFrame, url: str) -> tuple[int, int] | None:
-    """Size of a source file, and time of change: in ns of a local file, else in ms. None if unknown."""
+    """Return size and time of change of a source file (ns for local files, else ms); None if unknown."""
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
         try:

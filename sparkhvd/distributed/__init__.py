@@ -1,25 +1,28 @@
 """The engine as a backend of torch.distributed: `import sparkhvd.distributed`, then `init_process_group("sparkhvd")`.
 
-Code that calls torch.distributed runs on it unmodified: DDP, FSDP2, Lightning, Accelerate. docs/torch_distributed.md lists the methods
-that torch calls and what is not supported.
+Code that calls torch.distributed runs unmodified: DDP, FSDP2, Lightning, Accelerate. docs/torch_distributed.md lists
+the methods that torch calls and what is not supported.
 
-Resources: one engine per process, shared with `sparkhvd.torch`; a group of some ranks is a process set. Groups that torch creates
-on their members alone have their own engines, which end with them. The shared engine ends with `hvd.shutdown()` or the process.
+Resources: each process has one engine, shared with `sparkhvd.torch`; a group of some ranks is a process set. A group
+    that
+torch creates on its members only has its own engine, which ends with the group. The shared engine ends with
+`hvd.shutdown()` or with the process.
 
-Threads: any thread may call; a waiter drives the engine. One thread completes pending futures.
+Threads: any thread may call. A thread that waits drives the engine. One background thread completes pending futures.
 
-Failure: errors of the engine are also torch's `DistBackendError`. After the loss of a rank every operation raises. Destroy the
-group, and create a new one with the remaining ranks.
+Failure: errors of the engine are also torch's `DistBackendError`. After the loss of a rank every operation raises.
+    Destroy
+the group, and create a new group with the remaining ranks.
 
 Each module imports only those above it:
 
-    extras         functions that torch offers for its own backends only
-    inner          groups of torch's own backends inside one of ours
-    work           errors of the engine as torch's
-    launch         tensors as flat memory of the engine's types
-    engines        ranks find each other through torch's store
+    extras         functions that torch offers only for its own backends
+    inner          groups of torch's own backends inside a group of ours
+    work           operations in flight, as torch's works and futures
+    launch         launch of collectives on torch's tensors
+    engines        engines and process sets of groups
     reconfigure    groups that change their ranks
-    process_group  torch's reductions as plans of the engine's
+    process_group  the process group that torch calls
     hooks          communication hooks of DDP
 """
 
@@ -53,7 +56,7 @@ __all__ = [
 
 
 def _create(options: Any, inner_options: object) -> Group:
-    """Create the group; torch calls this on its members."""
+    """Create a group; torch calls this on the members of the group."""
     store, name, rank = options.store, options.group_id, options.group_rank
     size, timeout = options.group_size, options.timeout
     teams = EngineGroups()
@@ -63,15 +66,15 @@ def _create(options: Any, inner_options: object) -> Group:
         return Group(teams, ranks, rank, name, store, timeout, inner_options, changes)
     make = (
         own if options.global_ranks_in_group else teams.world
-    )  # torch lists no ranks of a default group
+    )  # torch gives no list of ranks for a default group
     team = make(store, name, rank, size, timeout)
     return Group(teams, team, rank, name, store, timeout, inner_options)
 
 
 def register() -> None:
-    """Do nothing: the import of this package has registered the backend.
+    """Do nothing, because the import of this package has registered the backend.
 
-    Torch 2.14 and newer find this function by its entry point, so programs need not import this package.
+    Torch 2.14 and newer find this function by an entry point, so programs need not import this package.
     """
 
 

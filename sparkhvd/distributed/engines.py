@@ -38,22 +38,22 @@ from sparkhvd.torch.startup import way_to_join
 from sparkhvd.wire import read_json, rebuild
 
 _OTHER = "of other ranks"
-# Number of default groups of each engine so far, the same on its ranks.
+# Number of default groups so far in each engine; the same on all its ranks.
 _generations: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
 
 
 class EngineGroups:
-    """Creates the engine groups of a default group and of its subgroups."""
+    """Creates the engine groups for a default group and for its subgroups."""
 
     def __init__(self) -> None:
         self._world: EngineGroup | None = None
         self._named = 0
 
     def name(self, torchs: str) -> str:
-        """Name a new group, the same on all of its ranks.
+        """Name a new group; the name is the same on all of its ranks.
 
-        Torch's names are numbers if every rank creates the group. Since torch 2.14 groups that only their members create count, too,
-        but only on the members, so that later numbers differ between ranks.
+        Torch's names are numbers if every rank creates the group. Since torch 2.14 a group that only its members create
+        is counted too, but only on the members. So torch's later numbers may differ between ranks.
         """
         if not torchs.isdigit():
             return torchs
@@ -63,7 +63,7 @@ class EngineGroups:
     def world(
         self, store: Store, name: str, rank: int, size: int, timeout: timedelta
     ) -> EngineGroup:
-        """All ranks, in the engine that this process shares with `hvd`."""
+        """Connect all ranks in the engine that this process shares with `hvd`."""
         try:
             deadline = time.monotonic() + timeout.total_seconds()
             self._world = self._share(store, name, rank, size, timeout)
@@ -80,19 +80,19 @@ class EngineGroups:
             store, "engine", rank, size, " ".join([str(_generation()), found]), timeout
         )
         generations, states = zip(*[text.split(" ", 1) for text in texts], strict=True)
-        if _OTHER in states and "none" not in states:  # torch's ranks are not hvd's
+        if _OTHER in states and "none" not in states:  # torch's ranks differ from hvd's ranks
             return own(store, name, rank, size, timeout)
         if len(set(states)) > 1:
             raise InvalidArgumentError(
-                f"init_process_group('sparkhvd') on rank {rank}: the ranks' engines are {list(states)}, by rank. Call hvd.init() "
-                "before it on every rank or on none, and start all ranks in the same way."
+                f"init_process_group('sparkhvd') on rank {rank}: the ranks have different engines: {list(states)}, by rank. Call "
+                "hvd.init() before it on every rank or on no rank, and start all ranks in the same way."
             )
         if found == "launched":
             context.initialize(way_to_join(None))
         elif found == "none":
             rendezvous = meet(store, name, rank, size, timeout)
             context.initialize(lambda _: rendezvous)
-            install_rendezvous(rendezvous)  # for hvd.init() after hvd.shutdown()
+            install_rendezvous(rendezvous)  # so that hvd.init() works after hvd.shutdown()
         engine = context.context().engine
         _generations[engine] = 1 + max(map(int, generations))
         return EngineGroup(
@@ -102,11 +102,11 @@ class EngineGroups:
     def subset(
         self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
     ) -> EngineGroup | None:
-        """The ranks of a group inside the default group; None if this rank is not a member.
+        """Create the engine group for some ranks of the default group; return None if this rank is not a member.
 
-        They are a process set, for which every rank must call this. They have their own engine if torch calls this on the
-        members alone (`use_local_synchronization`, recognized by a name that is not a number), if they are not in rank order, or
-        if the default group has its own engine.
+        The ranks become a process set, and then every rank must call this. They get their own engine if torch calls
+        this on the members only (`use_local_synchronization`, recognized by a name that is not a number), if they are
+        not in rank order, or if the default group has its own engine.
         """
         world = self._world
         if world is None or world.is_own or not name.isdigit() or list(ranks) != sorted(ranks):
@@ -144,12 +144,12 @@ def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> En
         try:
             engine = Engine(rendezvous.connect(), rendezvous.settings)
         finally:
-            rendezvous.close()  # all are connected, and these ranks connect once
+            rendezvous.close()  # no longer needed, because all ranks are connected
         team = EngineGroup(engine, 0, tuple(range(size)), is_own=True)
         try:
             _clean_up(store, rank, team, deadline)
         except BaseException:
-            engine.shutdown()  # peers that have passed the barriers learn of it now
+            engine.shutdown()  # tells the failure to ranks that have passed the barriers
             raise
     except CollectiveError as error:
         raise as_torch(error) from None
@@ -157,7 +157,7 @@ def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> En
 
 
 def _clean_up(store: Store, rank: int, team: EngineGroup, deadline: float) -> None:
-    """Restore the store: a launcher's store serves several default groups, which all use the same names."""
+    """Delete our keys from the store, because later default groups may use the same store and the same names."""
 
     def barrier(what: str) -> None:
         name = f"torch.{team.generation}.{what}"
@@ -169,13 +169,13 @@ def _clean_up(store: Store, rank: int, team: EngineGroup, deadline: float) -> No
 
 
 def _state(rank: int, size: int) -> str:
-    """Describe this process's engine."""
+    """Return a description of this process's engine that the ranks compare."""
     if context.is_initialized():
         engine = context.context().engine
         try:
             engine.check()
         except CollectiveError:
-            context.shut_down()  # it has lost a rank: these ranks connect again
+            context.shut_down()  # the engine has lost a rank, so these ranks connect again
         else:
             return "shared" if (engine.rank, engine.size) == (rank, size) else _OTHER
     launched = current_rendezvous() or receive()
@@ -185,17 +185,17 @@ def _state(rank: int, size: int) -> str:
 
 
 def _generation() -> int:
-    """The number of default groups so far in the engine that this process shares with `hvd`."""
+    """Return the number of default groups so far in the engine that this process shares with `hvd`."""
     return _generations.get(context.context().engine, 0) if context.is_initialized() else 0
 
 
 # ----------------------------------------------------------------------------------------------------
-# Ranks find each other through the store that torch.distributed passes to a group.
-# Trust: writers of the store are trusted with addresses, as in torch. The key does not pass through the store, unless the user
-# trusts the network. Ranks of one host and user get it over a Unix socket, whose ends the kernel identifies. Ranks of several
-# hosts read `SPARKHVD_JOB_KEY_FILE`.
+# Rendezvous of ranks through the store that torch.distributed passes to a group.
+# Trust: addresses in the store are trusted, as in torch. The job's key is not sent through the store, unless the user
+# trusts the network. Ranks of one host and user get the key over a Unix socket, where the kernel identifies both ends.
+# Ranks of several hosts read it from `SPARKHVD_JOB_KEY_FILE`.
 
-_ADVICE = "Look at the output of the others."
+_ADVICE = "Look at the output of the other ranks."
 
 
 class StoreRendezvous(SocketRendezvous):
@@ -217,8 +217,8 @@ def exchange(
     except (dist.DistStoreError, RuntimeError) as error:
         missing = [each for each, key in enumerate(keys) if not store.check([key])]
         raise CollectiveTimeoutError(
-            f"a group of backend 'sparkhvd' on rank {rank}: ranks {missing} of {size} did not make it within the timeout of "
-            f"{timeout.total_seconds():g} s ({what}). Start all ranks with the same init_method and make a group on all of its "
+            f"a group of backend 'sparkhvd' on rank {rank}: ranks {missing} of {size} did not arrive within the timeout of "
+            f"{timeout.total_seconds():g} s ({what}). Start all ranks with the same init_method, and create a group on all of its "
             "ranks, or raise the timeout."
         ) from error
     return [store.get(key).decode() for key in keys]
@@ -230,25 +230,26 @@ def monitored_barrier(
     """Wait for every rank through the store, so that a failure does not affect the engine.
 
     Args:
-        store: for this barrier alone.
-        rank: in the group. Rank 0 waits for all others, which wait for its answer.
-        size: of the group.
-        timeout: from this rank's call.
-        wait_all_ranks: name all missing ranks, rather than the first.
+        store: store for this barrier only.
+        rank: rank in the group. Rank 0 waits for all other ranks, and they wait for its answer.
+        size: number of ranks of the group.
+        timeout: timeout from this rank's call.
+        wait_all_ranks: name all missing ranks instead of the first.
 
     Raises:
-        CollectiveTimeoutError: ranks were too late. The text contains torch's words, because programs match them.
+        CollectiveTimeoutError: ranks were too late. The message contains torch's words, because programs search for
+            them.
     """
     timeout_ms = timeout // timedelta(milliseconds=1)
     if timeout_ms <= 0:
         raise CollectiveTimeoutError(
-            f"Rank {rank} timed out in monitoredBarrier after {timeout_ms} ms: the timeout is not above 0. Give a longer one."
+            f"Rank {rank} timed out in monitoredBarrier after {timeout_ms} ms: the timeout must be more than 0. Give a longer timeout."
         )
     if rank == 0:
         _let_pass(store, size, timeout, wait_all_ranks)
         return
     arrived, passed = f"arrived/{rank}", f"passed/{rank}"
-    store.delete_key(passed)  # of a call that timed out just before the answer
+    store.delete_key(passed)  # left by an earlier call that timed out just before the answer
     store.set(arrived, "")
     try:
         store.wait([passed], timeout)
@@ -280,17 +281,17 @@ def _let_pass(store: Store, size: int, timeout: timedelta, wait_all_ranks: bool)
 
 
 def forget(store: Store, rank: int) -> None:
-    """Delete this rank's keys from the store after all ranks have read them, so that ranks may use it again."""
+    """Delete this rank's keys from the store after all ranks have read them, so that the store can be used again."""
     for key in (f"engine/{rank}", f"endpoint/{rank}", *(["key"] if rank == 0 else [])):
         store.delete_key(key)
 
 
 def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> StoreRendezvous:
-    """Return a rendezvous of the ranks of a group.
+    """Exchange addresses and the key through the store, and return the rendezvous of a group's ranks.
 
     Raises:
         CollectiveTimeoutError: some ranks were too late.
-        InvalidArgumentError: the ranks are on several hosts, and no source of the key is configured.
+        InvalidArgumentError: the ranks are on several hosts, but no source of the key is configured.
         PreflightError: a rank of this host has ended meanwhile, or hosts cannot reach each other.
     """
     deadline = time.monotonic() + timeout.total_seconds()
@@ -319,7 +320,7 @@ def _left(deadline: float) -> float:
 
 
 def _own_address(store: Store, settings: Settings) -> str:
-    """This host's address towards the host of the store; loopback if the store is not a server."""
+    """Return this host's address on the route to the store's host; loopback if the store has no server."""
     if settings.interfaces:
         return address_on(settings.interfaces)
     while isinstance(store, PrefixStore):
@@ -337,7 +338,7 @@ def _key_between_hosts(
     settings: Settings,
     timeout: timedelta,
 ) -> bytes:
-    """The job's key, the same on every rank."""
+    """Return the job's key, which is the same on every rank."""
     what = f"init_process_group('sparkhvd') with {len(endpoints)} ranks on several hosts (or users of one)"
     gather.check_addresses(endpoints, what)
     key = gather.network_key(settings, what)

@@ -20,9 +20,9 @@ def monitored_barrier(
     """Wait for every rank, as `torch.distributed.monitored_barrier`, which supports only Gloo before torch 2.14.
 
     Args:
-        group: None = the default group. Does nothing on ranks that are not members.
-        timeout: None = the group's.
-        wait_all_ranks: name all missing ranks, rather than the first.
+        group: the group; None means the default group. Ranks that are not members return at once.
+        timeout: the timeout; None means the group's timeout.
+        wait_all_ranks: name all missing ranks instead of the first.
 
     Raises:
         CollectiveTimeoutError: ranks are missing; on rank 0 the message names them.
@@ -40,7 +40,7 @@ def split_group(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> dist.ProcessGroup | None:
-    """Split a group, because `torch.distributed.split_group` needs an accelerator. Every rank of the group must call this.
+    """Split a group as `torch.distributed.split_group`, which needs an accelerator; every rank must call this.
 
     Args:
         parent_pg: None = the default group. Parts of another group get their own engines.
@@ -60,8 +60,8 @@ def split_group(
     ranks = sorted(rank for part in split_ranks for rank in part)
     if not ranks or ranks != sorted(set(ranks) & set(range(len(members)))):
         raise InvalidArgumentError(
-            f"split_group(split_ranks={[list(part) for part in split_ranks]!r}): each rank from 0 to {len(members) - 1} may be "
-            "in one group, and there must be one. Use torch.distributed.new_group() for groups that overlap."
+            f"split_group(split_ranks={[list(part) for part in split_ranks]!r}): give at least one group; each rank from 0 to "
+            f"{len(members) - 1} may be in one group only. Use torch.distributed.new_group() for groups that overlap."
         )
     parts = [[members[rank] for rank in sorted(part)] for part in split_ranks]
     is_mine = [dist.get_rank() in part for part in parts]

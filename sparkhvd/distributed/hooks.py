@@ -1,4 +1,4 @@
-"""Communication hooks of DDP: `ddp_hook` reduces in registered memory, `powersgd_hook` compresses.
+"""Communication hooks for DDP: `ddp_hook` reduces in registered memory, `powersgd_hook` compresses.
 
 Annotations here are not strings, because torch compares a hook's annotations with its own types.
 """
@@ -25,17 +25,18 @@ from sparkhvd.torch.gradients.dense import GradientSlot, ReduceOptions
 from sparkhvd.torch.gradients.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.registered import over_buffer
 
-# Number of reductions of each bucket in a group, by its first parameter: a rank that has joined (`Join`) has other buffers for it, and
-# must count alike.
+# Number of reductions of each bucket in a group, by the bucket's first parameter. The buffer cannot be the key, because
+# a rank that waits in torch's `Join` has other buffers for the bucket and must count alike.
 _times: Any = WeakIdKeyDictionary()
-# Groups that own the registered memory of buckets, by buffer; each buffer is one tensor as long as DDP keeps the bucket.
+# For each buffer of a bucket the group that owns its registered memory. DDP uses the same tensor as long as it keeps
+# the bucket.
 _homes: Any = WeakIdKeyDictionary()
 
 
 def ddp_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket; where gradients are views of buckets, in registered memory, without copies.
+    """Average a bucket; with `gradient_as_bucket_view=True` this happens in registered memory, without copies.
 
     For `model.register_comm_hook(None, ddp_hook)` with `gradient_as_bucket_view=True`: buckets and gradients move to registered
     memory once, in the second step after DDP has created them. Gradients equal plain DDP's, up to the rounding of the division.
@@ -49,7 +50,8 @@ def ddp_hook(
     """
     group, buffer = _ours("ddp_hook", process_group), bucket.buffer()
     if buffer.is_cpu and not buffer.is_sparse and buffer.numel():
-        # Not in the first step, because DDP rebuilds its buckets after it; later for buckets of a new DDP over the same parameters.
+        # Try to register in the steps 2, 3, 5, 9, ...: not in the first, because DDP rebuilds its buckets after it, and
+        # in later steps for the buckets of a new DDP over the same parameters.
         times = _count(group, bucket)
         if times & (times - 1) == 0 and times > 0:
             try:
@@ -61,10 +63,10 @@ def ddp_hook(
 
 
 class PowerSGDState:
-    """State of `powersgd_hook` for one model: each gradient's low-rank matrices and its error so far.
+    """State of `powersgd_hook` for a model: low-rank matrices and the error of each gradient.
 
     Args:
-        process_group: of the model; None = the default one.
+        process_group: process group of the model; None means the default group.
         rank: columns of the two matrices that approximate a gradient.
         warm_up_steps: first steps whose gradients are sent uncompressed.
 
@@ -81,11 +83,12 @@ class PowerSGDState:
     ) -> None:
         self.process_group = process_group
         self.compression = PowerSGD(rank=rank, warm_up_steps=warm_up_steps)
-        self._entries: dict[int, GradientSlot] = {}  # by id of the parameter, which the entry keeps
+        # By id of the parameter; the entry keeps the parameter alive.
+        self._entries: dict[int, GradientSlot] = {}
         self._buckets: dict[tuple[int, ...], LowRankBucket] = {}
 
     def entry(self, param: Tensor) -> GradientSlot:
-        """The entry of a parameter. Ranks must ask for parameters in the same order."""
+        """Return the entry of a parameter; every rank must ask for parameters in the same order."""
         found = self._entries.get(id(param))
         if found is None:
             number = len(self._entries)
@@ -95,7 +98,7 @@ class PowerSGDState:
         return found
 
     def low_rank(self, entries: list[GradientSlot], group: Group) -> LowRankBucket:
-        """The reduction of these parameters as two matrices each."""
+        """Create the bucket that reduces these parameters as two matrices each."""
         key = tuple([entry.index for entry in entries])
         if key not in self._buckets:
             team = group.launcher.team
@@ -114,7 +117,7 @@ class PowerSGDState:
 
 
 def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket as thin matrices with error feedback (PowerSGD): `hvd.Compression.powersgd` for DDP.
+    """Average a bucket with PowerSGD, as thin matrices with error feedback; see `hvd.Compression.powersgd`.
 
     For `model.register_comm_hook(PowerSGDState(rank=4), powersgd_hook)`. Gradients of float32 and float64 with two dimensions
     or more are compressed if that makes them at least four times smaller. Others, and sparse gradients, are averaged uncompressed.
@@ -133,7 +136,7 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
             f"powersgd_hook: the gradients are on {buffer.device}, but the hook needs the CPU. Use torch's powerSGD_hook, "
             "which runs on any backend."
         )
-    if buffer.is_sparse:  # of one parameter alone
+    if buffer.is_sparse:  # a sparse bucket has a single parameter
         return ddp_hook(state.process_group, bucket)
     entries = [state.entry(param) for param in bucket.parameters()]
     plain, due = [], []
@@ -172,7 +175,7 @@ def _second_round(low: LowRankBucket, engine: Engine, rest: Work) -> None:
 
 
 def _first(work: Any) -> torch.futures.Future[torch.Tensor]:
-    """The future of a work's only tensor, as DDP expects it."""
+    """Return a future of a work's only tensor, as DDP expects it."""
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda done: done.value()[0]
     )
@@ -183,7 +186,7 @@ def _ours(what: str, process_group: dist.ProcessGroup | None) -> Group:
     group: object = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, Group):
         raise InvalidArgumentError(
-            f"{what}: the process group is a {type(group).__name__}. Give the model's, of backend 'sparkhvd'."
+            f"{what}: the process group is a {type(group).__name__}. Give the model's process group, with backend 'sparkhvd'."
         )
     return group
 
@@ -193,7 +196,7 @@ def _home(group: Group) -> tuple[weakref.ref[Engine], int]:
 
 
 def _count(group: Group, bucket: GradBucket) -> int:
-    """Count the reductions of this bucket."""
+    """Return the number of earlier reductions of this bucket, and count one more."""
     key, buffer = bucket.parameters()[0], bucket.buffer()
     kind = (_home(group), buffer.numel(), buffer.dtype)
     found, times = _times.get(key, (kind, 0))
@@ -203,7 +206,7 @@ def _count(group: Group, bucket: GradBucket) -> int:
 
 
 def _register(group: Group, bucket: GradBucket) -> None:
-    """Move a bucket to registered memory, unless it is there, if its gradients are views of it on every rank."""
+    """Move a bucket to registered memory if its gradients are views of the bucket on every rank."""
     buffer, grads = bucket.buffer(), [param.grad for param in bucket.parameters()]
     old = buffer.untyped_storage().data_ptr()
     are_views = [
@@ -217,7 +220,7 @@ def _register(group: Group, bucket: GradBucket) -> None:
     dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
     if not agreed:
         return
-    # As `Engine.allocate`, within the group's timeout.
+    # Allocate as `Engine.allocate` does, but with the group's timeout.
     team = group.launcher.team
     call = Call(Collective.REGISTER, process_set=team.process_set, numbers=(buffer.nbytes,))
     name, timeout_s = group.launcher.scope.name(), group.launcher.timeout_s
@@ -228,7 +231,7 @@ def _register(group: Group, bucket: GradBucket) -> None:
         raise as_torch(error) from None
     memory = over_buffer(work.buffer(), buffer.dtype, buffer.numel())
     memory.copy_(buffer)
-    # DDP's own views of the bucket are these tensors, else DDP raises at the end of the pass.
+    # Change the gradients' memory in place, because DDP checks at the end of the pass that they are its own tensors.
     for grad in grads:
         assert grad is not None
         grad.data = memory.as_strided(grad.size(), grad.stride(), grad.storage_offset())
@@ -237,6 +240,6 @@ def _register(group: Group, bucket: GradBucket) -> None:
 
 
 def _alone(grad: Tensor) -> Tensor:
-    """Wrap the same memory in a tensor that shares no storage: results may be written there."""
+    """Wrap the memory in a tensor with its own storage object, so that results may be written into the memory."""
     memory = (ctypes.c_char * grad.nbytes).from_address(grad.data_ptr())
     return torch.frombuffer(memory, dtype=grad.dtype).view(grad.shape)

@@ -1,7 +1,7 @@
-"""Groups of torch's own backends inside a group of ours, by device: `"cpu:sparkhvd,cuda:nccl"`, `new_group(backend="gloo")`.
+"""Groups of torch's own backends inside a group of ours, as for `"cpu:sparkhvd,cuda:nccl"`.
 
-A group written in Python replaces torch's whole group, so torch creates no other backends. It keeps the requested
-configuration, which is read at the first operation, because torch has not registered the group before.
+Our group is written in Python and replaces torch's whole group, so torch does not create other backends. This module
+creates them. It reads the requested configuration at the first operation, because torch registers the group only then.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ OURS = "sparkhvd"
 
 
 class NestedBackendSpec(NamedTuple):
-    """Arguments of an inner backend of torch's.
+    """Arguments for the creation of a torch backend inside a group.
 
     Attributes:
-        store: for this backend of this group alone.
-        rank: in the group.
-        size: of the group.
-        timeout: of operations without a timeout.
+        store: store for this backend of this group only.
+        rank: rank in the group.
+        size: number of ranks of the group.
+        timeout: timeout of operations that have none.
         name: torch's name of the group.
         options: the user's `pg_options`, if any.
     """
@@ -47,7 +47,7 @@ def _gloo(request: NestedBackendSpec) -> Any:
     kind: Any = dist.ProcessGroupGloo
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")  # noqa: TID251 - Gloo's
     try:
-        # Like torch's own groups of Gloo, but lazily: two ranks may exchange a message before a third rank has used the group.
+        # Connect lazily, so that two ranks may exchange a message before a third rank has used the group.
         devices = [kind.create_device(interface=name, lazy_init=True) for name in named if name]
         devices = devices or [kind.create_default_device(lazy_init=True)]
     except TypeError:  # torch before 2.8: all ranks connect here
@@ -61,8 +61,8 @@ def _gloo(request: NestedBackendSpec) -> Any:
 def _nccl(request: NestedBackendSpec) -> Any:
     if not dist.is_nccl_available():
         raise InvalidArgumentError(
-            f"backend 'sparkhvd': tensors on a GPU go to NCCL, and this torch ({torch.__version__}) has none. Install torch "
-            "with CUDA, or move the tensors with .cpu()."
+            f"backend 'sparkhvd': tensors on a GPU need NCCL, but this torch ({torch.__version__}) was built without NCCL. "
+            "Install torch with CUDA, or move the tensors with .cpu()."
         )
     kind: Any = dist.ProcessGroupNCCL
     options = request.options if isinstance(request.options, kind.Options) else kind.Options()
@@ -76,15 +76,15 @@ FACTORIES: dict[str, tuple[Any, Factory]] = {
     "gloo": (dist.ProcessGroup.BackendType.GLOO, _gloo),
     "nccl": (dist.ProcessGroup.BackendType.NCCL, _nccl),
 }
-"""By torch's name of a backend: its type and its factory."""
+"""Type and factory of each backend, by torch's name of the backend."""
 
 
 class NestedBackends:
-    """Torch's own groups inside a group of ours. Every rank that uses such a group creates it at its first use.
+    """Torch's own groups inside a group of ours; each rank creates such a group at its first use.
 
     Args:
-        owner: our group, by which torch finds the configuration.
-        request: of its members; the store is the group's.
+        owner: our group, for which torch has the configuration.
+        request: arguments for new groups, with our group's store.
     """
 
     def __init__(self, owner: Any, request: NestedBackendSpec) -> None:
@@ -93,21 +93,21 @@ class NestedBackends:
         self._lock = threading.Lock()
         self._backends: dict[str, str] | None = None  # by type of device
         self._groups: dict[str, Any] = {}  # by backend
-        self.cpu_is_ours = False  # known to be
+        self.cpu_is_ours = False  # True once it is known that CPU tensors use our engine
 
     def of(self, device: str) -> Any:
-        """Torch's group for tensors of a type of device; None for the engine's tensors.
+        """Return torch's group for tensors on a type of device; None if our engine handles these tensors.
 
         Raises:
-            InvalidArgumentError: the group has no backend for them, or it cannot be created.
+            InvalidArgumentError: the group has no backend for the device, or the backend cannot be created.
         """
         backend = self._read().get(device)
         if backend == OURS and device == "cpu":
             return None
         if backend is None:
             raise InvalidArgumentError(
-                f"backend 'sparkhvd': the group has backends for {self._config()}, and the tensor is on {device}. Move it, "
-                f"or name a backend for {device} too, as in 'cpu:sparkhvd,cuda:nccl'."
+                f"backend 'sparkhvd': the group has backends for {self._config()}, but the tensor is on {device}. Move the tensor, "
+                f"or give a backend for {device} too, as in 'cpu:sparkhvd,cuda:nccl'."
             )
         backend = _torchs(backend)
         with self._lock:
@@ -116,7 +116,7 @@ class NestedBackends:
             return self._groups[backend]
 
     def devices(self) -> list[str]:
-        """The types of devices with a backend in the group, a library in torch, and for CUDA a GPU on this host."""
+        """Return the types of devices that the group can use on this host."""
         return [
             device
             for device, backend in self._read().items()
@@ -124,12 +124,12 @@ class NestedBackends:
         ]
 
     def backend(self) -> str:
-        """The name of the group's backend: ours, if any device is ours."""
+        """Return the name of the group's backend: ours if our engine handles any device."""
         names = list(self._read().values())
         return OURS if OURS in names else names[0]
 
     def restart(self, store: Store, rank: int, size: int, name: str) -> None:
-        """Leave torch's groups; other ranks create them again at their next use."""
+        """Drop torch's groups after a change of the ranks; the next use creates them again."""
         with self._lock:
             former, self._groups = self._groups, {}
             self._request = self._request._replace(store=store, rank=rank, size=size, name=name)
@@ -169,37 +169,39 @@ class NestedBackends:
     def _make(self, backend: str) -> Any:
         if backend not in FACTORIES:
             raise InvalidArgumentError(
-                f"backend 'sparkhvd': the group's configuration names {backend!r} ({self._config()}). Beside ours a group can "
-                f"have {' and '.join(FACTORIES)}; make a group of {backend!r} alone."
+                f"backend 'sparkhvd': the group's configuration names {backend!r} ({self._config()}). Together with 'sparkhvd' a "
+                f"group can have {' and '.join(FACTORIES)}. Create a group with only {backend!r}."
             )
         kind, factory = FACTORIES[backend]
         request = self._request._replace(store=PrefixStore(f"{backend}/", self._request.store))
         made = factory(request)
         if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):
-            made._set_sequence_number_for_group()  # torch 2.14 does so by itself, and warns
+            # Torch 2.14 does this itself, and warns about the call.
+            made._set_sequence_number_for_group()
         group: Any = dist.ProcessGroup(request.store, request.rank, request.size)
         group._set_default_backend(kind)
         for device, name in self._read().items():
             if name == backend or (name == OURS and device != "cpu"):
                 group._register_backend(torch.device(device), kind, made)
-                # C++ that needs a group's backend, such as DDP's logger, queries ours.
+                # Register with our group too, because torch's C++ (such as DDP's logger) asks our group for the
+                # backend.
                 self._owner._register_backend(torch.device(device), kind, made)
         return group
 
 
 @functools.cache
 def _has_nccl() -> bool:
-    """Whether NCCL can run: torch builds with CUDA have the library on hosts without a GPU, too."""
+    """Whether NCCL can run on this host, which needs a GPU besides the library."""
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def _torchs(backend: str) -> str:
-    """Torch's backend for a device that ours was requested for and cannot serve."""
+    """Return torch's backend for a device for which the user requested ours but that ours cannot serve."""
     return "nccl" if backend == OURS else backend
 
 
 def device_of(items: Iterable[object]) -> str | None:
-    """The type of device of the first tensor in nested lists; None without a tensor."""
+    """Return the type of device of the first tensor in nested lists; None without a tensor."""
     for item in items:
         if isinstance(item, Tensor):
             return item.device.type

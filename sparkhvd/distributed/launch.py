@@ -29,20 +29,21 @@ from sparkhvd.errors import CollectiveError, InvalidArgumentError, MismatchError
 from sparkhvd.torch.collectives.tensors import DTYPES, lend
 from sparkhvd.torch.gradients.reducer import in_backward, is_worth_overlapping
 
-_ALLREDUCE = Collective.ALLREDUCE  # looking up a member of an enumeration costs time
+# A constant, because the lookup of an enumeration's member would slow every call.
+_ALLREDUCE = Collective.ALLREDUCE
 
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Ranks of a group in an engine.
+    """An engine and the ranks of a torch group in it.
 
     Attributes:
-        engine: moves the bytes.
-        process_set: the engine's number of these ranks.
-        ranks: the engine's rank of each rank of the group.
-        is_own: the engine belongs to this group alone, and ends with it.
-        generation: of default groups in this engine, from 1. Operations of former generations never match this one's.
-        number: of the group in its generation.
+        engine: engine that runs the group's operations.
+        process_set: the engine's number of the group's process set.
+        ranks: the engine's rank for each rank of the group.
+        is_own: whether the engine belongs to this group only and ends with it.
+        generation: number of the default group in this engine, from 1. Operations of different generations never match.
+        number: number of the group in its generation.
     """
 
     engine: Engine
@@ -57,12 +58,12 @@ class CollectivePlan(NamedTuple):
     """A collective before its launch.
 
     Attributes:
-        collective: its kind.
-        views: memory of its tensors.
-        dtype: their type.
-        keep: owners of that memory, kept until the end.
-        reduction: of the kinds that reduce.
-        root: rank of the group.
+        collective: kind of the collective.
+        views: memory of the tensors.
+        dtype: type of the tensors.
+        keep: owners of the memory, kept until the collective has finished.
+        reduction: the reduction, for kinds that reduce.
+        root: root as a rank of the group.
         numbers: further arguments of the kind.
     """
 
@@ -75,17 +76,17 @@ class CollectivePlan(NamedTuple):
     numbers: tuple[int, ...] = ()
 
 
-# Moves results to torch's tensors; gets the engine's works if the launch needs rows.
+# Function that moves results to torch's tensors; its argument has the engine's works if the launch needs rows.
 Finish = Callable[[Sequence[Operation]], object]
 
 
 class Launcher:
-    """Launches a group's collectives. They match across ranks by their position in the group's order, for any kind.
+    """Launches a group's collectives, which the ranks match by their order in the group.
 
-    So ranks that call different collectives get a `MismatchError` that names both.
+    All kinds share this order, so ranks that call different collectives get a `MismatchError` that names both.
 
     Attributes:
-        overlaps: launch reductions of gradients while backward runs; None = not decided yet.
+        overlaps: whether reductions of gradients start while backward runs; None if not decided yet.
     """
 
     def __init__(self, team: EngineGroup, name: str, timeout: timedelta) -> None:
@@ -106,13 +107,13 @@ class Launcher:
         *,
         needs_rows: bool = False,
     ) -> Work:
-        """Launch collectives as one work of torch.
+        """Launch collectives as a single work of torch.
 
         Args:
-            plans: equally many on every rank.
+            plans: the collectives; the same number on every rank.
             opts: torch's options: `timeout`, and `asyncOp` False if the caller waits at once.
             outputs: result of an asynchronous work and of its future.
-            finish: called after the last one.
+            finish: called after the last collective.
             needs_rows: `finish` reads the rows of each rank from the engine's works.
         """
         timeout_s = self._timeout_s(opts)
@@ -138,7 +139,7 @@ class Launcher:
         return self.recorded(Work(works, outputs, last, OperationNames(names[0]), self.passes))
 
     def launch_one(self, plan: CollectivePlan, opts: Any, outputs: Sequence[Tensor]) -> Work:
-        """Launch an asynchronous collective; in a backward pass at its end, unless overlapping helps."""
+        """Launch an asynchronous collective, in a backward pass only at the end of the pass unless overlapping helps."""
         if not in_backward() or self._coalesced is not None or self._is_overlapping():
             return self.launch((plan,), opts, outputs)
         name, timeout_s = (current_scope() or self.scope).name(), self._timeout_s(opts)
@@ -150,7 +151,7 @@ class Launcher:
         return Work((), outputs, None, OperationNames(name), self.passes, start)
 
     def failed(self, error: BaseException, outputs: Sequence[Tensor]) -> Work:
-        """Make a work that has failed, for a backward pass: DDP refuses later steps if a hook raises."""
+        """Create a failed work, to return in a backward pass, because DDP refuses later steps if a hook raises."""
 
         def start() -> Sequence[Operation]:
             raise error
@@ -165,7 +166,7 @@ class Launcher:
     def reduce_now(
         self, view: TensorView, dtype: DType, reduction: Reduction, keep: object, opts: Any
     ) -> None:
-        """Reduce one tensor and wait: a faster `launch`."""
+        """Reduce one tensor and wait, faster than `launch`."""
         team = self.team
         engine, scope = team.engine, current_scope() or self.scope
         call = engine.prepare(
@@ -201,7 +202,7 @@ class Launcher:
         team = self.team
         if not 0 <= plan.root < len(team.ranks):
             raise InvalidArgumentError(
-                f"{plan.collective.name.lower()}: root rank {plan.root} is not in the group of {len(team.ranks)} ranks. Give one "
+                f"{plan.collective.name.lower()}: root rank {plan.root} is not in the group of {len(team.ranks)} ranks. Give a rank "
                 f"from 0 to {len(team.ranks) - 1}."
             )
         return team.engine.prepare(
@@ -228,12 +229,12 @@ _Item = TypeVar("_Item")
 
 
 class Flat(NamedTuple):
-    """Contiguous numbers of a tensor, and the copy back after they are written.
+    """Contiguous numbers of a tensor, and the function that copies results back.
 
     Attributes:
-        numbers: one dimension, of a type of the engine.
-        restore: copies them to the caller's tensor; None if that is the same memory.
-        shape: of the caller's tensor, in numbers; None = one dimension.
+        numbers: the numbers in one dimension, with a type that the engine supports.
+        restore: copies the numbers to the caller's tensor; None if they are the tensor's own memory.
+        shape: shape of the caller's tensor, in numbers; None means one dimension.
     """
 
     numbers: Tensor
@@ -242,12 +243,12 @@ class Flat(NamedTuple):
 
     @property
     def dtype(self) -> DType:
-        """Engine's name of their type."""
+        """The engine's type of the numbers."""
         return DTYPES[self.numbers.dtype]
 
     @property
     def view(self) -> TensorView:
-        """The numbers as input and output."""
+        """The numbers as input and output of an operation."""
         address = self.numbers.data_ptr()
         return TensorView(address, address, (self.numbers.numel(),))
 
@@ -260,7 +261,7 @@ class Flat(NamedTuple):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Check that a tensor is on the CPU and contiguous, without lazy bits."""
+    """Check that a tensor is on the CPU and contiguous, without torch's conjugate and negative bits."""
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
@@ -271,7 +272,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def moved(tensor: Tensor) -> Flat:
-    """Prepare a tensor for an operation that only moves: complex numbers are pairs, unknown types bytes."""
+    """Prepare a tensor for an operation that only copies; complex numbers become pairs, unsupported types bytes."""
     _check_dense(tensor)
     plain = tensor.detach()
     shape = tensor.shape if width(tensor) == 1 else (*tensor.shape, width(tensor))
@@ -313,22 +314,22 @@ def _check_dense(tensor: Tensor) -> None:
         where = tensor.layout if tensor.is_cpu else tensor.device
         raise InvalidArgumentError(
             f"backend 'sparkhvd': the tensor is {where}; this collective takes dense tensors on the CPU. Use "
-            ".to_dense() or .cpu(); all_reduce takes sparse ones."
+            ".to_dense() or .cpu(). all_reduce also takes sparse tensors."
         )
 
 
 def width(tensor: Tensor) -> int:
-    """The count of numbers per element."""
+    """Return the count of numbers per element."""
     if tensor.dtype in DTYPES:
         return 1
     return 2 if tensor.is_complex() else tensor.dtype.itemsize
 
 
 def only(what: str, items: Sequence[_Item]) -> _Item:
-    """Require a list of one item: torch's interface has one per device."""
+    """Return the only item of a list; torch passes lists with a tensor per device, and a rank has one device."""
     if len(items) != 1:
         raise InvalidArgumentError(
-            f"{what}: got {len(items)} tensors for one rank. Give one; the coalesced forms take several."
+            f"{what}: got {len(items)} tensors for one rank. Give one tensor; the coalesced forms take several."
         )
     return items[0]
 
@@ -352,7 +353,7 @@ def split_flat(numbers: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def reading(numbers: Tensor) -> TensorView:
-    """Describe input numbers; the engine allocates the result, if any."""
+    """Describe input numbers to the engine, which allocates memory for the result, if any."""
     return TensorView(numbers.data_ptr(), 0, (numbers.numel(),))
 
 
@@ -367,7 +368,7 @@ def owners(flats: Sequence[Flat]) -> object:
 
 
 def restore(flat: Flat) -> None:
-    """Copy written numbers to the caller's tensor, if it is elsewhere."""
+    """Copy the results to the caller's tensor, unless they are already in its memory."""
     if flat.restore is not None:
         flat.restore()
 
@@ -414,9 +415,9 @@ def received_numbers(work: Operation, dtype: torch.dtype) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------
-# torch's reductions as the engine's.
+# Conversion of torch's reductions to the engine's.
 
-_Type: Any = dist.ReduceOp.RedOpType  # torch's stub knows no members
+_Type: Any = dist.ReduceOp.RedOpType  # torch's type stub does not have the members
 _SIMPLE = {
     _Type.SUM: Reduction(ReduceOp.SUM),
     _Type.AVG: Reduction(ReduceOp.AVERAGE),
@@ -427,7 +428,7 @@ _SIMPLE = {
     _Type.BOR: Reduction(ReduceOp.BIT_OR),
     _Type.BXOR: Reduction(ReduceOp.BIT_XOR),
 }
-# A ReduceOp's hash is its kind; asking for that and looking it up takes three times as long.
+# Look up a ReduceOp by its hash, which is its kind, because reading and looking up the kind takes three times as long.
 SIMPLE_BY_HASH = {hash(dist.ReduceOp(kind)): reduction for kind, reduction in _SIMPLE.items()}
 _LINEAR = (_Type.SUM, _Type.AVG, _Type.PREMUL_SUM)
 
@@ -441,7 +442,7 @@ def reduction_of(what: str, op: Any, tensor: Tensor) -> Reduction:
     kind = op.op
     if tensor.is_complex() and kind not in _LINEAR:
         raise InvalidArgumentError(
-            f"{what}: op is {kind.name}, which complex numbers do not have. Use SUM or AVG, or send "
+            f"{what}: op={kind.name} is not defined for complex numbers. Use SUM or AVG, or send "
             "torch.view_as_real(tensor)."
         )
     found = _SIMPLE.get(kind)
@@ -450,7 +451,7 @@ def reduction_of(what: str, op: Any, tensor: Tensor) -> Reduction:
     if kind == _Type.PREMUL_SUM:
         return Reduction(ReduceOp.SUM, prescale=float(op.__getstate__()[1]))
     raise InvalidArgumentError(
-        f"{what}: op {kind.name} is not known. Use SUM, AVG, MIN, MAX, PRODUCT, PREMUL_SUM, BAND, BOR or BXOR."
+        f"{what}: op={kind.name} is not supported. Use SUM, AVG, MIN, MAX, PRODUCT, PREMUL_SUM, BAND, BOR or BXOR."
     )
 
 
@@ -470,8 +471,8 @@ def check_same(what: str, output: Tensor, tensor: Tensor) -> None:
     """Check that a rank's tensor matches its entry in the list."""
     if output.numel() != tensor.numel() or output.dtype != tensor.dtype:
         raise InvalidArgumentError(
-            f"{what}: this rank's tensor has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, its place in the list "
-            f"{tuple(output.shape)} and {output.dtype}. Give both the same."
+            f"{what}: this rank's tensor has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but its entry in the list has "
+            f"{tuple(output.shape)} and {output.dtype}. Give both the same shape and dtype."
         )
 
 
@@ -504,6 +505,6 @@ def check_received(what: str, work: Operation, wanted: tuple[int, ...]) -> None:
     rows = work.output().rows
     if rows != wanted:
         raise MismatchError(
-            f"{what}: the ranks sent {list(rows)} numbers, by rank, and this rank's tensors have room for {list(wanted)}. "
-            "Give tensors of the sizes that are sent."
+            f"{what}: the ranks sent {list(rows)} numbers, by rank, but this rank's tensors have room for {list(wanted)}. "
+            "Give tensors of the sizes that the ranks send."
         )

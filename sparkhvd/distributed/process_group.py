@@ -79,7 +79,7 @@ from sparkhvd.torch.collectives.tensors import DTYPES, lend
 
 if TYPE_CHECKING:
 
-    class _ProcessGroup:  # torch's stub has no methods to override
+    class _ProcessGroup:  # torch's type stub does not have the methods to override
         def __init__(self, rank: int, size: int) -> None: ...
 
         def _register_backend(
@@ -93,9 +93,10 @@ else:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Call signatures of torch's groups: full with lists and options, as ours, and short.
+# Call signatures of the methods of torch's groups: the full form has lists and options, as our methods, and there is a
+# short form.
 
-# Name of an argument -> name of the attribute of torch's options that holds it.
+# For each argument of the short form the attribute of torch's options that holds its value.
 _OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 _TENSOR_NAMES = ("{}_tensors", "{}_tensor", "{}Tensor", "{}", "{}s", "{}_lists", "{}_list")
 
@@ -105,7 +106,7 @@ class CallSignature(NamedTuple):
 
     Attributes:
         title: torch's public name of the collective.
-        depths: of the lists of each tensor argument; in the short form one less, or the same.
+        depths: depth of the nested lists of each tensor argument; the short form has the same depth or one less.
         options: creates the options; None without options.
         rest: names of the arguments that replace the options in the short form.
         more: number of arguments between tensors and options.
@@ -121,7 +122,7 @@ class CallSignature(NamedTuple):
         """Convert arguments of either form to the full form with lists and options.
 
         Raises:
-            TypeError: they match neither form.
+            TypeError: the arguments match neither form.
         """
         count = len(self.depths) + self.more
         named = dict(named)
@@ -129,7 +130,9 @@ class CallSignature(NamedTuple):
             given = [named.pop(name) for name in names if name in named]
             args = [*args, *given]
         if len(args) < count:
-            raise TypeError(f"{self.title}: {len(args)} arguments; options come behind {count}.")
+            raise TypeError(
+                f"{self.title}: got {len(args)} arguments, but {count} must come before the options."
+            )
         tensors = [_nested(*each) for each in zip(args, self.depths, strict=False)]
         return [*tensors, *args[len(tensors) : count], *self._last(args[count:], named)]
 
@@ -152,7 +155,7 @@ class CallSignature(NamedTuple):
         for name, value in named.items():
             if name not in self.rest:
                 raise TypeError(
-                    f"{self.title}: no argument {name!r}; there are opts{''.join(f', {each}' for each in self.rest)}."
+                    f"{self.title}: there is no argument {name!r}. Arguments are opts{''.join(f', {each}' for each in self.rest)}."
                 )
             if value is not None:
                 setattr(options, _OPTIONS[name], value)
@@ -160,7 +163,7 @@ class CallSignature(NamedTuple):
 
 
 def _nested(given: Any, depth: int) -> Any:
-    """Nest tensors in lists of a depth; an empty list is the same in both forms."""
+    """Nest tensors in lists of this depth; an empty list is the same in both forms."""
     item, found = given, 0
     while isinstance(item, (list, tuple)) and item:
         item, found = item[0], found + 1
@@ -208,7 +211,7 @@ FORMS: dict[str, CallSignature] = {
     "recv_anysource": CallSignature("recv", (1,), None, ("tag",)),
     "barrier": CallSignature("barrier", (), c10d.BarrierOptions, ("timeout",)),
 }
-"""All that takes tensors, and the barrier, by the names of every version of torch."""
+"""Signatures of all methods with tensors, and of the barrier, by their names in all versions of torch."""
 
 
 def _routed(own: Callable[..., Any], name: str = "") -> Callable[..., Any]:
@@ -233,7 +236,7 @@ def _routed(own: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         device = find(inner, args)
         group = None if device == "cpu" and inner.cpu_is_ours else inner.of(device)
         if group is not None:
-            _ = self.launcher.team.engine  # raises before the first reconfigure
+            _ = self.launcher.team.engine  # raises an error before the first reconfigure
             return getattr(group, name)(*args)
         if not is_profiled():
             return own(self, *args)
@@ -243,7 +246,7 @@ def _routed(own: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     return routed
 
 
-_ANY_RANK = -1  # the engine's
+_ANY_RANK = -1  # the engine's number for any sender
 
 
 def _device_of_tensors(_: NestedBackends, args: Sequence[Any]) -> str:
@@ -257,31 +260,31 @@ def _device_of_barrier(inner: NestedBackends, args: Sequence[Any]) -> str:
     return "cpu" if "cpu" in types else types[0]
 
 
-# Torch before 2.14 has no backends in Python.
+# Torch before 2.14 does not support backends in Python.
 _DefaultBackend: Any = None
 if hasattr(c10d.Backend, "supports_reconfigure"):
 
     class _DefaultBackend(c10d.Backend):  # type: ignore[no-redef]
-        """Default backend for torch's C++; the group itself runs the collectives."""
+        """Backend object for torch's C++, which needs one; the group itself runs the collectives."""
 
         def getBackendName(self) -> str:  # noqa: N802 - torch's
             return OURS
 
 
 class Group(_ProcessGroup):
-    """torch's group on the engine; tensors on other devices than the CPU are routed to torch's own backends.
+    """Process group on the engine; routes tensors that are not on the CPU to torch's own backends.
 
     Args:
-        teams: creates engine groups; shared by all groups of the default group.
+        teams: creates engine groups; shared by the default group and its subgroups.
         team: this group's engine group.
-        name: torch's.
-        store: torch's, for this group alone.
-        timeout: of operations without a timeout.
-        options: the user's `pg_options`, for an inner backend of torch's.
-        reconfiguration: changes the ranks; None if they stay the same.
+        name: torch's name of the group.
+        store: torch's store for this group only.
+        timeout: timeout of operations that have none.
+        options: the user's `pg_options`, for torch's backends inside the group.
+        reconfiguration: changes the ranks; None if the group keeps its ranks.
     """
 
-    # Queries of torch to a group and its backend; each version uses some.
+    # Attributes that torch reads from a group and its backend; each version reads some of them.
     supports_coalescing = False
     supports_completion_hooks = False
     supports_shrinking = False
@@ -311,14 +314,14 @@ class Group(_ProcessGroup):
         self._messages = OperationNames(f"{name}.message")
         self._teams = teams
         self._store = store
-        self._store_of_ranks = store  # another one after each reconfigure
+        self._store_of_ranks = store  # each reconfigure sets another store
         self._reconfiguration = reconfiguration
         self._is_aborted = False
         self._abort_hooks: dict[int, Callable[[], object]] = {}
         self._name = name
         self._description = "undefined"
         if _DefaultBackend is not None:
-            # Functions of torch's C++ that need a default backend raise without it.
+            # Functions of torch's C++ raise an error if a group has no default backend.
             self._default_backend = _DefaultBackend(rank, size)
             kind = c10d.ProcessGroup.BackendType.CUSTOM
             self._register_backend(torch.device("cpu"), kind, self._default_backend)
@@ -372,7 +375,7 @@ class Group(_ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> Any:
         """Reduce one tensor in place, dense or sparse."""
-        # What training does most, in the least time.
+        # A fast path for the most frequent call in training.
         if (
             type(opts) is AllreduceOptions
             and type(tensors) is list
@@ -424,12 +427,12 @@ class Group(_ProcessGroup):
     def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
         if opts.reduceOp.op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvalidArgumentError(
-                f"all_reduce of a sparse tensor: op is {opts.reduceOp.op.name}; its entries are joined and add up. Use SUM "
-                "or AVG, or .to_dense()."
+                f"all_reduce of a sparse tensor: op={opts.reduceOp.op.name} is not possible, because entries of the same index add "
+                "up. Use SUM or AVG, or .to_dense()."
             )
         own = tensor.detach().coalesce()
         dims, size = own.sparse_dim(), self._size
-        # One operation, so that a rank with a dense tensor gets its error at once.
+        # Send everything in one operation, so that a rank with a dense tensor gets its error at once.
         kind = torch.tensor(list(f"{tuple(own.shape)} {own.dtype}".encode()), dtype=torch.uint8)
         parts = [kind, bytes_of(own.indices().t()), bytes_of(own.values())]
 
@@ -437,7 +440,7 @@ class Group(_ProcessGroup):
             received = received_numbers(works[0], torch.uint8)
             pieces = received.split(list(works[0].output().rows))
             kinds = [bytes(piece.tolist()).decode() for piece in pieces[:size]]
-            # An index outside of another rank's tensor must not be written.
+            # Check the shapes, because an index of a larger tensor would be out of range here.
             check_kinds("all_reduce of a sparse tensor", kinds, self._rank)
             indices = torch.cat(pieces[size : 2 * size]).view(torch.int64).view(-1, dims).t()
             values = torch.cat(pieces[2 * size :]).view(own.dtype)
@@ -592,7 +595,7 @@ class Group(_ProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        """Copy every rank's tensors to each rank's list."""
+        """Copy every rank's tensors to the entries of its lists on all ranks."""
         return self._gather_lists("all_gather_coalesced", outputs, inputs, opts)
 
     def _gather_lists(
@@ -736,13 +739,13 @@ class Group(_ProcessGroup):
         if not splits:
             if rows % self._size:
                 raise InvalidArgumentError(
-                    f"all_to_all_single: {rows} rows for {self._size} ranks are not equal parts. Give the split sizes."
+                    f"all_to_all_single: {rows} rows cannot be divided into {self._size} equal parts. Give the split sizes."
                 )
             splits = [rows // self._size] * self._size
         if len(splits) != self._size or sum(splits) != rows:
             raise InvalidArgumentError(
-                f"all_to_all_single: split sizes {list(splits)} for {rows} rows and {self._size} ranks. Give one per rank; "
-                "they add up to the rows."
+                f"all_to_all_single: the split sizes are {list(splits)} for {rows} rows and {self._size} ranks. Give one size per "
+                "rank; the sizes must add up to the number of rows."
             )
         row = width(tensor) * (tensor.numel() // rows if rows else 0)
         return tuple([split * row for split in splits])
@@ -784,7 +787,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Receive a tensor of a rank of the group."""
+        """Receive a tensor from a rank of the group."""
         return self._receive(tensors, self._global(source), tag)
 
     @_routed
@@ -806,14 +809,14 @@ class Group(_ProcessGroup):
     def _global(self, rank: int) -> int:
         if not 0 <= rank < self._size:
             raise InvalidArgumentError(
-                f"send/recv: rank {rank} is not in the group of {self._size} ranks. Give one from 0 to {self._size - 1}."
+                f"send/recv: rank {rank} is not in the group of {self._size} ranks. Give a rank from 0 to {self._size - 1}."
             )
         return self.launcher.team.ranks[rank]
 
     def _start(self, collective: Collective, flat: Flat, peer: int, tag: int) -> Operation:
         if not 0 <= tag < 1 << TAG_BITS:
             raise InvalidArgumentError(
-                f"send/recv: the tag is {tag}. Give one from 0 to {(1 << TAG_BITS) - 1}."
+                f"send/recv: the tag is {tag}. Give a tag from 0 to {(1 << TAG_BITS) - 1}."
             )
         team = self.launcher.team
         numbers = ((team.generation << NUMBER_BITS | team.number) << TAG_BITS | tag,)
@@ -847,7 +850,7 @@ class Group(_ProcessGroup):
             return self.launcher.end_coalescing()
         return group._end_coalescing(device_type)
 
-    # Functional collectives of torch 2.14 and newer call these names from C++.
+    # C++ code of torch 2.14 and newer (functional collectives) calls these names.
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
     # Queries of torch to a group and its backend
@@ -858,7 +861,7 @@ class Group(_ProcessGroup):
     def _get_backend(self, device: torch.device | str) -> Any:
         place = torch.device(device)
         if place.type not in self.inner.devices():
-            raise RuntimeError(f"backend 'sparkhvd' has no collectives for tensors on {device}.")
+            raise RuntimeError(f"backend 'sparkhvd' does not support tensors on {device}.")
         group = self.inner.of(place.type)
         return self if group is None else group._get_backend(place)
 
@@ -870,7 +873,7 @@ class Group(_ProcessGroup):
         return c10d.Backend.Options(OURS, timedelta(seconds=self.launcher.timeout_s))
 
     def get_error(self) -> Any:
-        """The state of the engine as torch's error type. A group that reconfigures does not report its own abort."""
+        """Return the engine's state as torch's error type; a group that can reconfigure does not report its own abort."""
         if self._reconfiguration and (self._is_aborted or not self._is_connected()):
             return c10d.ErrorType.SUCCESS
         try:
@@ -884,13 +887,13 @@ class Group(_ProcessGroup):
         return c10d.ErrorType.SUCCESS
 
     def _enable_collectives_timing(self) -> None:
-        """Do nothing, as torch's Gloo does: `hvd.start_timeline` times collectives."""
+        """Do nothing, as torch's Gloo does; `hvd.start_timeline` times collectives."""
 
     def register_pre_hook(self, hook_id: int, hook: object) -> None:
-        """Refuse a hook, which torch's C++ would never call."""
+        """Raise an error, because torch's C++ would never call the hook."""
         raise NotImplementedError(
-            f"backend 'sparkhvd': hook {hook_id} ({hook!r}) would never be called, because torch calls hooks of its own backends "
-            "only. Wrap the calls of torch.distributed, or trace them with torch.profiler or hvd.start_timeline()."
+            f"backend 'sparkhvd': hook {hook_id} ({hook!r}) would never be called, because torch calls such hooks only for its own "
+            "backends. Wrap the calls of torch.distributed, or trace them with torch.profiler or hvd.start_timeline()."
         )
 
     register_post_hook = register_pre_hook
@@ -908,7 +911,7 @@ class Group(_ProcessGroup):
 
         Args:
             timeout: None = the group's.
-            wait_all_ranks: name all of them, rather than the first.
+            wait_all_ranks: name all missing ranks instead of the first.
 
         Raises:
             CollectiveTimeoutError: ranks were too late.
@@ -929,7 +932,7 @@ class Group(_ProcessGroup):
         return self._store
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: collectives are numbered from the start."""
+        """Do nothing, because the group numbers collectives from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self.launcher.scope.count
@@ -983,11 +986,11 @@ class Group(_ProcessGroup):
         """Create a group with its own engine; `torch.distributed.split_group` (2.14 on) calls it on every rank.
 
         Args:
-            ranks: of the new group, as ranks of this one; other groups may be created at the same time.
-            timeout: of the new group; None = this one's.
+            ranks: ranks of the new group, as ranks of this group; other groups may be created at the same time.
+            timeout: timeout of the new group; None means this group's timeout.
             opts: the user's `pg_options`.
-            group_name: torch's, the same on all members.
-            group_desc: torch's.
+            group_name: torch's name of the new group, the same on all members.
+            group_desc: torch's description of the new group.
 
         Returns:
             The group; None on other ranks.
@@ -1012,7 +1015,7 @@ class Group(_ProcessGroup):
         return self._reconfiguration is not None
 
     def get_reconfigure_handle(self) -> str:
-        """The text by which other ranks name this one in `reconfigure`; it stays the same.
+        """Return the text by which `reconfigure` identifies this rank; it never changes.
 
         Raises:
             InvalidArgumentError: the group does not reconfigure.
@@ -1022,21 +1025,21 @@ class Group(_ProcessGroup):
     def reconfigure(self, opts: Any) -> Work:
         """Replace this group's ranks; every new rank must call this. Pending operations of the former ranks fail.
 
-        Not at the same time as collectives of this group in another thread.
-
-        The group's subgroups keep their ranks. Groups of torch's own backends inside it, as of NCCL, are made again at their next use.
+        No other thread may call collectives of this group at the same time. The group's subgroups keep their ranks.
+        Groups of torch's own backends inside the group, such as NCCL, are created again at their next use.
 
         Args:
-            opts: torch's `ReconfigureOptions`. `uuid` is the same number on all ranks and new with each call. `handles` are those
-                of the new ranks: a list in their order, or a set. `timeout` None = the group's. `hints` are ignored.
+            opts: torch's `ReconfigureOptions`. `uuid` is the same number on all ranks, and a new number in each call.
+                `handles` are the handles of the new ranks: a list in their order, or a set. `timeout` None means the
+                group's timeout. `hints` are ignored.
 
         Returns:
             A finished work.
 
         Raises:
             InvalidArgumentError: the group does not reconfigure, or handles are wrong.
-            CollectiveError: the number has been used, ranks were too late, or a rank was lost. The group keeps its former ranks;
-                try again with a new number.
+            CollectiveError: the uuid has been used before, ranks were too late, or a rank was lost. The group then
+                keeps its former ranks; try again with a new uuid.
         """
         former = self.launcher
         timeout = timedelta(seconds=former.timeout_s) if opts.timeout is None else opts.timeout
@@ -1058,8 +1061,8 @@ class Group(_ProcessGroup):
     def _changes(self, what: str) -> Reconfiguration:
         if self._reconfiguration is None:
             raise InvalidArgumentError(
-                f"{what}: group {self._name} keeps its ranks. Call init_process_group('sparkhvd', enable_reconfigure=True), with "
-                "torch 2.14 or newer."
+                f"{what}: group {self._name} cannot change its ranks. Call init_process_group('sparkhvd', enable_reconfigure=True), "
+                "with torch 2.14 or newer."
             )
         return self._reconfiguration
 
@@ -1069,17 +1072,17 @@ class Group(_ProcessGroup):
     supports_abort_hooks = True
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
-        """Call a function at `abort` of this group, before its operations fail."""
+        """Register a function to call at `abort` of this group, before its operations fail."""
         self._abort_hooks[hook_id] = hook
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Remove a function of `register_abort_hook`."""
+        """Remove a function that `register_abort_hook` registered."""
         self._abort_hooks.pop(hook_id, None)
 
     def abort(self) -> None:
-        """Fail every operation, here and on the other ranks; with a shared engine also operations of `hvd`."""
+        """Let every operation fail on all ranks; with a shared engine also the operations of `hvd`."""
         self._is_aborted = True
-        with contextlib.ExitStack() as ends:  # each is called, also after an error of another
+        with contextlib.ExitStack() as ends:  # calls all of them, also if one raises an error
             if self._is_connected():
                 text = f"torch group {self._name} was aborted"
                 ends.callback(self.launcher.team.engine.abort, text)

@@ -1,8 +1,8 @@
 """Groups that change their ranks: `reconfigure` of torch.distributed (torch 2.14 on).
 
-Every rank of the new group calls it with the same number and the same handles. The ranks meet through the group's store, under
-that number, and connect an engine. Only then does a rank leave its former engine, so a group whose new ranks do not come
-together keeps the former ones.
+Every rank of the new group calls it with the same number and the same handles. The ranks find each other through the
+group's store, under this number, and connect a new engine. A rank leaves its former engine only then. So if the new
+ranks cannot connect, the group keeps its former ranks.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class UnconnectedGroup(EngineGroup):
 
     @property
     def engine(self) -> Engine:
-        """Raise CollectiveError: there is no engine."""
+        """Raise a CollectiveError, because there is no engine."""
         raise as_torch(
             CollectiveError(
-                "the group is not connected: init_process_group('sparkhvd', enable_reconfigure=True) leaves that to the first "
-                "reconfigure. Call torch.distributed._reconfigure(uuid, handles) on every rank first."
+                "the group is not connected: after init_process_group('sparkhvd', enable_reconfigure=True) the first reconfigure "
+                "connects it. Call torch.distributed._reconfigure(uuid, handles) on every rank first."
             )
         )
 
@@ -56,10 +56,10 @@ class Membership(NamedTuple):
     """Result of a reconfigure.
 
     Attributes:
-        team: the connected ranks.
-        rank: of this process among them.
-        name: of these ranks, for their operations.
-        store: for these ranks alone.
+        team: engine group of the connected ranks.
+        rank: rank of this process.
+        name: name of the new set of ranks, for the names of operations.
+        store: store for these ranks only.
     """
 
     team: EngineGroup
@@ -72,12 +72,14 @@ class Reconfiguration:
     """Changes the ranks of one group.
 
     Args:
-        rank: at the start.
+        rank: rank at the start.
         name: torch's name of the group.
-        store: torch's, for this group alone. It must outlive every rank, and no number may repeat in it.
+        store: torch's store for this group only. It must exist longer than every rank, and each number is used only
+            once.
 
     Attributes:
-        handle: names this process in this group. A set of handles is ordered by their text, so by the rank at the start.
+        handle: text that identifies this process in the group. A set of handles is sorted by text, so by the rank at
+            the start.
     """
 
     def __init__(self, rank: int, name: str, store: Store) -> None:
@@ -88,16 +90,16 @@ class Reconfiguration:
         self._lock = threading.Lock()
 
     def meet(self, number: int, handles: Collection[str], timeout: timedelta) -> Membership:
-        """Connect the ranks of some handles; each must call this.
+        """Connect the ranks with these handles; each of them must call this.
 
         Args:
-            number: of this call, the same on all of these ranks and never used before.
+            number: number of this call, the same on all these ranks and never used before.
             handles: a list in the order of the new ranks; a set is sorted.
-            timeout: until all of them are connected.
+            timeout: longest time until all ranks are connected.
 
         Raises:
             InvalidArgumentError: the handles are wrong.
-            CollectiveError: the number has been used.
+            CollectiveError: the number has been used before.
             CollectiveTimeoutError: some ranks were too late; the message names them.
             PeerLostError: a rank ended meanwhile.
         """
@@ -136,33 +138,33 @@ class Reconfiguration:
             said = "" if is_used else store.get("failed").decode(errors="replace")[:1000]
             failed = f" It failed on rank {said}." if said else ""
             raise CollectiveError(
-                f"{what}: the uuid was already used.{failed} Call reconfigure again on the ranks that are left, with "
-                "one new uuid and the handles of these ranks."
+                f"{what}: the uuid was already used.{failed} Call reconfigure again on the remaining ranks, with "
+                "the same new uuid and the handles of these ranks."
             )
 
 
 @contextlib.contextmanager
 def _reported(store: Store, rank: int) -> Iterator[None]:
-    """Record a failure in the store, for ranks that come later."""
+    """Record a failure of the block in the store, for ranks that arrive later."""
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # the store is gone, too
+        with contextlib.suppress(RuntimeError):  # the store may be gone too
             store.set("failed", f"{rank}: {type(error).__name__}: {error}"[:1000])
         raise
 
 
 def _position(what: str, own_handle: str, ordered: list[str]) -> int:
-    """This process's position among the checked handles."""
+    """Check the handles, and return this process's position among them."""
     strange = [each for each in ordered if not _HANDLE.fullmatch(each)]
     if strange:
         raise InvalidArgumentError(
-            f"{what}: {strange[0][:80]!r} is no handle of backend 'sparkhvd'. Give the results of "
+            f"{what}: {strange[0][:80]!r} is not a handle of backend 'sparkhvd'. Give the results of "
             "torch.distributed._get_reconfigure_handle() on the ranks of the new group."
         )
     if len(set(ordered)) < len(ordered):
         raise InvalidArgumentError(
-            f"{what}: {len(ordered)} handles, of which {len(set(ordered))} are different. Give each rank's handle once."
+            f"{what}: only {len(set(ordered))} of the {len(ordered)} handles are different. Give each rank's handle once."
         )
     if own_handle not in ordered:
         raise InvalidArgumentError(

@@ -1,10 +1,10 @@
 """Works: operations in flight, as torch.distributed and its C++ see them.
 
-A caller that waits drives the engine itself. A future is completed by the first that finds the work finished: a waiter, the
-end of the backward pass in which the future was requested, or the thread of `_Completer`.
+A caller that waits drives the engine itself. A future is completed by a waiter, by the end of the backward pass in
+which the future was requested, or by the thread of `_Completer`, whichever first finds the work finished.
 
-Where the ranks compute on all cores of one host, operations of a backward pass start when the pass ends (`BackwardQueue`), because the
-engine's thread would take the cores from it.
+If the ranks compute on all cores of one host, operations of a backward pass start when the pass ends (`BackwardQueue`),
+because the engine's thread would take cores from the pass.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from sparkhvd.engine.work import Work as Operation
 from sparkhvd.torch.gradients.reducer import BackwardEnd, after_backward, in_backward
 
 # ----------------------------------------------------------------------------------------------------
-# Futures whose callbacks may launch collectives, which match across ranks whenever and wherever the callbacks run.
+# Futures whose callbacks may launch collectives. The ranks match these collectives even if the callbacks run at
+# different times or on different threads.
 
 
 class OperationNames:
-    """Names collectives in the order of a program: of a group, or of one callback.
+    """Names the collectives of a group, or of a callback, in the order in which they are launched.
 
-    Callbacks run when a rank happens to find a work finished, so a group's own order would differ between ranks.
+    Callbacks have their own order, because a rank runs a callback when it finds the work finished. In the group's order
+    the callback's collectives would have different positions on different ranks.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -52,7 +54,7 @@ class OperationNames:
         return name
 
     def child(self) -> OperationNames:
-        """The scope of the next callback. It counts separately: a callback may launch before or after others."""
+        """Return the names for the next callback, which counts separately because callbacks may run in any order."""
         self._callbacks += 1
         return OperationNames(f"{self._prefix}.then{self._callbacks}")
 
@@ -65,7 +67,7 @@ _current = _Current()
 
 
 def current_scope() -> OperationNames | None:
-    """The scope of the callback that this thread runs."""
+    """Return the names of the callback that this thread runs, or None."""
     return _current.scope
 
 
@@ -79,13 +81,14 @@ def _entered(scope: OperationNames) -> Iterator[None]:
 
 
 class Future(torch.futures.Future[Any]):
-    """Future of a work or of a callback; a wait from Python waits for the work.
+    """Future of a work or of a callback; a wait in Python waits for the work.
 
     Args:
         settle: waits for the work, and runs callbacks.
-        scope: names the operations that they launch.
-        default: value for torch's C++ after an error that `hides_error` keeps from it.
-        hides_error: returns True as long as the end of a backward pass will raise the error. DDP's C++ loses the error's class.
+        scope: names the operations that callbacks launch.
+        default: value that torch's C++ gets instead of an error if `hides_error` returns True.
+        hides_error: returns True as long as the end of a backward pass will raise the error, because DDP's C++ would
+            lose the error's class.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class Future(torch.futures.Future[Any]):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Errors of the engine as torch.distributed's: each is both.
+# Error classes that are both the engine's and torch.distributed's.
 
 
 class CollectiveError(errors.CollectiveError, DistBackendError):
@@ -174,13 +177,13 @@ _TORCH: dict[type[BaseException], type[errors.CollectiveError]] = {
 }
 
 
-# Replacements of the engine's advice on names and settings that callers of torch.distributed do not have.
+# Replacements for advice in the engine's messages that does not apply to callers of torch.distributed.
 _WORDS = {
     ", or use different names": "",
     ", or give the two tensors different names": "",
     "raise stall_shutdown_s": "raise the timeout of the group",
     "or raise the timeout.": "or raise the timeout of the group.",
-    # torch's programs look for " timeout ".
+    # Programs search torch's messages for " timeout ".
     "s of wait(). It continues: wait again, or shut the engine down.": "s timeout of wait(). The operation continues: wait again, "
     "or destroy the group.",
     "Call shutdown() on a rank only": "Destroy a group on a rank only",
@@ -191,7 +194,7 @@ TAG_BITS, NUMBER_BITS = 32, 16
 
 
 def as_torch(error: BaseException) -> BaseException:
-    """Convert an error of the engine to the class and words for torch; return other errors unchanged."""
+    """Convert an error of the engine to a torch error with torch's words; return other errors unchanged."""
     if not isinstance(error, (errors.CollectiveError, errors.MismatchError)):
         return error
     text = re.sub(r"(?<=with tag )\d+", lambda tag: str(int(tag[0]) % (1 << TAG_BITS)), str(error))
@@ -205,13 +208,13 @@ def as_torch(error: BaseException) -> BaseException:
 
 _UNLIMITED = timedelta(0)
 
-# Interval between polls of the works of futures: the engine's own thread finishes them within 1 ms of being ready.
+# Shortest and longest interval between polls of the works of futures. The engine's thread finishes a work within 1 ms.
 _FIRST_LOOK_S = 0.0005
 _LAST_LOOK_S = 0.004
-# First poll of works that the end of a backward pass waits for: a pass that ends in an exception, or whose own
-# callbacks wait in C++ for a work of another pass, must not wait forever.
+# Delay before the first poll of works that the end of a backward pass should complete. The poll is needed if the pass
+# ends in an exception, or if its callbacks wait in C++ for a work of another pass.
 _LOOK_AFTER_PASS_S = 0.25
-# Idle time after which the thread ends, long enough for the next step of a training.
+# Idle time after which the thread ends; longer than the pause between two training steps.
 _IDLE_S = 1.0
 
 
@@ -235,28 +238,29 @@ class BackwardQueue:
     def add(self, work: Work) -> bool:
         """Defer a work to the end of the backward pass, which also waits for it if its future was requested.
 
-        So `backward()` raises an error with its own type, which torch's C++ would lose where DDP waits for the future. DDP's
-        own callback runs later, and may wait for works of enclosing passes, so the end of a pass finishes all works. It runs also
-        after an error, because a DDP whose callback has not run refuses every later step.
+        So `backward()` raises an error with its own type, which torch's C++ would lose when DDP waits for the future.
+        DDP's own callback runs later, and may wait for works of enclosing passes, so the end of a pass finishes all
+        works. DDP's callback must run also after an error, because otherwise DDP refuses every later step.
 
         Returns:
             False outside of a pass.
         """
-        # Callbacks at the end may defer no further work, because DDP waits in them for the works that they launch.
+        # Do not defer works of callbacks at the end of a pass, because DDP waits in its callbacks for these works.
         if not in_backward():
             return False
         end = _End(self, work)
         try:
             after_backward(end)
-        except RuntimeError:  # in a node, but not in a pass with end callbacks
+        except RuntimeError:
+            # This thread runs a node, but not a pass that can have callbacks at its end.
             return False
-        # A pass that ends in another exception frees the end, and raises no error of the work.
+        # If the pass ends in another exception, autograd frees `end`, and then nothing raises the work's error.
         weakref.finalize(end, work.leave_pass).atexit = False
         self._ends.append(weakref.ref(end))
         return True
 
     def finish(self) -> None:
-        """Launch all works, and wait for the works with a requested future."""
+        """Launch all works, and wait for works whose future was requested."""
         ends, self._ends = self._ends, []
         works = [end.work for reference in ends if (end := reference()) is not None]
         for work in works:
@@ -278,18 +282,19 @@ def _throw(error: BaseException) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# A work: operations that torch sees as one.
+# Works: operations of the engine that torch sees as a single operation.
 
 
 class Work(dist.Work):
-    """Operations of the engine as one work of torch.
+    """Operations of the engine as a single work of torch.
 
     Args:
         operations: empty for a work that has finished.
         outputs: the value of the future and of `result()`.
-        finish: called once when all have finished, before waiters and callbacks: moves results to torch's tensors.
+        finish: moves results to torch's tensors; called once when all operations have finished, before waiters and
+            callbacks continue.
         scope: names the operations that callbacks of the future launch.
-        passes: of the group, for works whose future DDP may wait for.
+        passes: the group's queue, for works whose future DDP may wait for.
         launch: starts the operations, for a work that is launched later.
     """
 
@@ -306,7 +311,7 @@ class Work(dist.Work):
         self.operations = operations
         self._backward_queue = passes
         self._launch = launch
-        # A work that could not be deferred is launched at once.
+        # If `add` returns False, the work cannot be deferred and is launched at once.
         self._in_pass = launch is not None and passes is not None and passes.add(self)
         self._outputs = list(outputs)
         self._finish = finish
@@ -323,7 +328,8 @@ class Work(dist.Work):
         """Wait for the results; raises the error of the work.
 
         Args:
-            timeout: longest wait here, after which the work continues; 0 = until it ends, at the latest after the group's timeout.
+            timeout: longest wait, after which the work continues; 0 means until the work ends, at the latest after the
+                group's timeout.
         """
         if not self._is_settled:
             seconds = timeout.total_seconds()
@@ -333,7 +339,7 @@ class Work(dist.Work):
         return True
 
     def leave_pass(self) -> None:
-        """Show errors in futures from now on: no end of a backward pass raises them."""
+        """Show errors in futures from now on, because no backward pass will raise them."""
         self._in_pass = False
 
     def launch(self) -> None:
@@ -351,7 +357,7 @@ class Work(dist.Work):
         self._end(error)
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Wait for success or failure; raises only on timeout."""
+        """Wait until the work has succeeded or failed; raises an error only if the wait times out."""
         self.launch()
         error: BaseException | None = None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -382,26 +388,26 @@ class Work(dist.Work):
             future.finish(self._outputs, self._error)
 
     def is_completed(self) -> bool:
-        """Check whether it has succeeded or failed; never blocks."""
+        """Check whether the work has succeeded or failed; never blocks."""
         if self._is_settled:
             return True
         self.launch()
-        with contextlib.suppress(Exception):  # an error is an end
+        with contextlib.suppress(Exception):  # a failed work has ended too
             if not all([operation.done() for operation in self.operations]):
                 return False
         self.settle()
         return True
 
     def is_success(self) -> bool:
-        """Check whether it has succeeded."""
+        """Check whether the work has succeeded."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """None while it runs and after success."""
+        """Return the error of a failed work; None while the work runs and after success."""
         return self._error if self.is_completed() else None
 
     def result(self) -> list[Tensor]:
-        """The tensors of the result, once it has ended."""
+        """Return the tensors of the result; call it after the work has ended."""
         return self._outputs
 
     def synchronize(self) -> None:
@@ -409,15 +415,17 @@ class Work(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """The sender of a received tensor."""
+        """Return the rank that sent the received tensor."""
         if self.source is None:
-            raise RuntimeError("source_rank(): only a finished receive has one. Wait for it first.")
+            raise RuntimeError(
+                "source_rank(): only a finished receive has a source rank. Wait for it first."
+            )
         return self.source
 
     _source_rank = source_rank
 
     def finish_backward(self) -> None:
-        """Wait at the end of the backward pass for the future, if it is in use; also raises errors of its callbacks."""
+        """Wait for a requested future at the end of the backward pass; also raises errors of its callbacks."""
         if self._future is not None:
             self.wait()
             self._future.check()
@@ -444,7 +452,7 @@ FINISHED = Work(())
 
 
 class _Completer:
-    """Thread that completes futures without a waiter."""
+    """Thread that completes futures for which nobody waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -476,7 +484,7 @@ class _Completer:
             with self._changed:
                 now = time.monotonic()
                 works = [work for first_look, work in self._works if first_look <= now]
-            # Finished works are forgotten.
+            # `is_completed` also removes finished works from the list.
             if any([work.is_completed() for work in works]):
                 pause = _FIRST_LOOK_S
                 continue

@@ -56,7 +56,7 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class GenerationFormed:
-    """Change of the members that all of them have carried out, or that was superseded.
+    """Change of the members, either carried out by all of them or superseded.
 
     Attributes:
         change: what has changed.
@@ -167,7 +167,7 @@ class Coordinator:
     def close(self) -> None:
         """End all connections."""
         self._service.close()
-        self._close_links()  # in a fork
+        self._close_links()  # a fork has no thread that closes them
         self._listener.close()
 
     def __enter__(self) -> Coordinator:
@@ -183,7 +183,7 @@ class Coordinator:
             link.close()
 
     def _set_alarm(self) -> None:
-        """Wake when the membership has a step to do."""
+        """Schedule the next step of the membership."""
         at = self._membership.next_step_at()
         if self._alarm is not None and self._alarm[0] != at:
             self._loop.cancel(self._alarm[1])
@@ -222,7 +222,7 @@ class Coordinator:
                     self._receive(number, message)
         except OSError as error:
             why = f"{why} ({error})"
-        except ValueError as error:  # a member with the key that runs other code
+        except ValueError as error:  # a member that has the key but runs other code
             why = f"it sent {error}"
         self._expected.discard(number)
         self._links.pop(number).close()
@@ -260,7 +260,7 @@ class Coordinator:
                 try:
                     send(link, pack(message))
                 except OSError:
-                    # It has ended, or is stopped and does not read: its reader cleans up.
+                    # The member has ended, or is stopped and does not read. `_serve` sees the shutdown and cleans up.
                     with contextlib.suppress(OSError):
                         link.shutdown(socket.SHUT_RDWR)
         while membership.changes:
@@ -427,7 +427,7 @@ def take(came: bytearray) -> Message | None:
 
 # ----------------------------------------------------------------------------------------------------
 # Connection of a member to the coordinator of its elastic job.
-# **Threads**: one at a time, the one that calls `init()` and commits.
+# **Threads**: the thread that calls `init()` and commits; never two at a time.
 
 # Pause before another attempt to reach the coordinator.
 _RETRY_S = 0.1
@@ -444,9 +444,9 @@ class JoinToken:
         job_id: of the job.
         number: of the member.
         coordinator: address of the coordinator.
-        wait_s: longest wait for a decision; above the coordinator's own limit, which has a reason.
-        meet_s: longest wait for the others of a decision. All connect at once, unless one was stopped after its
-            request.
+        wait_s: longest wait for a decision; above the coordinator's own limit, so that its refusal arrives first.
+        meet_s: longest wait for the other members after a decision. All connect at once, unless a member was
+            stopped after its request.
     """
 
     key: bytes = field(repr=False)
@@ -617,7 +617,7 @@ class MemberLink:
             loop.close()
         if not found:
             raise self._lost(problem[0])
-        found[0].settimeout(_DIAL_S)  # of a send, in case the coordinator does not read
+        found[0].settimeout(_DIAL_S)  # limits a send to a coordinator that does not read
         return found[0]
 
     def _lost(self, cause: object) -> ElasticError:

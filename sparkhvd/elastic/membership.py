@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Change:
-    """Change of the members.
+    """Change of the members between two generations.
 
     Attributes:
         generation: the new one.
@@ -97,7 +97,7 @@ class Membership:
     _starting: set[int] = field(default_factory=set)
     _running: set[int] = field(default_factory=set)
     _asked: dict[int, JoinRequest] = field(default_factory=dict)
-    _gone: dict[int, str] = field(default_factory=dict)  # reasons of ended members
+    _gone: dict[int, str] = field(default_factory=dict)  # reason of each ended member
     _refused: dict[int, Refusal] = field(default_factory=dict)
     _removing: dict[int, str] = field(default_factory=dict)
     _announced: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -105,7 +105,7 @@ class Membership:
     _with_state: set[int] = field(default_factory=set)  # members that have had the state
 
     def expect(self, number: int) -> None:
-        """Record a starting process, which will ask."""
+        """Record a starting process: it will ask to join."""
         self._starting.add(number)
 
     def receive(self, number: int, message: Message, now: float) -> None:
@@ -135,7 +135,7 @@ class Membership:
         self.step(now)
 
     def remove(self, number: int, why: str, now: float) -> None:
-        """Have a member leave at the next commit; the last one with the state leaves once others have it."""
+        """Have a member leave at the next commit; the last member with the state leaves once others have it."""
         if number not in self._gone:
             self._removing.setdefault(number, why)
             self.step(now)
@@ -146,7 +146,7 @@ class Membership:
         self.step(now)
 
     def step(self, now: float) -> None:
-        """Do what is due."""
+        """Take every step that is due."""
         self._refuse_ineligible()
         if not self._asked:
             self._began = None
@@ -178,7 +178,7 @@ class Membership:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a member's function has returned without the start of another function: no process joins."""
+        """Whether a member's function has returned, and no other function has started; then no process joins."""
         return bool(self._finished)
 
     def waiting(self) -> tuple[int, ...]:
@@ -207,7 +207,7 @@ class Membership:
         self._asked[number] = ask
         if ask.has_state:
             self._with_state.add(number)
-        for dead in ask.dead:  # engines notice before the launcher
+        for dead in ask.dead:  # engines notice a death before the launcher does
             if dead in self.members and dead not in self._gone and dead not in self._asked:
                 self._gone[dead] = "has died"
                 self._running.discard(dead)
@@ -350,7 +350,7 @@ class Membership:
         self._running = set(members)
         self._announced = ((), ())
         self._began = None
-        if self._asked:  # beyond `most`
+        if self._asked:  # members beyond `most` still wait
             self._announce()
 
     def _reasons(
@@ -453,7 +453,7 @@ class MemberReport:
 
     Attributes:
         kind: "formed" (it has connected to the others), "synced" (it has the training's state), "finished" (its
-            function has returned) or "running" (it has then started another one).
+            function has returned) or "running" (it has started another function since).
         generation: the member's.
     """
 

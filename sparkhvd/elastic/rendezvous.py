@@ -43,7 +43,7 @@ class MemberState:
 
 
 class ElasticRendezvous:
-    """Rendezvous whose ranks change from `connect` to `connect`.
+    """Rendezvous of an elastic job: each `connect` may have other ranks.
 
     Every member calls `connect` when a generation has ended for it, by a failure or because the members should change.
     It returns when the coordinator has decided the members and all of them have connected. If they cannot, because
@@ -84,7 +84,7 @@ class ElasticRendezvous:
         self._link = MemberLink(join_token)
         self._decision: Decision | None = None
         self._has_finished = False
-        # The last one, for forks: a child closes the sockets of a rendezvous.
+        # Kept for forks: a child process closes the sockets of the last rendezvous.
         self._sockets: SocketRendezvous | None = None
 
     @property

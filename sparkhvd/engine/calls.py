@@ -41,7 +41,7 @@ class Reduction(NamedTuple):
     postscale: float = 1.0
 
 
-# In the requests of operations that reduce nothing.
+# Reduction in the requests of operations that do not reduce.
 NO_REDUCTION = Reduction(ReduceOp.AVERAGE)
 
 

@@ -49,7 +49,7 @@ from sparkhvd.topology import Topology, topology
 from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
-    # STYLE keeps `engine` and `rendezvous` apart at run time; the engine only needs the shape of this.
+    # `engine` must not import `rendezvous` at run time (STYLE), so a protocol describes these connections.
     from typing import Protocol
 
     from typing_extensions import Self
@@ -67,11 +67,12 @@ if TYPE_CHECKING:
             """Close the descriptors that were not taken."""
 
 
-# Kept for the next operation of the same kind and shapes; a training loop has few kinds.
+# Most idle calls that an engine keeps for operations of the same kind and shapes; a training loop has few kinds.
 MAX_IDLE_CALLS = 256
 
-# Unfinished dropped works that a submission polls: few beside the hundreds that the host may be ahead of a GPU,
-# and enough that at most half as many finished works wait between them.
+# A submission releases finished dropped works until it has polled this many unfinished works. The number is small,
+# because the host may be hundreds of works ahead of a GPU; with 2, at most half as many finished works as unfinished
+# works wait.
 _REAP_PATIENCE = 2
 
 
@@ -87,7 +88,7 @@ def _isa(name: str) -> Isa:
 
 
 class Engine:
-    """The operations of one rank. A context manager: success shuts down, an exception aborts.
+    """Engine of one rank. As a context manager it shuts down at success, and aborts after an exception.
 
     Creating an engine is collective: it returns once every rank has created its own.
 
@@ -182,7 +183,7 @@ class Engine:
         return self._state.losses()
 
     def counters(self) -> dict[str, Any]:
-        """Counted since the engine was made (docs/monitoring.md). Also works after a shutdown.
+        """Read the counters since the engine was made (docs/monitoring.md), also after a shutdown.
 
         Raises:
             NotInitializedError: the engine is gone, or was made before a fork.
@@ -520,8 +521,8 @@ class Engine:
         """Make a Work of the submitted operation. The call is free again."""
         handle = call.work.value
         assert handle is not None
-        # Ctrl-C may come with every call, also after the Work was made, which then is dropped and releases its
-        # operation: the call must have forgotten it before.
+        # Ctrl-C may interrupt any call here, also after the Work was made. The Work is then dropped and releases its
+        # operation, so the call must forget the handle first.
         self._state.works[handle] = keep
         call.work.value = None
         if call.key is not None:
@@ -529,7 +530,7 @@ class Engine:
         return Work(self, self._state, handle, name)
 
     def _leave_behind(self, call: Call, keep: object) -> None:
-        """Keep the memory of an operation without a Work, after an exception between its submission and its Work."""
+        """Keep the memory of a submitted operation if an exception has prevented its Work."""
         if call.work.value is not None:
             self._state.works[call.work.value] = keep
             self._state.orphans.append(call.work.value)

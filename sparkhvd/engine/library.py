@@ -69,7 +69,7 @@ class DType(IntEnum):
 
 
 class ReduceOp(IntEnum):
-    """Reductions; Horovod's have its numbers. Bitwise reductions are for integers and bool, on the CPU."""
+    """Reductions. Those of Horovod have Horovod's numbers. Bitwise reductions are for integers and bool, on the CPU."""
 
     AVERAGE = 0
     SUM = 1
@@ -134,7 +134,7 @@ class Collective(IntEnum):
 
 
 class Knob(IntEnum):
-    """Places of the numbers of a CONFIGURE."""
+    """Index of each number in a CONFIGURE request."""
 
     CHUNK_BYTES = 0
     STREAMS = 1
@@ -163,7 +163,7 @@ DEVICE_CPU = -1
 
 
 class EngineOptions(ctypes.Structure):
-    """`sparkhvd_engine_options`."""
+    """C structure `sparkhvd_engine_options`."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -189,7 +189,7 @@ class EngineOptions(ctypes.Structure):
 
 
 class DeviceOptions(ctypes.Structure):
-    """`sparkhvd_device_options`."""
+    """C structure `sparkhvd_device_options`."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -203,7 +203,7 @@ class DeviceOptions(ctypes.Structure):
 
 
 class Tensor(ctypes.Structure):
-    """`sparkhvd_tensor`."""
+    """C structure `sparkhvd_tensor`."""
 
     _fields_ = [
         ("input", ctypes.c_void_p),
@@ -216,7 +216,7 @@ class Tensor(ctypes.Structure):
 
 
 class Request(ctypes.Structure):
-    """`sparkhvd_request`."""
+    """C structure `sparkhvd_request`."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -240,7 +240,7 @@ class Request(ctypes.Structure):
 
 
 class Output(ctypes.Structure):
-    """`sparkhvd_output`."""
+    """C structure `sparkhvd_output`."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -252,7 +252,7 @@ class Output(ctypes.Structure):
 
 
 class LossEntry(ctypes.Structure):
-    """`sparkhvd_loss`."""
+    """C structure `sparkhvd_loss`."""
 
     _fields_ = [("rank", ctypes.c_int32), ("kind", ctypes.c_int32)]
 
@@ -273,7 +273,7 @@ _ERROR = (ctypes.c_char_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Signature:
-    """A function of the header; one that may block releases the GIL."""
+    """A function of the header; it releases the GIL if it may block."""
 
     returns: Any
     arguments: tuple[Any, ...]
@@ -284,7 +284,7 @@ FUNCTIONS: dict[str, Signature] = {
     "sparkhvd_abi_version": Signature(ctypes.c_uint32, ()),
     "sparkhvd_wire_version": Signature(ctypes.c_uint32, ()),
     "sparkhvd_isa_available": Signature(ctypes.c_int32, (ctypes.c_int32,)),
-    # Waits for nothing; releases the GIL because it reads megabytes.
+    # Releases the GIL, although it waits for nothing, because it reads megabytes.
     "sparkhvd_crc32_blocks": Signature(
         None,
         (
@@ -375,7 +375,7 @@ class Library:
             function.restype = signature.returns
             function.argtypes = signature.arguments
             setattr(self, name.removeprefix("sparkhvd_"), function)
-        # Registered before the shutdown of engines, so it runs after it at the end of the process.
+        # Exit handlers run in reverse order. The engines' shutdown is registered later, so it runs before this handler.
         atexit.register(self.finish)
 
     if TYPE_CHECKING:
@@ -537,7 +537,7 @@ class EngineHandles:
         return {entry.rank: Loss(entry.kind) for entry in entries[:found]}
 
     def to_exception(self, status: int, buffer: ctypes.Array[ctypes.c_char]) -> SparkhvdError:
-        """A `CollectiveError` gets the lost ranks."""
+        """Make the exception for a status; a `CollectiveError` gets the lost ranks."""
         error = to_exception(status, buffer)
         if isinstance(error, CollectiveError):
             error.lost = {rank: loss.name.lower() for rank, loss in self.losses().items()}
@@ -554,7 +554,7 @@ class EngineHandles:
             if self.library.poll(handle, None, 0) != PENDING:
                 self.release(handle)
                 continue
-            self.orphans.append(handle)  # a slow work does not hide the works behind it
+            self.orphans.append(handle)  # at the end: a slow work must not hide finished works
             pending += 1
             if pending == patience:
                 return

@@ -65,7 +65,7 @@ def prepare(signal: int) -> tuple[int, int]:
             _process.pipes[signal] = _register(signal)
         read, write = _process.pipes[signal]
         if not _is_used(signal):
-            faulthandler.unregister(signal)  # or it would not be installed again
+            faulthandler.unregister(signal)  # otherwise faulthandler would not install it again
             faulthandler.register(signal, file=write, all_threads=True)
         return signal, read
 

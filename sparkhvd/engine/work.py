@@ -102,13 +102,14 @@ class Work:
         except AttributeError:  # Ctrl-C before it was initialized
             return
         if not state.destroyed:
-            # No call that may take a lock of the engine here: this may run inside any other one.
+            # The garbage collector may run this inside any call of the engine, so no call here may take a lock of the
+            # engine.
             state.orphans.append(self._handle)
         elif state.pid == os.getpid():
-            state.release(self._handle)  # only frees
+            state.release(self._handle)  # only frees memory
 
     def done(self) -> bool:
-        """Whether the operation has finished. Never blocks and drives nothing.
+        """Whether the operation has finished; never blocks, and advances no operation.
 
         Raises:
             MismatchError: the ranks disagreed.
@@ -121,7 +122,7 @@ class Work:
         return self._finished(state.library.poll(self._handle, buffer, ERROR_BYTES), buffer)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the operation has finished; drives every operation of the engine meanwhile.
+        """Wait until the operation has finished; advances every operation of the engine meanwhile.
 
         Args:
             timeout_s: longest wait here; None means until the operation ends by itself, at the latest after
@@ -159,7 +160,7 @@ class Work:
     def wait_stream(self, stream: int, timeout_s: float | None = None) -> None:
         """Make a stream wait for the end of this operation on the device; this thread does not wait for the device.
 
-        Returns once the operation is launched on the device, which needs every rank's submission; drives every
+        Returns once the operation is launched on the device, which needs every rank's submission; advances every
         operation of the engine meanwhile. Later work on `stream` sees the results.
 
         Args:

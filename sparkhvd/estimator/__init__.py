@@ -5,17 +5,18 @@
     model = TorchEstimator(model=net, optimizer=torch.optim.Adam, loss=nn.CrossEntropyLoss(), ...).fit(df)
     model.transform(df)
 
-Names are imported on first use, so that ranks and Python workers load only what they need.
+Names are imported on first use, so that ranks and Python workers load only the modules that they need.
 
-Processes: everything runs on the driver except `transform.worker`, which runs in Spark's Python workers. Ranks run
+Processes: everything runs on the driver, except that `transform.worker` runs in Spark's Python workers. Ranks run
 `sparkhvd.training`.
 
-Threads: several threads may fit at once, as a CrossValidator does. A thread prints epochs while ranks train.
+Threads: several threads may call `fit` at once, as a CrossValidator does. A thread prints epochs while ranks train.
 
-Trust: a saved model or estimator with the user's classes, functions or paths is loaded only from a trusted place (`saving`).
+Trust: a saved model or estimator with the user's classes, functions or paths is loaded only from a trusted place
+(`saving`).
 
-Failure: everything the driver can check is an error before the first Spark job. If a rank fails, its last checkpoint
-stays and a fit with the same `run_id` resumes from it.
+Failure: errors that the driver can detect are raised before the first Spark job. If a rank fails, the last checkpoint
+stays, and a fit with the same `run_id` resumes from it.
 
 Each module imports only those above it:
 
@@ -73,7 +74,7 @@ _HOMES = {
     "trust": "sparkhvd.estimator.saving.trust",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - the names are data, so that they stand once
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - computed, so that each name is written only once
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Base of estimators that launch ranks: copies, fits with several param maps, save and load."""
+"""Base class of estimators that launch ranks: copies, fits with several param maps, save and load."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ M = TypeVar("M", bound=Model)
 
 
 class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
-    """Base of estimators that launch ranks. Subclasses have the Params `run_id` and `data_key`."""
+    """Base class of estimators that launch ranks; subclasses must have the Params `run_id` and `data_key`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._scope: ReuseScope | None = None  # shared by the fits of a fitMultiple
-        self._folds = Folds()  # shared by copies
-        self._label = ""  # of epoch lines
+        self._scope: ReuseScope | None = None  # the fits of a fitMultiple share it
+        self._folds = Folds()  # copies of the estimator share it
+        self._label = ""  # label of epoch lines
 
     def copy(self, extra: ParamMap | None = None) -> Self:
-        """Copy the estimator with extra Params, which label the epoch lines of the copy's fits."""
+        """Copy the estimator with extra Params, which the epoch lines of the copy's fits show as a label."""
         that = super().copy(extra)
         names = {p.name: v for p, v in (extra or {}).items() if that.hasParam(p.name)}
         names.pop("run_id", None)
@@ -66,8 +66,8 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
     ) -> M | list[M]:
         """Train on a DataFrame and return when the ranks have finished.
 
-        One Spark job writes the columns into the store, then all ranks train. A fit with the `run_id` of an interrupted run
-        resumes from its last checkpoint.
+        One Spark job writes the columns into the store, then all ranks train. A fit with the `run_id` of an interrupted
+        run resumes from its last checkpoint.
 
         Args:
             dataset: rows with the columns that the Params name; classic Spark or Spark Connect.
@@ -81,8 +81,8 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
                 (before any rank starts).
             PreflightError: the cluster or the store cannot run this fit.
             RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`, and a fit with this
-                `run_id` resumes from it. Without a `run_id` a note on the error names it. If several param maps were given, the
-                error's `models` holds the models trained before, by index.
+                `run_id` resumes from it. If no `run_id` was given, a note on the error names the run. If several param
+                maps were given, the error's attribute `models` holds the models trained before, by index.
         """
         try:
             if not isinstance(params, (list, tuple)):
@@ -91,12 +91,13 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
             with models_kept(models):
                 models.update(self.fitMultiple(dataset, params))
             return [models[index] for index in range(len(params))]
-        # Driver frames do not help with a rank's error or an argument error. Frames of the caller's functions are in the cause.
+        # The driver's frames do not help with a rank's error or an argument error. The cause has frames of the user's
+        # functions.
         except (RankError, InvalidArgumentError) as e:
             raise e.with_traceback(None) from e.__cause__
 
     def _fit(self, dataset: DataFrame) -> M:
-        """Train on a DataFrame; Spark's `fit` calls it."""
+        """Train on a DataFrame; Spark's `fit` calls this method."""
         check_dataframe("fit", dataset)
         return self._fit_sources(dataframe_sources(dataset, self._get("validation")))
 
@@ -110,28 +111,29 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         dataset_idx: int | None = None,
         spark: SparkSession | None = None,
     ) -> M | list[M]:
-        """Train on Parquet files in place: the ranks read them and Spark only starts the ranks.
+        """Train on Parquet files in place: the ranks read the files, and Spark only starts the ranks.
 
-        Reads columns of numbers, lists, ML vectors, decimals, binary and text (with decoders), and partition folders
+        Supports columns of numbers, lists, ML vectors, decimals, binary and text (with decoders), and partition folders
         `column=value`.
-        Every row is used once per epoch, for any layout of files and row groups. The files must not change during the fit.
+        Every row is used once per epoch, for any layout of files and row groups. The files must not change during the
+        fit.
 
-        Horovod's call without a path reads the data below the estimator's store: `intermediate_train_data`, and with
-        `validation` set `intermediate_val_data`.
+        Without a path, as in Horovod, the data are read from the estimator's store: `intermediate_train_data`, and
+        `intermediate_val_data` if `validation` is set.
 
         Args:
             path: a file, or a folder that is searched recursively, as a path or URL that the driver and all executors
-                can read. A dict or list is taken as `params`.
-            params: a param map to fit with, or a list of param maps for a list of models. A `run_id` then gets the
-                index of the map, as in `fitMultiple`.
+                can read. A dict or list in its place is used as `params`.
+            params: a param map to fit with, or a list of param maps for a list of models. With a list, the index of the
+                map is appended to a `run_id`, as in `fitMultiple`.
             validation_path: rows to validate with, instead of `validation`.
             storage_options: credentials and other options for both paths, as for `Store.create`.
             dataset_idx: Horovod's index of the data in the store.
             spark: the session whose tasks become ranks; None means the active session.
 
         Raises:
-            InvalidArgumentError: a param or column is wrong, or the data cannot be used (before any rank starts, if footers
-                or the first rows show it).
+            InvalidArgumentError: a Param or column is wrong, or the data cannot be used. The error is raised before any
+                rank starts if footers or the first rows show the problem.
             RankError: a rank failed, or found unusable values; the message names file, column and count.
         """
         path, maps, is_list = split_arguments(path, params)
@@ -165,29 +167,31 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         incremental: bool = False,
         spark: SparkSession | None = None,
     ) -> M | list[M]:
-        """Train on one version of a Delta or Iceberg table in place: nothing is written again, and Spark only starts the ranks.
+        """Train on one version of a Delta or Iceberg table in place: ranks read its files, and Spark only starts them.
 
-        The package deltalake or pyiceberg (`pip install 'sparkhvd[delta]'`, `'sparkhvd[iceberg]'`) reads the table's log on the
-        driver; ranks read its Parquet files. Every live row is used once per epoch. Without a version the newest one is meant, at
-        the moment of the call; later commits change nothing.
+        The package deltalake or pyiceberg (`pip install 'sparkhvd[delta]'`, `'sparkhvd[iceberg]'`) reads the table's
+        log on the driver; ranks read its Parquet files. Every row of the version is used once per epoch. Without a
+        version, the fit uses the version that is newest at the moment of the call; later commits have no effect.
 
         Args:
-            table: path or URL of the table's folder; of Iceberg also of a metadata file, or a name, "catalog.database.table".
+            table: path or URL of the table's folder; of Iceberg also of a metadata file, or a name,
+                "catalog.database.table".
             params: a param map to fit with, or a list of param maps for a list of models.
             version: number of a Delta table's version.
-            snapshot_id: of an Iceberg table.
+            snapshot_id: id of an Iceberg snapshot.
             ref: branch or tag of an Iceberg table.
-            as_of: the version that was current at this time: ISO 8601, UTC without an offset.
+            as_of: time in ISO 8601 (UTC without an offset): the version that was current then.
             where: rows to train on, as SQL ("label >= 0 AND country IN ('de', 'fr')") or tuples ([("label", ">=", 0)]).
-            catalog: of an Iceberg table: an object of pyiceberg, its properties, or its name in pyiceberg's configuration. Without
-                it, the session's configuration and then pyiceberg's.
+            catalog: Iceberg catalog: an object of pyiceberg, a dict of properties, or a name in pyiceberg's
+                configuration. None uses the session's configuration, then pyiceberg's.
             storage_options: credentials and other options, as for `Store.create`.
             incremental: read the footers only of files that no earlier fit with the same store has read.
             spark: the session whose tasks become ranks; None means the active session.
 
         Raises:
-            InvalidArgumentError: there is no such table or version, it needs a feature that is not read exactly, a param or column
-                is wrong, or the data cannot be used (before any rank starts, if footers or the first rows show it).
+            InvalidArgumentError: the table or version does not exist, it needs a feature that cannot be read exactly, a
+                Param or column is wrong, or the data cannot be used. The error is raised before any rank starts if
+                footers or the first rows show the problem.
             RankError: a rank failed, or found unusable values; the message names file, column and count.
         """
         table_, maps, is_list = split_arguments(table, params, "fit_on_table")
@@ -207,7 +211,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         return models if is_list else models[0]
 
     def _fit_each(self, maps: Sequence[ParamMap], fit: Callable[[Self], M]) -> list[M]:
-        """Fit a copy with each param map; an error keeps the models before it."""
+        """Fit a copy with each param map; an error carries the models that were trained before it."""
         models: dict[int, M] = {}
         with models_kept(models):
             for index, each in enumerate(maps):
@@ -220,7 +224,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
     def _open_parquet(
         self, places: DataPaths, spark: SparkSession
     ) -> tuple[FitSources, dict[str, Any] | None]:
-        """Sources of `fit_on_parquet`, and the decoders of the fit."""
+        """Make the sources of `fit_on_parquet`, and the decoders of the fit."""
         return open_sources(self._options(), places, spark)
 
     def _options(self) -> FitOptions:
@@ -236,12 +240,13 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         dataset: DataFrame,
         paramMaps: Sequence[ParamMap],  # noqa: N803
     ) -> Iterator[tuple[int, M]]:
-        """Fit with each of several param maps on shared materialized data.
+        """Fit with each param map on shared materialized data.
 
         Data without a plan key (see `reuse`) are deleted after the last model, or when the iterator is dropped.
-        A `run_id` gets the index of the param map: `mine-0`, `mine-1`. For a second DataFrame with this run_id, as in
-        the second fold of a CrossValidator, it is `mine-fold2-0`, `mine-fold2-1`. `data_key` is not used: a CrossValidator
-        calls this once per fold, with other rows each time.
+        The index of the param map is appended to a `run_id`: `mine-0`, `mine-1`. For a second DataFrame with this
+            run_id, as
+        in the second fold of a CrossValidator, the run ids are `mine-fold2-0`, `mine-fold2-1`. `data_key` is not used,
+        because a CrossValidator calls this method once per fold, with other rows each time.
         """
         check_dataframe("fit", dataset)
         shared = self.copy()
@@ -255,7 +260,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)
 
     def _with_run_ids(self, maps: Sequence[ParamMap], data: Hashable) -> list[ParamMap]:
-        """Add a run id to each param map if one is set; equal `data` are one fold."""
+        """Add a run id to each param map if a `run_id` is set; calls with equal `data` belong to one fold."""
         run_ids = [given.get(self.run_id, self._get("run_id")) for given in maps]
         return [
             {**given, self.run_id: self._folds.name(run_id, data, index)} if run_id else given

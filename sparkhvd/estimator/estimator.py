@@ -1,4 +1,4 @@
-"""`TorchEstimator.fit(df)`: check, prepare the data, launch the ranks, collect the trained model."""
+"""`TorchEstimator`: check arguments, prepare the data, launch the ranks and collect the trained model."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ if TYPE_CHECKING:
 
 @with_signature
 class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
-    """Estimator of a PyTorch module: trains it on a Spark DataFrame with one rank per barrier task.
+    """Estimator that trains a PyTorch module on a Spark DataFrame, with one rank per barrier task.
 
         estimator = TorchEstimator(
             model=net, optimizer=torch.optim.Adam(net.parameters()), loss=nn.CrossEntropyLoss(),
             feature_cols=["features"], label_cols=["label"], batch_size=32, epochs=10, num_proc=2)
         model = estimator.fit(df)  # TorchModel
 
-    N ranks with batch size b train as one process with batch size N * b; the learning rate is used as given. The
-    module and the optimizer given are not modified. `explainParams()` describes all arguments.
+    N ranks with batch size b train like one process with batch size N * b; the learning rate is used as given. The
+    given module and optimizer are not modified. `explainParams()` describes all arguments.
     """
 
     _model_class: type[TorchModel] = TorchModel
-    # With `drop_last`, whether the last step of an epoch may have fewer batches than `accumulate`.
+    # Whether the last step of an epoch may have fewer batches than `accumulate` with `drop_last`.
     _short_steps = False
 
     def __init__(self, *positional: object, **keywords: Unpack[EstimatorKeywords]) -> None:
@@ -106,7 +106,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         with self._fanout(request, recorder) as fanout:
             model = self._train_or_explain(request, recorder, fanout)
             if not request.num_checkpoints:
-                # Deleted last: until here the run keeps the weights if anything fails.
+                # The run is deleted last, so that it keeps the weights if anything before fails.
                 stays = [TIMELINE_NAME] if options.timeline else []
                 if options.keep_checkpoints != 0:
                     stays += [JSON_NAME, HTML_NAME]
@@ -116,7 +116,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _train_or_explain(
         self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> TorchModel:
-        """Train and end the run. On an error, explain where the weights are and notify report and loggers."""
+        """Train and finish the run. On an error, note where the weights are, and write the report and loggers."""
         options, verbose = request.options, request.cluster.verbose
         try:
             with request.held:
@@ -148,13 +148,14 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             raise
 
     def _write_recipe(self, request: FitRequest, model: TorchModel) -> None:
-        """Write what `sparkhvd reproduce` needs into a kept run on a table, and set its key on the model."""
+        """Write the recipe for `sparkhvd reproduce` into a kept run on a table, and set its key on the model."""
         fitted = model._require_fitted()
         tables = fitted.data.get("tables", ())
         if not (request.num_checkpoints and len(tables) == 1 and tables[0]["source"]):
             return
         if request.run.start_from or request.cluster.least is not None:
-            return  # the start is another run's, or the ranks have changed
+            # Cannot be reproduced: the weights came from another run, or the number of ranks could change.
+            return
         try:
             key = write_recipe(
                 request.store,
@@ -167,7 +168,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         except Exception as e:  # noqa: BLE001 - the training is done, and its model is complete
             warnings.warn(
                 f"The recipe of run {request.run.run_dir!r} was not written: {type(e).__name__}: {e}. The model is complete, but "
-                "`sparkhvd reproduce` cannot do this run again.",
+                "`sparkhvd reproduce` cannot repeat this run.",
                 stacklevel=2,
             )
             return
@@ -194,7 +195,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _train(
         self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> tuple[TorchModel, int]:
-        """Prepare the data and train; return the model and the epoch of its weights."""
+        """Prepare the data and train; return the model and the number of the epoch of its weights."""
         with contextlib.nullcontext(self._scope) if self._scope else ReuseScope() as scope:
             options = request.options
             target = Target(
@@ -241,7 +242,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     # -- run ------------------------------------------------------------------------------------------
 
     def _prewarm(self, request: FitRequest) -> Prewarm | None:
-        """Prewarm for the tasks that write the data; None if ranks do not run in Spark tasks."""
+        """Make the function that prewarms ranks in the tasks that write the data; None if ranks are not Spark tasks."""
         cluster = request.cluster
         if not self._takes_slots():
             return None
@@ -314,7 +315,8 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         """Create the fit's untrained TorchModel, with this estimator's uid and Params."""
         model = self._model_class()
         model._resetUid(self.uid)
-        names = request.program.user.label_arguments  # of a model that computes its own loss
+        # Arguments of a model that computes its own loss.
+        names = request.program.user.label_arguments
         inputs = spec.inputs.without(names)
         used = {name for argument in inputs.arguments for name in argument.columns}
         columns = (
@@ -339,7 +341,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             check_count(given, widths)
         if not request.tells_outputs((spec.transformed or data.schema).labels):
             model._name_no_outputs()
-        if model._get("use_gpu"):  # Param of the ranks; a transform task may have no GPU
+        if model._get("use_gpu"):  # True is meant for the ranks; a transform task may have no GPU
             model.clear(model.use_gpu)
         model._set(store=request.store, precision=request.options.precision)
         return model
@@ -377,13 +379,13 @@ def _complete(
 
 
 def _trained_loss(request: FitRequest, module: nn.Module, trained: Checkpoint) -> object:
-    """Copy the loss with its trained state. A failure is a warning and gives None: the model must not be lost."""
+    """Copy the loss with its trained state; a failure gives a warning and None, so that the model is not lost."""
     model, is_changed = request.program.model, has_losses(trained.changes)
     try:
         return returned_loss(request.losses, model, module, trained.others, is_changed=is_changed)
     except Exception as e:  # noqa: BLE001 - the user's own code
         warnings.warn(
-            f"getLoss() will give None: the loss cannot be copied: {type(e).__name__}: {e}. The model is whole.",
+            f"The loss cannot be copied, so getLoss() will return None: {type(e).__name__}: {e}. The model is complete.",
             stacklevel=2,
         )
         return None

@@ -1,7 +1,7 @@
 """Measures of a model's predictions, with the names of Spark ML's summaries.
 
-One aggregation over the rows computes all measures, so the model sees each row once. The DataFrame is not cached: a Connect
-server then copies the session's files, and tasks that ask for a deleted copy fail.
+One aggregation over the rows computes all measures, so that the model runs on each row once. The DataFrame is not
+cached, because caching lets a Connect server copy the session's files, and tasks fail after such a copy is deleted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Summary:
-    """Measures, computed on first access.
+    """Base of summaries, whose measures are computed on first access.
 
     Attributes:
-        predictions: what `transform` returned.
+        predictions: DataFrame that `transform` returned.
         labelCol: column with the labels.
         predictionCol: column with the predictions.
     """
@@ -51,7 +51,7 @@ class ClassificationSummary(_Summary):
     """Measures of a classifier.
 
     Attributes:
-        rawPredictionCol: column that ranks two classes.
+        rawPredictionCol: column whose values rank the rows of two classes.
         numClasses: number of classes.
     """
 
@@ -60,12 +60,12 @@ class ClassificationSummary(_Summary):
 
     @cached_property
     def _counts(self) -> Mapping[tuple[float, float], int]:
-        """Numbers of rows by label and prediction."""
+        """Number of rows by (label, prediction)."""
         rows = self._pairs.groupBy("label", "prediction").count().collect()
         return {(row.label, row.prediction): row["count"] for row in rows}
 
     def _classes(self) -> list[tuple[int, float, float]]:
-        """List rows, precision and recall of each class in the labels."""
+        """List (rows, precision, recall) of each class in the labels."""
         labelled, predicted = Counter[float](), Counter[float]()
         for (label, prediction), count in self._counts.items():
             labelled[label] += count
@@ -114,7 +114,7 @@ class ClassificationSummary(_Summary):
     def _of_two_classes(self, name: str) -> float:
         if self.numClasses != 2:
             raise InvalidArgumentError(
-                f"{name} is a measure of two classes, and the model has {self.numClasses}."
+                f"{name} is a measure for two classes, but the model has {self.numClasses}."
             )
         return BinaryClassificationEvaluator(
             labelCol=self.labelCol,
@@ -161,13 +161,13 @@ class RegressionSummary(_Summary):
 
     @property
     def r2(self) -> float:
-        """Share of the labels' variance explained; NaN if they do not vary."""
+        """Share of the labels' variance that predictions explain; NaN if all labels are equal."""
         variance = self._values["variance"]
         return 1 - self.meanSquaredError / variance if variance else math.nan
 
 
 # ----------------------------------------------------------------------------------------------------
-# Summary of a training, and its history in Horovod's shape.
+# Summary of a training, and its history in Horovod's format.
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ def horovod_history(history: History, num_labels: int) -> History:
     """Separate training and validation numbers of the records, as in Horovod.
 
     Args:
-        history: flat records; records already in this shape are kept.
-        num_labels: size of the groups of metrics by number.
+        history: flat records; records already in Horovod's format are kept.
+        num_labels: number of labels, by which `all_metrics` groups the numbers.
     """
     return [r if "train" in r else _nested(r, max(1, num_labels)) for r in history]
 
@@ -226,6 +226,6 @@ def _nested(record: Mapping[str, Any], num_labels: int) -> dict[str, Any]:
         metrics = [value for name, value in part.items() if name != "loss"]
         starts = range(0, len(metrics), num_labels)
         part["all_metrics"] = [metrics[start : start + num_labels] for start in starts]
-    if len(parts["validation"]) == 1:  # no validation
+    if len(parts["validation"]) == 1:  # only `all_metrics`: the fit had no validation
         del parts["validation"]
     return {**of_epoch, **parts}

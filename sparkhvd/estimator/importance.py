@@ -1,4 +1,4 @@
-"""Permutation importance: the loss of quality when one feature is permuted among the rows."""
+"""Permutation importance: how much worse predictions get when one feature is permuted among the rows."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from pyspark.sql.types import ArrayType, IntegerType, StructField, StructType
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Column of the permuted rows: number of the permutation, 0 for the original.
+# Column that numbers the copies of the rows; copy 0 is the original.
 _VARIANT = "__sparkhvd_variant"
-# Salt of the sampling seed: a user's column `rand` with the same seed would otherwise decide which rows are sampled.
+# Salt of the sampling seed. Without it, a user's column rand(seed) with the same seed would decide which rows are
+# sampled.
 _SALT = 0x7065726D
-# Columns of the sampled rows behind their own: number of the row, and per permutation the row that gives the value.
+# Columns added to the sampled rows: the number of the row, and for each copy the number of the row that gives the
+# value.
 _NUMBERS = (StructField("row", IntegerType()), StructField("others", ArrayType(IntegerType())))
-# Evaluations at a time.
+# Number of evaluations at a time.
 _EVALUATIONS = 4
 
 
@@ -31,9 +33,9 @@ class Importance(NamedTuple):
     """Importance of a feature.
 
     Attributes:
-        feature: name of its column; for an element of a vector the name in Spark ML's metadata, else "column[3]".
-        importance: mean by which the measure gets worse.
-        std: its standard deviation over the repetitions.
+        feature: name of the column; for an element of a vector its name in Spark ML's metadata, else "column[3]".
+        importance: mean amount by which the measure gets worse.
+        std: standard deviation of this amount over the repetitions.
     """
 
     feature: str
@@ -42,7 +44,7 @@ class Importance(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Feature: an element of a column, or None for the whole column."""
+    """Feature: a whole column (`element` is None), or one element of it."""
 
     name: str
     column: str
@@ -62,16 +64,16 @@ def permutation_importance(
     """Compute the importance of each feature, in descending order.
 
     Args:
-        transform: of the model.
-        columns: read by the model.
-        df: rows with these columns and the evaluator's.
-        evaluator: of Spark ML.
-        num_rows: maximum of sampled rows.
-        repeats: permutations of each feature.
-        seed: of sampling and permutations.
+        transform: function that adds the model's outputs.
+        columns: columns that the model reads.
+        df: rows with the columns of the model and the evaluator.
+        evaluator: evaluator of Spark ML.
+        num_rows: maximum number of sampled rows.
+        repeats: number of permutations of each feature.
+        seed: seed of sampling and permutations.
 
     Raises:
-        InvalidArgumentError: there are fewer than two rows, or a number is too small.
+        InvalidArgumentError: there are fewer than two rows, or `num_rows` or `repeats` is too small.
     """
     if num_rows < 2 or repeats < 1:
         raise InvalidArgumentError(
@@ -107,8 +109,9 @@ def permutation_importance(
     def measure(copy: list[Any]) -> float:
         return float(evaluator.evaluate(spark.createDataFrame(copy, read.schema)))
 
-    # Most of an evaluation is planning, and waiting for short tasks. Each has its own rows, because Spark compiles
-    # a query again for another number in a filter.
+    # Several evaluations run at once, because most of their time is planning and waiting for short tasks. Each
+    # evaluation has its own DataFrame of rows, because a filter with another number would make Spark compile the query
+    # again.
     with ThreadPoolExecutor(_EVALUATIONS if is_of_spark else 1) as pool:
         found = list(pool.map(measure, copies))
     sign = 1.0 if evaluator.isLargerBetter() else -1.0
@@ -120,7 +123,7 @@ def permutation_importance(
 
 
 def _parts(field: StructField, value: Any) -> list[_Part]:
-    """Features in a column: each element of its first value, or the column as a whole."""
+    """List the features in a column: the elements of a vector or list, as in the first row, or the column itself."""
     if not isinstance(value, (Vector, list)) or len(value) == 1:
         return [_Part(field.name, field.name, None)]
     names = {index: f"{field.name}[{index}]" for index in range(len(value))}
@@ -131,7 +134,7 @@ def _parts(field: StructField, value: Any) -> list[_Part]:
 
 
 def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> DataFrame:
-    """Select the columns that an evaluator of Spark reads, and the number of the copy."""
+    """Select the columns that an evaluator of Spark reads, and the column with the number of the copy."""
     params = (p for p in evaluator.params if p.name.endswith("Col") and evaluator.isDefined(p))
     values = [str(evaluator.getOrDefault(p)) for p in params]
     names = [
@@ -146,15 +149,15 @@ def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> DataFrame:
 def _permuted(
     sampled: DataFrame, schema: StructType, parts: Sequence[_Part], repeats: int
 ) -> DataFrame:
-    """Number the rows as copy 0, and append `repeats` numbered copies per feature with its values permuted.
+    """Append copies of the rows, `repeats` per feature with the feature's values permuted; copy 0 is the original.
 
     Spark's own expressions make the copies, so that the driver sends only the sampled rows.
 
     Args:
-        sampled: the rows with columns c0, c1, ..., `row` and `others`: per copy the row that gives the value.
-        schema: of the rows.
-        parts: the features, in the order of the copies.
-        repeats: copies of each feature.
+        sampled: sampled rows with columns c0, c1, ..., `row`, and `others`: for each copy the row that gives the value.
+        schema: schema of the rows.
+        parts: features in the order of the copies.
+        repeats: number of copies per feature.
     """
     names = [field.name for field in schema.fields]
     read = {name: f"c{names.index(name)}" for name in {part.column for part in parts}}

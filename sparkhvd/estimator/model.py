@@ -69,20 +69,20 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Report of a fit: a notebook shows it, `save` writes it.
+    """Report of a fit, which a notebook shows as a page and `save` writes to a file.
 
     Attributes:
-        document: the figures, see `sparkhvd.observe.report.page`.
-        html: the page.
+        document: facts and numbers of the fit, see `sparkhvd.observe.report.page`.
+        html: HTML page of the report.
     """
 
     def __init__(self, document: Document) -> None:
-        # Through JSON, so that it equals the content of a file.
+        # A round trip through JSON makes the document equal to one read from a file.
         self.document = loads(dumps(document), JSON_NAME)
         self.html = render(self.document)
 
     def _repr_html_(self) -> str:
-        """The page in a frame, to isolate its style from the notebook's."""
+        """Return the page in a frame, which isolates its style from the notebook's style."""
         return f'<iframe srcdoc="{escape(self.html)}" sandbox style="width:100%;height:800px;border:0"></iframe>'
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -96,7 +96,7 @@ class Report:
 
 # One loss for all outputs, or one per output.
 Losses: TypeAlias = "Callable[..., Any] | str | Sequence[Callable[..., Any] | str]"
-# Horovod's arguments without effect here, and why.
+# Argument of Horovod without effect -> what to do instead.
 _NO_EFFECT = {
     "optimizer": "a model is not trained further; give it to TorchEstimator",
     "_metadata": "types follow from the columns of the DataFrame, shapes from input_shapes",
@@ -107,14 +107,15 @@ _NO_EFFECT = {
 class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     """Trained model. `transform` adds the model's outputs to a DataFrame.
 
-    `TorchEstimator.fit` and `load` return it. For a module trained elsewhere use `from_module`, or Horovod's form:
+    `TorchEstimator.fit` and `load` return a `TorchModel`. For a module trained elsewhere use `from_module`, or as in
+    Horovod:
 
         TorchModel(model=net, feature_columns=["x"], label_columns=["y"], input_shapes=[[-1, 4]])
 
-    `transform` adds one column `<label>__output` per label, never rounded: a double for an output of one element per row,
-    else an ML vector. If the loss tells the meaning of a single output, Spark ML's columns are added too: the vectors
-    `rawPredictionCol` and `probabilityCol`, and the double `predictionCol` (the most likely class, or the value). A name
-    that is set always adds its column; an empty name omits it.
+    `transform` adds one column `<label>__output` per label, never rounded: a double for an output of one element per
+    row, else an ML vector. If there is one output and the loss defines its meaning, Spark ML's columns are added, too:
+    the vectors `rawPredictionCol` and `probabilityCol`, and the double `predictionCol` (the most likely class, or the
+    value). Setting the name of a column always adds it; an empty name omits it.
 
     Attributes:
         history: one record per epoch: epoch, loss, metrics, val_..., rows, seconds, rows_per_s, data_wait_s (seconds
@@ -153,7 +154,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             )
         elif any(value is not None for value in (loss, loss_constructors, history, run_id)):
             raise InvalidArgumentError(
-                "TorchModel: loss, loss_constructors, history and run_id are those of a module. Give model, too."
+                "TorchModel: loss, loss_constructors, history and run_id describe a trained module. Give model, too."
             )
 
     @classmethod
@@ -168,20 +169,21 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         run_id: str | None = None,
         **params: Unpack[ModelKeywords],
     ) -> Self:
-        """Make the model of a module trained elsewhere.
+        """Make a model from a module that was trained elsewhere.
 
-        Feature types follow from each DataFrame by the rules of a fit, and from `feature_dtypes`. Lengths of arrays and vectors
-        and shapes of decoded values follow from `input_shapes` or a vector's metadata.
+        Each DataFrame and `feature_dtypes` decide the types of features, by the rules of a fit. `input_shapes` or a
+        vector's metadata give the lengths of arrays and vectors and the shapes of decoded values.
 
         Args:
-            module: is copied.
-            loss: of its training, or one per output; decides how probabilities follow from outputs, as in a fit.
-            link: "softmax", "sigmoid", "probability" (the output is one), "value" or "identity" (unknown) instead of a loss, or
-            one per output.
-            widths: elements per row of each output; by default the module runs on two rows of zeros.
-            history: records of its epochs.
-            run_id: name of its run.
-            params: `feature_cols`, `label_cols` (or `outputCols`), `input_shapes`, `feature_dtypes`, ... as of `TorchModel`.
+            module: trained module, which is copied.
+            loss: loss of its training, or a list per output; decides how probabilities are computed from outputs.
+            link: instead of a loss: "softmax", "sigmoid", "probability" (the output is a probability), "value" or
+                "identity" (unknown), or a list per output.
+            widths: elements per row of each output; by default a run on two rows of zeros finds them.
+            history: records of the epochs.
+            run_id: name of the run.
+            params: `feature_cols`, `label_cols` (or `outputCols`), `input_shapes`, `feature_dtypes`, ... as in
+                `TorchModel`.
         """
         model = cls(**params).setModel(module)
         fitted = described(
@@ -208,8 +210,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def getLoss(self) -> Any:  # noqa: N802 - like the estimator's
         """Return a copy of the training loss, with parameters and buffers trained with the model.
 
-        It is a function, module, or list with one per label, as given. None if unknown, and after `load` without trust of a
-        loss that needs it.
+        It is a function, a module, or a list with an entry per label, as given. It is None if unknown, or if the model
+        was loaded without trust and its loss needs trust.
         """
         loss = self._require_fitted().loss
         if isinstance(loss, (list, tuple)):
@@ -224,7 +226,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self._records()
 
     def _records(self) -> list[dict[str, Any]]:
-        """`history`, also in classes with Horovod's names, where `history` is a Param."""
+        """Records of the epochs, also in subclasses with Horovod's names, where `history` is a Param."""
         return [dict(record) for record in self._require_fitted().history]
 
     def history_frame(self) -> pd.DataFrame:
@@ -236,16 +238,17 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     @property
     def training_data(self) -> dict[str, Any]:
-        """Training rows of the fit: their number as "rows", "columns", "digest", and "tables".
+        """Describe the training rows of the fit: "rows" (their number), "columns", "digest" and "tables".
 
-        Each table has "format", "name", "url", "uuid", "version" (number of a Delta version, id of an Iceberg snapshot),
-        "committed" and "where". The list is empty if the rows came from no table, or from one without a known version.
+        Each table has "format", "name", "url", "uuid", "version" (number of a Delta version, id of an Iceberg
+        snapshot), "committed" and "where". The list is empty if the rows did not come from a table, or its version is
+        unknown.
         """
         return dict(self._require_fitted().data)
 
     @property
     def run_key(self) -> str:
-        """Key of the run of a fit on a table, for `sparkhvd reproduce`; "" without one. Keep it apart from the store."""
+        """Key for `sparkhvd reproduce` of a fit on a table; "" without a recipe. Keep it apart from the store."""
         return self._require_fitted().run_key
 
     @property
@@ -260,9 +263,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return TrainingSummary(self._records(), self.timings, fitted.run_id)
 
     def report(self) -> Report:
-        """Return the report of the fit: curves, throughput, phases, waits, collectives, settings (docs/monitoring.md#report).
+        """Return the report of the fit: curves, throughput, phases, waits, settings (docs/monitoring.md#report).
 
-        For a loaded model it is read from the run's folder in the store. Without that folder it has only history and timings.
+        For a loaded model, the report is read from the run's folder in the store. Without that folder, it has only
+        history and timings.
         """
         fitted = self._require_fitted()
         return Report(fitted.report or self._stored_report(fitted) or _short_document(fitted))
@@ -285,20 +289,21 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         repeats: int = 3,
         seed: int = 0,
     ) -> list[Importance]:
-        """Compute how much worse predictions get when one feature is permuted among the rows, in descending order.
+        """Compute how much worse predictions get when a feature is permuted among the rows, in descending order.
 
-        Each scalar column is a feature, and each element of a vector or list of numbers, named by Spark ML's metadata if present.
-        Correlated features share their importance.
+        Each scalar column is a feature, and each element of a vector or list of numbers, named by Spark ML's metadata
+        if present.
+        Correlated features share importance: each of them may have little.
 
         Args:
-            dataset: rows with the columns of model and evaluator, preferably not trained on.
-            evaluator: of Spark ML, such as `RegressionEvaluator(labelCol="y")`.
-            num_rows: maximum of sampled rows; the driver holds them.
-            repeats: permutations of each feature.
-            seed: of sampling and permutations.
+            dataset: rows with the columns of model and evaluator, preferably rows that were not trained on.
+            evaluator: evaluator of Spark ML, such as `RegressionEvaluator(labelCol="y")`.
+            num_rows: maximum number of sampled rows, which the driver holds in memory.
+            repeats: number of permutations of each feature.
+            seed: seed of sampling and permutations.
 
         Raises:
-            InvalidArgumentError: there are fewer than two rows, or a number is too small.
+            InvalidArgumentError: there are fewer than two rows, or `num_rows` or `repeats` is too small.
         """
         columns = self._get("feature_cols") or [c.name for c in self._require_fitted().columns]
         return permutation_importance(
@@ -312,7 +317,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
     def plot(self, names: Sequence[str] | None = None) -> Figure:
-        """Draw curves over the epochs with matplotlib, validation beside training.
+        """Draw training and validation curves over the epochs with matplotlib.
 
         Args:
             names: losses, metrics or other keys of `history`, without "val_"; None draws all losses and metrics.
@@ -332,29 +337,32 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
                 f"plot: {wrong[0]!r} is not in the history, which has {', '.join(map(repr, known)) or 'nothing'}."
             )
         if not chosen:
-            raise InvalidArgumentError("plot: the model has no history. It comes from a fit.")
+            raise InvalidArgumentError(
+                "plot: the model has no history. Only a fit records a history."
+            )
         try:
             return draw_curves(history, chosen)
         except ImportError:
             raise InvalidArgumentError(
-                "plot: matplotlib is not installed. pip install matplotlib, or look at model.report(), which needs none."
+                "plot: matplotlib is not installed. Run `pip install matplotlib`, or use model.report(), which does not need it."
             ) from None
 
     # -- Horovod's names -----------------------------------------------------------------------------
 
     def setModel(self, module: nn.Module) -> Self:  # noqa: N802
-        """Predict with a copy of another module for the same columns; returns this object.
+        """Use a copy of another module for the same columns; returns this object.
 
-        Without a fit any module is accepted: the Params define its columns.
+        Without a fit, any module is accepted, because the Params define its columns.
 
         Raises:
-            InvalidArgumentError: its outputs have another number or width (not checked if a column is collated).
+            InvalidArgumentError: the outputs differ in number or elements per row (not checked if a column is
+                collated).
         """
         if not isinstance(module, nn.Module):
             raise InvalidArgumentError(f"setModel({module!r:.200}): give a torch.nn.Module.")
         if lazy := [name for name, p in module.named_parameters() if nn.parameter.is_lazy(p)]:
             raise InvalidArgumentError(
-                f"setModel: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before."
+                f"setModel: parameter {lazy[0]!r} of a lazy module has no shape yet. Run the module on one batch first."
             )
         check_modes(module, "setModel")
         own = in_mode(copied(module), is_training=False)
@@ -363,7 +371,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         if not fitted.columns:
             self._fitted = replace(fitted, module=own, widths=())
             return self
-        # The result of a collate function is known only with rows.
+        # The result of a collate function is known only when rows are read, so the outputs cannot be checked here.
         widths = fitted.widths
         if not any(c.is_collated for c in fitted.columns):
             precision = self._get("precision")
@@ -371,19 +379,22 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             widths = fitted.widths if measured is None else tuple(measured)
         if fitted.widths and widths != fitted.widths:
             raise InvalidArgumentError(
-                f"setModel: the module's outputs have {widths} elements per row; those of the trained one have "
+                f"setModel: the module's outputs have {widths} elements per row, but the trained module's outputs have "
                 f"{fitted.widths}. Give a module with the same outputs, or fit it."
             )
         self._fitted = replace(fitted, module=own, widths=widths)
         return self
 
     def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802
-        """Return `history` in Horovod's shape: `[-1]["train"]["loss"]`, `[-1]["validation"]["loss"]`, metrics by name and as `all_metrics`."""
+        """Return `history` in Horovod's format: `[-1]["train"]["loss"]`, `[-1]["validation"]["loss"]`.
+
+        Metrics are there by name and as `all_metrics`.
+        """
         records = [dict(record) for record in self._require_fitted().history]
         return horovod_history(records, len(self.getLabelColumns()))
 
     def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:  # noqa: N802
-        """Replace the records of the epochs, flat or in Horovod's shape; returns this object."""
+        """Replace the records of the epochs, flat or in Horovod's format; returns this object."""
         records = [dict(record) for record in history]
         self._fitted = replace(self._require_fitted(), history=records, report={})
         return self
@@ -398,14 +409,14 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self
 
     def getFeatureColumns(self) -> list[str]:  # noqa: N802
-        """List the columns that `transform` reads: `feature_cols`, or those of the training."""
+        """List the columns that `transform` reads: `feature_cols`, or the columns of the training."""
         fitted = self._require_fitted()
         if not fitted.columns:
             return list(self._get("feature_cols") or columns_in(self._get("inputs") or {}))
         return source_names(fitted, self._read_options(PredictOptions))
 
     def getLabelColumns(self) -> list[str]:  # noqa: N802
-        """List the labels that name the output columns: `label_cols`, or those of the training."""
+        """List the labels that name the output columns: `label_cols`, or the labels of the training."""
         return list(self._get("label_cols") or self._require_fitted().labels)
 
     # -- transform -----------------------------------------------------------------------------------
@@ -413,8 +424,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Add the output columns; starts no Spark job. Rows and all other columns are kept.
 
-        The model runs on rows when they are computed: filter and select before, because Spark cannot push
-        either through a Python function.
+        The model runs when rows are computed. Filter rows and select columns before, because Spark cannot push filters
+        and selections through a Python function.
         """
         check_dataframe("transform", dataset)
         module = fitted = self._require_fitted()
@@ -423,7 +434,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             fitted, options = bind_module(fitted, options, dataset.schema, may_measure=True)
             if not fitted.widths:
                 widths = self._measure_widths(dataset.limit(32), fitted, options)
-                self._fitted = replace(module, widths=widths)  # measured once
+                # Kept, so that the widths are measured only once.
+                self._fitted = replace(module, widths=widths)
                 fitted = name_outputs(fitted, options, widths)
         self._check_outputs(fitted)
         outputs = output_columns(fitted, options, dataset)
@@ -441,7 +453,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         if row is None:
             raise InvalidArgumentError(
                 "transform: the outputs of the module are not known, because its forward failed on made-up rows and the DataFrame is empty. "
-                "Give one with rows, or tell how many elements per row each output has: TorchModel.from_module(..., widths=[1])."
+                "Give a DataFrame with rows, or the elements per row of each output: TorchModel.from_module(..., widths=[1])."
             )
         return tuple(int(width) for width in row[0])
 
@@ -453,7 +465,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         outputs: tuple[Output, ...],
     ) -> PredictSpec:
         columns = match_columns(fitted, options, dataset.schema)
-        names = tuple(dataset.columns)  # a list made by each access
+        names = tuple(dataset.columns)  # each access to `columns` makes a new list
         number_of = {name: number for number, name in reversed([*enumerate(names)])}
         module = self._require_fitted()
         return PredictSpec(
@@ -474,9 +486,9 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
     def local(self) -> LocalModel:
-        """Return a predictor of this process for numpy, pandas, polars and Arrow; it starts no Spark job.
+        """Return a predictor for numpy, pandas, polars and Arrow in this process, which starts no Spark job.
 
-        `sparkhvd.load_local` makes the same of a saved model, without pyspark.
+        `sparkhvd.load_local` makes the same predictor from a saved model, without pyspark.
 
         Raises:
             InvalidArgumentError: there is no trained module, or its outputs are not known.
@@ -487,22 +499,22 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return LocalModel(fitted, self._read_options(PredictOptions))
 
     def _check_outputs(self, fitted: TrainedState) -> None:
-        """Reject unknown outputs."""
+        """Reject a model whose outputs are unknown."""
         if not fitted.widths:
             raise InvalidArgumentError(
                 "transform: the outputs of the model are not known, because its forward failed on made-up rows on the driver and, "
-                f"after training, on the ranks' first batch{failure_on_zeros(fitted)}. getModel() gives the trained module; give one "
-                "whose forward runs in eval mode, without ranks, to setModel."
+                f"after training, on the ranks' first batch{failure_on_zeros(fitted)}. Take the trained module with getModel(), and give "
+                "setModel a module whose forward runs in eval mode, without ranks."
             )
 
     def _name_no_outputs(self) -> None:
-        """Omit the columns of the outputs' meaning without a name that was set, because the meaning is unknown."""
+        """Omit Spark ML's columns unless their names were set, because the meaning of the outputs is unknown."""
         self._set(**{name: "" for name in OUTPUT_PARAMS if not self.isSet(name)})
 
     def _require_fitted(self) -> TrainedState:
         if self._fitted is None:
             raise InvalidArgumentError(
-                "TorchModel has no trained module. It comes from TorchEstimator.fit or TorchModel.load, or is made of a module by "
+                "TorchModel has no trained module. Get a model from TorchEstimator.fit or TorchModel.load, or give a module to "
                 "TorchModel.from_module(module, feature_cols=[...]) or setModel(module)."
             )
         return self._fitted
@@ -510,18 +522,19 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     # -- export --------------------------------------------------------------------------------------
 
     def to_onnx(self, path: str | PathLike[str], *, dataset: DataFrame | None = None) -> None:
-        """Write the model to an ONNX file, replacing an existing file; weights above 1.5 GB go to a second file beside it.
+        """Write the model to an ONNX file, replacing an existing file.
 
-        Inputs are the arguments of the module's `forward`, with any number of rows. Outputs are the columns that `transform`
-        adds, in the
-        module's dtype, classes as int64. Decoders and `handle_invalid` are not exported: inputs are the module's inputs.
+        Inputs are the arguments of the module's `forward`, with any number of rows. Outputs are the columns that
+        `transform` adds, in the module's dtype, classes as int64. Decoders and `handle_invalid` are not exported.
+        Weights of more than 1.5 GB are written to a second file beside the first.
 
         Args:
             path: file as a path or URL, such as "model.onnx" or "s3://bucket/model.onnx".
-            dataset: only for a model without a fit: a DataFrame whose columns give the types.
+            dataset: DataFrame whose columns give the types; only needed for a model without a fit.
 
         Raises:
-            InvalidArgumentError: onnx or onnxscript is not installed, a column is not a dense tensor, or torch cannot export the
+            InvalidArgumentError: onnx or onnxscript is not installed, a column is not a dense tensor, or torch cannot
+                export the
             module.
         """
         if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
@@ -532,7 +545,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         if not fitted.columns:
             if dataset is None:
                 raise InvalidArgumentError(
-                    "to_onnx: no fit has trained this model, so the types of its columns are not known. Give dataset=, a DataFrame with them."
+                    "to_onnx: no fit has trained this model, so the types of its columns are not known. Give dataset=, a DataFrame with the columns."
                 )
             fitted, options = bind_module(fitted, options, dataset.schema)
         self._check_outputs(fitted)
@@ -547,7 +560,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return ModelWriter(self)
 
     def _for_mlflow(self) -> Any:
-        """Object that MLflow's flavour `spark` can save in this session."""
+        """Return the object that MLflow's flavour `spark` can save in this session."""
         if not is_connect(active_session()):
             return self
         from sparkhvd.estimator.saving.local_pipeline import LocalPipeline
@@ -564,10 +577,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Load a saved model.
 
         Args:
-            path: as given to `save`.
-            trust: the file may run code. Required for modules with classes outside `torch.nn`, and with torch before
-                2.10. Without it the model has no store: on a cluster, a model with more than 64 MiB of weights then
-                needs `setStore`, or the conf `spark.sparkhvd.store`, before it transforms.
+            path: path that was given to `save`.
+            trust: True lets the file run code. Required for modules with classes outside `torch.nn`, and with torch
+                before 2.10. Without trust the model has no store: on a cluster, a model with more than 64 MiB of
+                weights then needs `setStore`, or the conf `spark.sparkhvd.store`, before `transform`.
 
         Raises:
             UntrustedError: the file holds code and is not trusted.
@@ -584,21 +597,21 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         trust: bool = False,
         spark: SparkSession | None = None,
     ) -> Self:
-        """Make the model of a run in a store, for example if the program ended before it saved the result of `fit`.
+        """Make the model of a run in a store, for example if the program ended before it saved the model.
 
-        For an unfinished run it has the weights of the newest complete checkpoint, with a warning that names the epoch. The run
-        is not changed. If fits with `warm_start` continued the run, the last of them is used.
+        For an unfinished run, the model has the weights of the newest complete checkpoint, and a warning names the
+        epoch. The run is not changed. If fits with `warm_start` continued the run, the last of these fits is used.
 
         Args:
-            store: the store of the fit, or its path or URL.
-            run_id: its `run_id`; `Store.runs()` lists them.
-            trust: the run may run code, as in `load`.
-            spark: session through which a Spark Connect client reaches the store, and whose conf may name trusted paths;
-                None means the active session, if there is one.
+            store: store of the fit, or its path or URL.
+            run_id: `run_id` of the fit; `Store.runs()` lists the run ids.
+            trust: True lets files of the run run code, as in `load`.
+            spark: session through which a Spark Connect client reaches the store, and whose conf may name trusted
+                paths; None means the active session, if any.
 
         Raises:
-            InvalidArgumentError: there is no such run (the message lists the existing runs), it has no checkpoint yet, or
-                its files are damaged.
+            InvalidArgumentError: there is no such run (the message lists the existing runs), it has no checkpoint yet,
+                or its files are damaged.
             UntrustedError: the run holds code and is not trusted.
         """
         seen, spark = _opened(store, spark)
@@ -611,7 +624,7 @@ def _opened(
     """Open the store of `from_run` through the session if there is one."""
     if not isinstance(store, (Store, str, PathLike)):
         raise InvalidArgumentError(
-            f"from_run: store is {store!r:.100}; it must be a Store, or the path or URL of one."
+            f"from_run: store is {store!r:.100}; it must be a Store, or the path or URL of a store."
         )
     if spark is None:
         with contextlib.suppress(InvalidArgumentError):
@@ -626,7 +639,7 @@ def _copy_of(loss: object) -> object:
 
 
 def _weights(fitted: TrainedState, spark: SparkSession, options: PredictOptions) -> Weights:
-    """Small weights for the closure; large weights as a file of the store, written once."""
+    """Put small weights into the closure, and write large weights once as a file of the store."""
     if fitted.weights.data is not None:
         return fitted.weights
     store = default_store(spark, options.store)
@@ -639,13 +652,13 @@ def _short_document(fitted: TrainedState) -> Document:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Export as ONNX: the trained module, and the columns that `transform` adds.
+# Export a model to ONNX: the trained module, and the computation of the columns that `transform` adds.
 
 _PACKAGES = ("onnx", "onnxscript")
 
 
 class _OutputColumns(nn.Module):
-    """Module whose outputs are the columns of a transform."""
+    """Module that returns the columns of a transform as tensors."""
 
     def __init__(self, module: nn.Module, spec: Computation) -> None:
         super().__init__()
@@ -671,15 +684,15 @@ def _check_columns(fitted: TrainedState) -> None:
     """Reject columns that are not dense tensors."""
     for column in fitted.columns:
         if column.kind == "sparse" or column.is_collated or column.row_shape is None:
-            kind = "sparse" if column.kind == "sparse" else "collated, or its rows have any length"
+            kind = "sparse" if column.kind == "sparse" else "collated, or its rows differ in length"
             raise InvalidArgumentError(
-                f"to_onnx: column {column.name!r} is {kind}, and ONNX gets dense tensors. Give getModel() to torch.onnx.export, with arguments "
-                "of your own."
+                f"to_onnx: column {column.name!r} is {kind}, but the ONNX export needs dense tensors. Call torch.onnx.export with getModel() "
+                "and your own arguments."
             )
 
 
 def _exported(module: nn.Module, fitted: TrainedState, options: PredictOptions) -> Any:
-    """Export a module; returns torch's ONNXProgram."""
+    """Export a module, and return torch's ONNXProgram."""
     if "dynamic_shapes" not in inspect.signature(torch.onnx.export).parameters:
         raise InvalidArgumentError(
             f"to_onnx needs torch 2.6 or newer; this is {torch.__version__}. Upgrade it: pip install 'torch>=2.6'."
@@ -701,7 +714,7 @@ def _exported(module: nn.Module, fitted: TrainedState, options: PredictOptions) 
     batch = torch.export.Dim("batch")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own code
+            warnings.simplefilter("ignore")  # torch's own code raises these warnings
             program = torch.onnx.export(
                 _OutputColumns(module, spec).eval(),
                 examples,
@@ -713,16 +726,16 @@ def _exported(module: nn.Module, fitted: TrainedState, options: PredictOptions) 
             )
     except ImportError as e:
         raise InvalidArgumentError(
-            f"to_onnx: torch {torch.__version__} wants another onnxscript than the {importlib.metadata.version('onnxscript')} that is installed ({e}). "
+            f"to_onnx: torch {torch.__version__} does not work with the installed onnxscript {importlib.metadata.version('onnxscript')} ({e}). "
             "Upgrade it: pip install -U onnx onnxscript."
         ) from e
     except Exception as e:
         text = " ".join(str(e).split())
         raise InvalidArgumentError(
             f"to_onnx: torch {torch.__version__} cannot export {type(module).__name__}: {type(e).__name__}: {text:.600}. Write its forward so that "
-            "torch.export takes it: no branch on values of tensors, and nothing that holds for one number of rows alone."
+            "torch.export supports it: without branches on values of tensors, and valid for any number of rows."
         ) from e
-    assert program is not None  # with dynamo=True
+    assert program is not None  # torch returns a program if dynamo=True
     for name, argument in zip(names, fitted.inputs.arguments, strict=True):
         program.model.metadata_props[f"columns of {name}"] = ", ".join(argument.columns)
     return program
@@ -753,7 +766,7 @@ def _save(program: Any, path: str) -> None:
     store = Store.create(folder)
     with tempfile.TemporaryDirectory() as made:
         program.save(f"{made}/{name}")
-        # The file that references the other is written last.
+        # The main file is written last, because it refers to the file with the weights.
         for file in sorted(Path(made).iterdir(), key=lambda file: file.name == name):
             with store.open_output(file.name) as sink, file.open("rb") as source:
                 while block := source.read(1 << 24):

@@ -1,4 +1,4 @@
-"""`TorchClassifier`, `TorchRegressor` and their models: one label, one output, Spark ML's names."""
+"""`TorchClassifier`, `TorchRegressor` and their models, with one label, one output and Spark ML's names."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 
 class TorchPredictionModel(TorchModel):
-    """Trained model with one output whose meaning follows from the class. It also predicts single rows on the driver."""
+    """Base of trained models with one output, whose meaning the class defines; also predicts rows on the driver."""
 
     _other_defaults: ClassVar[Mapping[str, object]] = {"outputCols": [""]}
 
     @classmethod
     def _known_link(cls, link: str, *, has_function: bool) -> str:
-        """Derive the link of the model's output from the link of the loss.
+        """Return the link of the model's output for the link of the loss.
 
         Raises:
-            InvalidArgumentError: the loss does not define it.
+            InvalidArgumentError: the loss does not define the output's meaning.
         """
         raise NotImplementedError
 
@@ -58,17 +58,17 @@ class TorchPredictionModel(TorchModel):
         problem = (
             self._width_problem(fitted.links[0], fitted.widths[0])
             if len(fitted.widths) == 1
-            else f"the model has {len(fitted.widths)} outputs, and it must have one. TorchModel has several."
+            else f"the model has {len(fitted.widths)} outputs, but must have one. TorchModel supports several outputs."
         )
         if problem:
             raise InvalidArgumentError(f"{type(self).__name__}: {problem}")
 
     def _name_no_outputs(self) -> None:
-        """Keep the names: the class defines the meaning of the output for any loss and step."""
+        """Keep the names of all columns, because the class defines the meaning of the output for any loss."""
 
     @property
     def numFeatures(self) -> int:  # noqa: N802 - Spark's name
-        """Numbers of a row that the model reads; -1 if some inputs are not numbers."""
+        """How many numbers per row the model reads; -1 if some inputs are not numbers."""
         return num_features(self._require_fitted())
 
     def predict(self, value: Row) -> float:
@@ -78,16 +78,16 @@ class TorchPredictionModel(TorchModel):
             value: the row's numbers, concatenated over feature columns as by a VectorAssembler.
 
         Raises:
-            InvalidArgumentError: the number of values is wrong, or the model reads other values than numbers.
+            InvalidArgumentError: the row has too few or too many numbers, or the model does not read only numbers.
         """
         return float(self._compute("prediction", value)[0])
 
     def _named(self, param: str) -> str:
-        """Column named by a Param; "" is an error."""
+        """Return the column that a Param names; "" is an error."""
         name: str = self._get(param)
         if not name:
             raise InvalidArgumentError(
-                f"evaluate needs a column that {param}='' leaves out. Give it a name."
+                f"evaluate needs a column that {param}='' omits. Give {param} a name."
             )
         return name
 
@@ -108,7 +108,7 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         options = super()._options()
         if len(options.label_cols or ()) > 1:
             raise InvalidArgumentError(
-                f"{type(self).__name__}: labelCol has {len(options.label_cols or ())} columns, and it must have one. "
+                f"{type(self).__name__}: labelCol has {len(options.label_cols or ())} columns, but must have one. "
                 "TorchEstimator trains models with several outputs."
             )
         has_own = options.loss_constructors is not None and "loss" not in options.explicit
@@ -121,7 +121,7 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         return super()._train(request, recorder, fanout)
 
     def _link(self, request: FitRequest) -> str:
-        """Link of the model's output; an error if the loss does not define it."""
+        """Return the link of the model's output; raise an error if the loss does not define it."""
         has_function = request.options.output_fn is not None
         return self._model_class._known_link(request.links[0], has_function=has_function)
 
@@ -137,12 +137,13 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         if fitted.widths:
             model._check_outputs(fitted)
         model._fitted = fitted
-        # The default does not name columns from `inputs`.
+        # `feature_cols` may come from `inputs`, so set it on the model, whose default would be another column.
         return model._set(feature_cols=request.options.feature_cols)  # type: ignore[no-any-return]
 
 
 # ----------------------------------------------------------------------------------------------------
-# `TorchClassifier` and its model, which are Spark ML's `ProbabilisticClassifier` and `ProbabilisticClassificationModel`.
+# `TorchClassifier` and its model, which are Spark ML's `ProbabilisticClassifier` and
+# `ProbabilisticClassificationModel`.
 
 
 class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassificationModel):  # type: ignore[misc]  # Spark's Params are rows of our table
@@ -157,7 +158,7 @@ class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassification
         if has_function:
             return labels.SOFTMAX
         raise InvalidArgumentError(
-            "TorchClassifier: the loss does not tell how probabilities follow from outputs. Give 'cross_entropy' (the default), "
+            "TorchClassifier: the loss does not define how to compute probabilities from outputs. Give 'cross_entropy' (the default), "
             "'nll' or 'binary_cross_entropy_with_logits', or set output_fn to a function from an output to (rows, classes) "
             "probabilities."
         )
@@ -168,17 +169,17 @@ class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassification
             return ""
         if link not in (labels.SOFTMAX, labels.SIGMOID):
             return (
-                "nothing tells how probabilities follow from outputs. Give the loss of the training, or link='softmax' or "
+                "it is not known how to compute probabilities from outputs. Give the loss of the training, or link='softmax' or "
                 "'sigmoid', to TorchClassificationModel.from_module."
             )
         if link == labels.SIGMOID:
             return (
-                f"the model's output has {width} elements per row, which BCE-with-logits takes for {width} labels. Let it have "
-                "one for two classes, or give loss='cross_entropy'; TorchEstimator trains several labels."
+                f"the model's output has {width} elements per row, which BCE-with-logits treats as {width} labels. Return one element for "
+                "two classes, or give loss='cross_entropy'; TorchEstimator trains models with several labels."
             )
         return (
-            f"the model's output has {width} elements per row. Let it have one score per class; two classes may have one logit, "
-            "with loss='binary_cross_entropy_with_logits'."
+            f"the model's output has {width} elements per row. Return one score per class; for two classes one logit is enough with "
+            "loss='binary_cross_entropy_with_logits'."
         )
 
     @property
@@ -189,11 +190,11 @@ class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassification
         return labels.num_classes(fitted.links[0], fitted.widths[0])
 
     def predictRaw(self, value: Row) -> DenseVector:  # noqa: N802
-        """Compute one row's raw prediction on the driver; arguments and errors as of `predict`."""
+        """Compute the raw prediction of one row on the driver; arguments and errors as in `predict`."""
         return Vectors.dense(self._compute("raw", value).tolist())
 
     def predictProbability(self, value: Row) -> DenseVector:  # noqa: N802
-        """Compute one row's probabilities on the driver; arguments and errors as of `predict`."""
+        """Compute the probabilities of one row on the driver; arguments and errors as in `predict`."""
         return Vectors.dense(self._compute("probability", value).tolist())
 
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
@@ -204,7 +205,7 @@ class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassification
             labelCol=self.getLabelColumns()[0],
             predictionCol=self._named("predictionCol"),
             rawPredictionCol=raw,
-            # Without a fit only `transform` knows it.
+            # `transform` writes the number of classes into the column's metadata, also for a module without a fit.
             numClasses=predictions.schema[raw].metadata["ml_attr"]["num_attrs"],
         )
 
@@ -216,8 +217,9 @@ class TorchClassifier(TorchPredictor, ProbabilisticClassifier):  # type: ignore[
         model = classifier.fit(df)  # TorchClassificationModel
         model.evaluate(test).accuracy
 
-    The model returns one score per class, or, with `loss="binary_cross_entropy_with_logits"`, one logit for two classes. Labels
-    are whole numbers from 0. A custom loss needs `output_fn`, which computes probabilities from outputs.
+    The model returns one score per class, or, with `loss="binary_cross_entropy_with_logits"`, one logit for two
+    classes. Labels are whole numbers from 0. A custom loss needs `output_fn`, which computes probabilities from
+    outputs.
     """
 
     _model_class = TorchClassificationModel
@@ -227,8 +229,8 @@ class TorchClassifier(TorchPredictor, ProbabilisticClassifier):  # type: ignore[
         (label,) = schema.labels
         if not is_of_row(label):
             raise InvalidArgumentError(
-                f"TorchClassifier: label {label.name!r} has {label.row_shape or 'any'} classes per row, and it must have one. "
-                "TorchEstimator trains models that classify several places of a row."
+                f"TorchClassifier: label {label.name!r} has class indices of shape {label.row_shape or 'any'} per row, but must have one. "
+                "TorchEstimator trains models that predict several classes per row, such as one per pixel."
             )
 
 
@@ -250,7 +252,7 @@ class TorchRegressionModel(TorchPredictionModel, RegressionModel[Any]):  # type:
     def _width_problem(cls, link: str, width: int) -> str:
         if width == 1:
             return ""
-        return f"the model's output has {width} elements per row, and it must have one. TorchEstimator trains models of vectors."
+        return f"the model's output has {width} elements per row, but must have one. TorchEstimator trains models that predict vectors."
 
     def evaluate(self, dataset: DataFrame) -> RegressionSummary:
         """Compare predictions with labels; measures are computed on first access."""
@@ -268,8 +270,8 @@ class TorchRegressor(TorchPredictor, Regressor[TorchRegressionModel]):  # type: 
         model = regressor.fit(df)  # TorchRegressionModel
         model.evaluate(test).rootMeanSquaredError
 
-    The model returns one number per row. With a loss on another scale than the label's (logarithms), `output_fn` converts outputs
-    back to the label's scale.
+    The model returns one number per row. If the loss uses another scale than the label, such as logarithms, `output_fn`
+    converts outputs to the label's scale.
     """
 
     _model_class = TorchRegressionModel

@@ -1,4 +1,4 @@
-"""Run a program that imports `horovod`: `python -m sparkhvd.horovod script.py ...`, `-m module ...` or `-c code ...`."""
+"""Run a program that imports `horovod`: `python -m sparkhvd.horovod script.py`, `-m module` or `-c code`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.torch`: the names of `sparkhvd.torch`, whose modules are its modules, and some of `horovod.common.util`."""
+"""Horovod's `horovod.torch`: the names and modules of `sparkhvd.torch`, and some of `horovod.common.util`."""
 
 from sparkhvd.torch import *  # noqa: F403 - its `__all__` is the list
 from sparkhvd.torch import __all__ as _names

@@ -7,7 +7,7 @@ Threads, failure, shutdown: as in `sparkhvd.torch`, whose engine this uses.
 
 Each module imports only those above it:
 
-    backend    the package `keras`, checked
+    backend    import and check of the package `keras`
     network    a Keras model as a torch module
     model      `KerasModel`
     optimizer  `DistributedOptimizer`

@@ -1,4 +1,4 @@
-"""The package `keras`, checked: Keras 3 on its torch backend."""
+"""Import of the package `keras`, which must be Keras 3 on its torch backend."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _find() -> Any:
                 name="keras",
             ) from None
         raise ImportError(
-            f"sparkhvd.keras: keras cannot be imported, because {error.name} is not there. It takes Keras 3 on its torch backend. {_HOW}.",
+            f"sparkhvd.keras: keras cannot be imported, because {error.name} is missing. sparkhvd needs Keras 3 on its torch backend. {_HOW}.",
             name="keras",
         ) from error
     version = str(getattr(found, "__version__", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ImportError(
-            f"sparkhvd.keras: keras is {version}, and it must be {'.'.join(map(str, _OLDEST))} or newer. Run "
+            f"sparkhvd.keras: keras is {version}, but it must be {'.'.join(map(str, _OLDEST))} or newer. Run "
             "`pip install 'sparkhvd[keras]'`.",
             name="keras",
         )
     if (backend := found.backend.backend()) != "torch":
         raise InvalidArgumentError(
-            f"sparkhvd.keras: the backend of keras is {backend}, and gradients are reduced on torch alone. {_HOW}."
+            f"sparkhvd.keras: the backend of keras is {backend}, but only the torch backend is supported. {_HOW}."
         )
     return found
 

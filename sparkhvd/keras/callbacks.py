@@ -119,8 +119,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         """Check the base of the rate."""
         if follows_schedule(self._optimizer()):
             raise InvalidArgumentError(
-                f"{type(self).__name__}: the learning rate of the optimizer is a LearningRateSchedule, which cannot be set. Give the optimizer a "
-                "number, or leave this callback out."
+                f"{type(self).__name__}: the learning rate of the optimizer is a LearningRateSchedule, so the callback cannot set it. Give the "
+                "optimizer a number, or leave this callback out."
             )
         steps = self._steps or self.params.get("steps")
         if not self._is_staircase and not steps:
@@ -142,7 +142,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self._set(self._epoch)
         elif not self._is_staircase:
             assert self._steps is not None
-            # The next batch is counted, so that the last batch of an epoch has the rate of its end.
+            # Count this batch, so that the last batch of an epoch has the rate at the end of the epoch.
             self._set(self._epoch + (batch + 1) / self._steps)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -166,7 +166,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             optimizer.momentum = momentum * after / before
 
     def _optimizer(self) -> Any:
-        """The optimizer that steps: the inner one of a loss-scaling optimizer."""
+        """Return the optimizer that steps, which is the inner optimizer of a loss-scaling optimizer."""
         optimizer = self.model.optimizer
         return getattr(optimizer, "inner_optimizer", optimizer)
 

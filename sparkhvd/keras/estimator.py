@@ -178,7 +178,7 @@ class KerasParams(IgnoredParams, PredictParams):
         for name, instead in _NOT_HERE.items():
             if self.isSet(name) and self._get(name) is not None:
                 raise InvalidArgumentError(
-                    f"KerasEstimator: {name} is not used with a model of Keras: {instead}."
+                    f"KerasEstimator: {name} has no effect on a Keras model. Leave it out; instead: {instead}."
                 )
         self._check_model()
 
@@ -204,7 +204,7 @@ class KerasParams(IgnoredParams, PredictParams):
         outputs = getattr(model, "outputs", None) or ()
         if outputs and len(outputs) != len(labels):
             raise InvalidArgumentError(
-                f"KerasEstimator: the model has {len(outputs)} outputs, and label_cols names {len(labels)} columns. Give one for each output."
+                f"KerasEstimator: the model has {len(outputs)} outputs, but label_cols has {len(labels)} columns. Give one column per output."
             )
         self._check_rate(model)
         checkpoint = self._get("checkpoint_callback")
@@ -220,8 +220,8 @@ class KerasParams(IgnoredParams, PredictParams):
         is_asked = self.isSet("lr_scaling") and self._get("lr_scaling") is not None
         if is_asked and self._get("learning_rate") is None and follows_schedule(optimizer):
             raise InvalidArgumentError(
-                f"KerasEstimator: lr_scaling is {self._get('lr_scaling')!r}, and the optimizer's learning rate is a schedule. Make the schedule "
-                "from rates times num_proc, and leave lr_scaling out."
+                f"KerasEstimator: lr_scaling is {self._get('lr_scaling')!r}, but the optimizer's learning rate is a schedule. Multiply the "
+                "schedule's rates by num_proc, and leave lr_scaling out."
             )
 
     def _compiling(self) -> dict[str, Any]:
@@ -397,7 +397,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         is_read_in_place = isinstance(sources.training, ParquetFiles)
         if is_read_in_place and any(c.invalid[0] == "skip" for c in schema.columns):
             raise InvalidArgumentError(
-                "KerasEstimator: handle_invalid is 'skip', and fit_on_parquet reads files as they are. Give values to fill in, or call fit(df)."
+                "KerasEstimator: handle_invalid is 'skip', but fit_on_parquet cannot skip rows. Give values to fill in, or call fit(df)."
             )
         target = Target(
             store,
@@ -526,12 +526,12 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
 
 @dataclass(frozen=True)
 class _FitData:
-    """Data of a fit.
+    """Prepared rows of a fit, and the functions on them.
 
     Attributes:
         training: rows to train on.
         validation: rows of a validation source, or None.
-        schema: their columns, with shape and dtype of decoded columns.
+        schema: columns of the rows, with shape and dtype of decoded columns.
         functions: the user's decoders.
         transformations: the user's functions on rows.
         transformed: the columns that these return, or None.

@@ -91,8 +91,8 @@ def _rebuild(text: str, custom_objects: Mapping[str, Any], values: Sequence[Tens
     variables = model.variables
     if [tuple(v.shape) for v in variables] != [tuple(each.shape) for each in values]:
         raise InvalidArgumentError(
-            f"The configuration of {type(model).__name__} gives a model with {len(variables)} variables, and the model has {len(values)}, or "
-            "their shapes differ. Let its get_config() and build() make all of them."
+            f"The configuration of {type(model).__name__} gives a model with {len(variables)} variables, but the saved model has {len(values)}, or "
+            "their shapes differ. Let get_config() and build() of the model make all variables."
         )
     with torch.no_grad():
         for variable, value in zip(variables, values, strict=True):
@@ -115,8 +115,8 @@ def arranged(model: Any, columns: Sequence[Tensor]) -> Any:
         ]
     if len(inputs) != len(columns):
         raise InvalidArgumentError(
-            f"The model has {len(inputs)} inputs ({', '.join(each.name for each in inputs)}), and there are {len(columns)} feature columns. Give "
-            "one for each input, in their order; all are joined where there is one input."
+            f"The model has {len(inputs)} inputs ({', '.join(each.name for each in inputs)}), but there are {len(columns)} feature columns. Give "
+            "one column per input, in the same order; a model with one input gets all columns joined."
         )
     shaped = [_shaped(each, wanted.shape[1:]) for each, wanted in zip(columns, inputs, strict=True)]
     structure = getattr(model, "input", None)  # missing in a Sequential

@@ -1,7 +1,8 @@
-"""`DistributedOptimizer`: the user's Keras optimizer, stepping with gradients reduced over all ranks.
+"""`DistributedOptimizer`: makes a Keras optimizer step with gradients reduced over all ranks.
 
-Gradients of a model on torch are those of its parameters, so hooks of torch's `DistributedOptimizer` reduce them during backward,
-here over a torch optimizer without any other effect. Keras' own optimizer then steps with them.
+On the torch backend the variables of a model are torch parameters. So a `DistributedOptimizer` of `sparkhvd.torch`,
+over a torch optimizer without any other effect, reduces their gradients during backward. Keras' own optimizer then
+steps.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class Distributed:
     """Mixin that reduces gradients before the optimizer's own class applies them.
 
     Attributes:
-        loss_share: factor of the loss in the next backward pass. If the ranks' batches differ in rows, the mean of the gradients
-        is that of
-            all rows if each rank's factor is its rows, divided by the mean of all ranks' rows.
+        loss_share: factor of the loss in the next backward pass. If the ranks have different numbers of rows, the
+            factor must be the rank's number divided by the mean over ranks; then the reduced gradient is the mean over
+            all rows.
     """
 
     loss_share = 1.0
@@ -100,7 +101,8 @@ class Distributed:
     def _watch(self) -> None:
         """Start reducing at the end of the first backward pass.
 
-        Not earlier: the ranks synchronize there, and a rank may build an optimizer or load a model that others do not.
+        The ranks synchronize at the start, so it must not be earlier: a rank may build an optimizer that other ranks do
+        not.
         """
         if self._options is None or self._options.passes > 1:
             return
@@ -135,9 +137,9 @@ class Distributed:
         )
         held = contextlib.ExitStack()
         if options.passes > 1:
-            # Keras drops the gradients of every batch, so they accumulate here, and hooks send nothing.
+            # Disable the hooks: Keras drops the gradients after every batch, so this class accumulates them itself.
             held.enter_context(reducing.no_sync())  # type: ignore[attr-defined]
-        # Not by `setattr`, which Keras searches for variables.
+        # Bypass `setattr`, because Keras' version searches the value for variables.
         vars(self).update(_reducing=reducing, _held=held)
 
     def watch_parts(self, end_part: Callable[[str], object]) -> None:
@@ -187,7 +189,7 @@ class Distributed:
         if options.passes == 1:
             return grads
         before = self._sums or (None,) * len(grads)
-        # Copies: a program may zero gradients in place.
+        # Copy the gradients, because a program may set them to zero in place.
         sums = [
             (None if g is None else g.clone()) if s is None else (s if g is None else s + g)
             for s, g in zip(before, grads, strict=True)
@@ -273,11 +275,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     del device_dense, device_sparse
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError(
-            "DistributedOptimizer: the optimizer is a DistributedOptimizer already. Give the plain one."
+            "DistributedOptimizer: the optimizer is already a DistributedOptimizer. Give the plain optimizer."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidArgumentError(
-            f"DistributedOptimizer: expected an optimizer of Keras, got {type(optimizer).__name__}. Give one such as "
+            f"DistributedOptimizer: expected an optimizer of Keras, got {type(optimizer).__name__}. Give for example "
             "keras.optimizers.SGD(0.1)."
         )
     op = to_op(op)
@@ -286,8 +288,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     members(process_set)
     if op is hvd.Adasum:
         raise InvalidArgumentError(
-            "DistributedOptimizer: op=Adasum combines steps and not gradients, which optimizers of Keras do not give. Give op=Average, or "
-            "train with sparkhvd.torch."
+            "DistributedOptimizer: op=Adasum is not supported for Keras, because it combines the optimizer's steps and not the gradients. "
+            "Give op=Average, or train with sparkhvd.torch."
         )
     if groups is not None and to_integer(groups) is None:
         variables: list[list[Any]] = group_lists(groups)

@@ -325,7 +325,7 @@ class KerasBatches(IterableDataset[Any]):
                 self.spare = {n: each.new_zeros(1, *each.shape[1:]) for n, each in columns.items()}
             elif self.spare is None:
                 raise InvalidArgumentError(
-                    f"KerasEstimator: rank {self._loader.rank} of {self._loader.size} has no row to train on. Fit with fewer ranks (num_proc)."
+                    f"KerasEstimator: rank {self._loader.rank} of {self._loader.size} has no rows to train on. Fit with fewer ranks (num_proc)."
                 )
             yield self._arranged(columns if self.rows else self.spare)
 
@@ -358,9 +358,9 @@ def _same(batch: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Epochs of ranks as one epoch of all rows: the weights of a last step, and metrics of all ranks.
+# Combination of the ranks' epochs to an epoch of all rows: weights for the last step, and metrics of all ranks.
 
-# Older versions set "mean" on variables of metrics, whatever these hold.
+# Whether Keras lets metrics choose the aggregation of a variable. Older versions always set "mean", even for sums.
 _TELLS = "aggregation" in inspect.signature(keras.metrics.Metric.add_variable).parameters
 
 
@@ -391,12 +391,13 @@ def _share(variable: Any) -> float:
 
 
 class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that combines the ranks' epochs into one epoch of all rows: in the last step, and for metrics.
+    """Callback that makes the ranks' epochs equal to an epoch of one process over all rows.
 
-    In the last step, or in any step with skipped images or whole groups, ranks have unequal numbers of rows, or no rows: losses
-    are weighted so that the gradient is the mean of all rows of the step, and a step without rows does not change metrics. After
-    the last step the states of metrics are those of all ranks, from which Keras computes its results. Other values returned by
-    the user's `train_step` become the mean over all ranks, weighted by their rows.
+    In the last step, or in any step with skipped images or groups, ranks may have different numbers of rows, or no
+    rows. The callback weights the losses so that the gradient is the mean over all rows of the step, and a step without
+    rows does not change metrics. After the last step it merges the states of metrics over all ranks, and Keras computes
+    its results from them. Other values that the user's `train_step` returns become the mean over all ranks, weighted by
+    rows.
     """
 
     def __init__(self, training: KerasBatches, validation: KerasBatches | None) -> None:
@@ -454,7 +455,7 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
             [float(self._rows[_kind(name)]) for name in names], dtype=torch.float64
         )
         values = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64)
-        # A rank without rows has no metrics.
+        # Ignore the values of a rank without rows.
         sums = torch.where(weights == 0, 0.0, values * weights)
         total = hvd.allreduce(torch.stack([sums, weights]), op=hvd.Sum, name="KerasEstimator.logs")
         logs.update(zip(names, (total[0] / total[1]).tolist(), strict=True))
@@ -530,10 +531,10 @@ class ProgressFile:
         return len(read_json(bytes(found[_RECORDS].tolist())))
 
     def explain_failure(self, error: BaseException, epochs: int) -> bool:
-        """Add a note to an error, before Python 3.11 on stderr, on how to resume the run; return False if it is known to have no
-        state.
+        """Add a note to an error on how to resume the run; return False if the run certainly has no saved state.
 
-        A temporary store with the state of a finished training is kept.
+        Before Python 3.11 the note is written to stderr. A temporary store with the state of a finished training is
+        kept.
         """
         if not self.store.is_seen:
             return True
@@ -569,7 +570,7 @@ class ProgressFile:
         values = _values(model)
         if [each.shape for each in found.values()] != [each.shape for each in values]:
             raise InvalidArgumentError(
-                f"KerasEstimator: run_id={self.run_id!r} is a run of another model or optimizer: {len(found)} variables, and this one has "
+                f"KerasEstimator: run_id={self.run_id!r} is a run of another model or optimizer: it has {len(found)} variables and this fit has "
                 f"{len(values)}, or their shapes differ. Give another run_id."
             )
         with torch.no_grad():

@@ -12,7 +12,7 @@ ranks on several hosts do not start, unless the user trusts the network (`SPARKH
 
 Each module imports only those above it:
 
-    environment  a rank's place, from the variables of its launcher
+    environment  rank and size of a process, from the variables of its launcher
     gather       gathers texts of all ranks at rank 0
     bootstrap    a rank's job, exchanged among the ranks
     rank_claim   a rank's job, from `sparkhvdrun`, or from the rank that started this program

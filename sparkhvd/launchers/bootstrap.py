@@ -36,7 +36,7 @@ from sparkhvd.settings import JobSettings, RankSettings, Settings, parse_place
 from sparkhvd.topology import RankContext, install_rank_context, topology
 from sparkhvd.wire import read_json, rebuild
 
-# Marks child processes of a rank, which are not ranks.
+# Variable that child processes inherit from a rank; it shows that they are not ranks.
 _MARK = "SPARKHVD_RANK_PROCESS"
 _BY_VARIABLES = "/variables"
 _NUM_PORTS = 8
@@ -46,7 +46,7 @@ def mark(job: str = "", *, by_variables: bool = False) -> None:
     """Mark this process as a rank in the environment: its children inherit the variables and are not ranks.
 
     Args:
-        job: of its place; empty for the job of torch's variables, which other launchers set, too.
+        job: `LauncherEnv.job`; empty for the job in torch's variables, which other launchers set, too.
         by_variables: whether the job's variables have made it a rank.
     """
     variables = os.environ  # noqa: TID251 - the launcher's
@@ -70,13 +70,13 @@ def meet() -> Rendezvous | None:
     rank_process, _, job_of_rank = variables.get(_MARK, "").partition(" ")
     rank_process, by_variables, _ = rank_process.partition(_BY_VARIABLES)
     if job_of_rank == place.job and rank_process != str(os.getpid()):
-        # `run` and sparkhvdrun set torch's, too: for torch.distributed.
+        # `run` and sparkhvdrun also set torch's variables, for torch.distributed.
         is_torchs = not by_variables or multiprocessing.parent_process() is not None
         if place.launcher == PLAIN and is_torchs:
             return None
         raise InvalidArgumentError(
-            f"init(): this process inherited the variables of {place.launcher} from process {rank_process}, which is rank "
-            f"{place.rank}, and is no rank itself. Let the rank communicate, or start this process without them."
+            f"init(): this process is no rank itself. It inherited the variables of {place.launcher} from process {rank_process}, which is rank "
+            f"{place.rank}. Let the rank communicate, or start this process without these variables."
         )
     if not place.rank < place.size:
         raise InvalidArgumentError(
@@ -104,7 +104,7 @@ def meet() -> Rendezvous | None:
     mark(place.job, by_variables=True)
     made = SocketRendezvous(job, listener, Settings.resolve)
     install_rendezvous(made)
-    atexit.register(made.close)  # init() may be called again before
+    atexit.register(made.close)  # not at `shutdown()`: `init()` may follow
     # By rank, like `hvd.local_rank()`: a launcher may number the processes of a host in another order.
     hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
     here = topology(job.rank, hosts)
@@ -123,7 +123,7 @@ class _GatherPlan:
 
 
 def _on_one_host(place: LauncherEnv) -> _GatherPlan:
-    parent = launcher_of(place) if place.parent else 0  # ranks in wrappers have other parents
+    parent = launcher_of(place) if place.parent else 0  # a rank in a wrapper has another parent
     text = f"{os.getuid()}/{place.job}/{parent}"
     name = hashlib.sha256(text.encode()).hexdigest()
     return _GatherPlan(gather.on_this_host(f"sparkhvd-{name}"), loopback())
@@ -162,7 +162,7 @@ def _gather(place: LauncherEnv, way: _GatherPlan, endpoint: Endpoint, settings: 
         if way.key is None:
             text["key"] = secrets.token_hex(32)
     advice = (
-        f"Look at the output of {place.launcher} for the others'. Ranks with another number of ranks, or another key, are "
+        f"Look at the output of {place.launcher} for errors of other ranks. A rank with another number of ranks, or another key, is "
         "rejected."
     )
     try:
@@ -229,7 +229,7 @@ class Handover:
         """Write it to a memory descriptor, from which `take` reads it once."""
         descriptor = os.memfd_create(_NAME)
         os.write(descriptor, json.dumps(vars(self)).encode())
-        os.lseek(descriptor, 0, os.SEEK_SET)  # a lock starts there
+        os.lseek(descriptor, 0, os.SEEK_SET)  # `take` locks from this offset
         return descriptor
 
     @classmethod
@@ -244,18 +244,18 @@ class Handover:
         return made if listener is None else replace(made, listener=listener)
 
     def listen(self) -> Listener:
-        """The listener takes over the descriptors."""
+        """Make the rank's listener; it owns the descriptors from then on."""
         return Listener.from_filenos(*self.listener, rebuild(Endpoint, self.endpoint))
 
     def enter(self, listener: Listener) -> Rendezvous:
-        """Make this process the rank: install its rendezvous and, if known, its place."""
+        """Make this process the rank: install its rendezvous and, if known, its rank context."""
         mark()
         # Variables that the user's program sets before init() count.
         ask: Callable[[], Settings] = Settings.resolve
         if self.settings:
             ask = RankSettings(JobSettings.from_json(self.settings), self.before).current
         if self.is_elastic:
-            # Its rank is known once it is in a generation.
+            # A member's rank is known once it has joined a generation.
             join_token = rebuild(JoinToken, read_json(self.job))
             member = ElasticRendezvous(
                 join_token, listener, ask, self.num_threads, self.local_rank, self.gpu
@@ -266,7 +266,7 @@ class Handover:
         job = Job.from_json(self.job)
         made = SocketRendezvous(job, listener, ask)
         install_rendezvous(made)
-        atexit.register(made.close)  # init() may be called again before
+        atexit.register(made.close)  # not at `shutdown()`: `init()` may follow
         install_rank_context(
             RankContext(
                 job.rank, job.size, self.local_rank, job.attempt, self.num_threads, self.gpu

@@ -1,4 +1,4 @@
-"""A rank's place, from the variables of its launcher.
+"""Rank and size of a process, from the variables of its launcher.
 
 `MASTER_ADDR` with `RANK` and `WORLD_SIZE` alone is set for torch.distributed by Kubernetes' operators and by hand.
 A launcher's own variables take precedence.
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Name of torch.distributed's variables without a launcher's own.
+# Launcher's name if only torch.distributed's variables are set.
 PLAIN = "MASTER_ADDR"
 
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """Place of a rank in its launcher's variables.
+    """Rank, size and job of a process, from its launcher's variables.
 
     Attributes:
         launcher: its name.
@@ -49,7 +49,7 @@ class LauncherEnv:
 
     @property
     def is_on_one_host(self) -> bool:
-        """True if all ranks are here."""
+        """Whether all ranks run on this host."""
         if self.local_size:
             return self.local_size == self.size
         return self.master is not None and self.master[0] in _HERE
@@ -65,7 +65,7 @@ class _Launcher:
     """Names of a launcher's variables. In each tuple the first name that is set is used."""
 
     name: str
-    mark: str  # set under this launcher only
+    mark: str  # only this launcher sets it
     rank: str
     size: tuple[str, ...]
     local_size: tuple[str, ...]
@@ -119,7 +119,7 @@ _LAST_PORT = 65535
 
 
 def place_in(variables: Mapping[str, str], parent: int) -> LauncherEnv | None:
-    """None without a launcher, or with one process.
+    """Read the variables of this process's launcher; None without a launcher, or with one process.
 
     A launcher started by another one wins: torchrun over MPI and Slurm, MPI over Slurm, each over torch's variables
     alone. torchrun and MPI together are nested by mistake, unless one of them has a single process, and so are two MPIs
@@ -158,7 +158,7 @@ def place_in(variables: Mapping[str, str], parent: int) -> LauncherEnv | None:
         )
     first = places[0]
     if first.launcher == _PMI and not first.local_size:
-        # srun has set both.
+        # srun's plugin for MPI has set the variables of both.
         return next((place for place in places if place.launcher == "srun"), first)
     return first
 
@@ -247,7 +247,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> La
 # ----------------------------------------------------------------------------------------------------
 # Horovod's variables and questions about MPI.
 
-# One variable of every MPI launcher.
+# One variable of each MPI launcher; it shows that MPI has started the process.
 _MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _CHOICES = {
     "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl"),
@@ -271,7 +271,7 @@ def note_of(variables: Mapping[str, str] | None = None) -> str:
     Args:
         variables: environment; None means this process's.
     """
-    own = os.environ if variables is None else variables  # noqa: TID251 - Horovod's
+    own = os.environ if variables is None else variables  # noqa: TID251 - Horovod's variable
     chosen = [(name, own[name]) for name in _CHOICES if own.get(name)]
     if not chosen:
         return ""
@@ -285,12 +285,12 @@ def note_of(variables: Mapping[str, str] | None = None) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# End of a rank with its launcher: torchrun, mpirun and the like leave orphans if they are killed. A rank watches its
+# A rank ends with its launcher: torchrun, mpirun and the like leave orphans if they are killed. A rank watches its
 # launcher once it starts to connect, and ends with its process group if it leads one. The launcher is the first process
-# above this one without the rank's variables, so a shell or another wrapper may stand between. A shell without them is
-# a script that sets the variables by hand, and may end before its ranks.
+# above this one without the rank's variables, so a shell or another wrapper may stand between. If that process is a
+# shell, a script sets the variables by hand and may end before its ranks, so they do not watch it.
 
-# Time to save after SIGTERM.
+# Time between SIGTERM and SIGKILL, in which a rank may save its state.
 GRACE_S = 2.5
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "busybox")
 _started = threading.Event()
@@ -310,7 +310,7 @@ def end_with_launcher(place: LauncherEnv | None = None) -> None:
     with contextlib.suppress(OSError):  # a kernel or a container without pidfds
         launcher = launcher_of(place)
         descriptor = os.pidfd_open(launcher)
-        if launcher != launcher_of(place):  # it has ended, and the pid may be reused
+        if launcher != launcher_of(place):  # the launcher has ended, and its pid may be reused
             os.close(descriptor)
         elif not _is_shell(launcher):
             _started.set()
@@ -336,7 +336,7 @@ def _is_of_rank(number: int, place: LauncherEnv) -> bool:
     found = None
     with contextlib.suppress(
         OSError, InvalidArgumentError
-    ):  # of another user, or of other launchers
+    ):  # a process of another user, or of other launchers
         text = Path(f"/proc/{number}/environ").read_bytes().decode(errors="replace")
         entries = (entry.partition("=") for entry in text.split("\0"))
         found = place_in({name: value for name, _, value in entries}, place.parent)

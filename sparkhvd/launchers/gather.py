@@ -1,8 +1,8 @@
-"""Gather texts of all ranks at rank 0, the directory of a job.
+"""Exchange of a text of every rank, through rank 0.
 
 Rank 0 listens for the others at a `MeetingPoint`: an abstract Unix socket if they share a host, else a TCP port. Each
-sends its text over an authenticated connection and receives all texts. Used if a launcher gives ranks only their
-numbers, and instead of Spark's `allGather`, which takes a second, with a `local` master.
+other rank sends its text over an authenticated connection and receives all texts. It is used if a launcher gives ranks
+only their numbers. With a `local` master it replaces Spark's `allGather`, which takes a second.
 
 **Trust**: connections authenticate each other as ranks do (`rendezvous`). On a Unix socket, whose key is not secret,
 the kernel names the peer's user, and other users are refused. Texts are neither encrypted nor authenticated
@@ -50,15 +50,15 @@ from sparkhvd.settings import Settings
 from sparkhvd.wire import frame_of, read_json, rebuild
 
 _LONGEST_S = 24.0 * 86400  # longest wait of a selector, in whole days
-# How long a rank may take to connect again.
+# Time in which a rank may connect again.
 _AGAIN_S = 1.0
-# Between two attempts to reach rank 0.
+# Pause between two attempts to reach rank 0.
 _PAUSE_UNIX_S, _PAUSE_TCP_S = 0.005, 0.1
-# How long to try to reach rank 0 if every answer has another key.
+# Time for which a rank tries again if it reaches only processes with another key.
 _REFUSED_S = 10.0
-# When a waiting rank first prints a line, and how often then.
+# Time after which a waiting rank prints its first line, and time between its later lines.
 _SAY_AFTER_S, _SAY_AGAIN_S = 8.0, 60.0
-_ADVICE = "Look for why in Spark's log."
+_ADVICE = "Look for the reason in Spark's log."
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ def _serve(family: int, address: Address) -> socket.socket:
 
 
 def on_this_host(name: str) -> MeetingPoint:
-    """Meet at an abstract Unix socket. The handshake distinguishes jobs, and the kernel users."""
+    """Make a meeting point at an abstract Unix socket; the handshake rejects other jobs, the kernel other users."""
     return MeetingPoint(name, hashlib.sha256(name.encode()).digest())
 
 
 def name_of(key: str, job_id: str, attempt: int) -> str:
-    """Name of the socket. Only processes with the attempt's key can compute it."""
+    """Name of the Unix socket of a launch attempt; only processes with its key can compute it."""
     text = f"sparkhvd tasks {job_id} {attempt}".encode()
     return "sparkhvd-tasks-" + hmac.digest(bytes.fromhex(key), text, "sha256").hex()
 
@@ -179,7 +179,7 @@ def gather(
 
 
 class _Gathering:
-    """One rank's part: an event loop with a deadline."""
+    """One rank's part of the exchange: an event loop with a deadline."""
 
     def __init__(
         self, point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float
@@ -193,7 +193,7 @@ class _Gathering:
         self.loop.start(self._log())
 
     def _log(self) -> Task:
-        """Print which ranks are missing: a wrong name would otherwise be silent until the deadline."""
+        """Print the missing ranks: without this line a wrong host name would show only at the deadline."""
         yield from sleep(_SAY_AFTER_S)
         while sys.stderr is not None:
             sys.stderr.write(
@@ -253,19 +253,19 @@ class _Root(_Gathering):
     def _receive(self, rank: int, sock: socket.socket) -> Task:
         try:
             self._texts[rank] = yield from _read_message(sock)
-        except ConnectionError:  # it may connect again: this process has read its proof too late
+        except ConnectionError:  # the rank connects again if this process read its proof too late
             self._links.pop(rank).close()
             yield from sleep(_AGAIN_S)
             if rank not in self._links:
                 raise
             return
         yield Wait(sock, selectors.EVENT_READ, time.monotonic() + _LONGEST_S)
-        raise ConnectionResetError(f"rank {rank} ended while the ranks met")
+        raise ConnectionResetError(f"rank {rank} ended while the ranks connected")
 
     def missing(self) -> str:
         late = [str(rank) for rank in range(self.job.size) if rank not in self._texts]
         problem = f" ({self._problem})" if self._problem else ""
-        return f"of {self.job.size} ranks these did not come: {', '.join(late)}{problem}"
+        return f"of {self.job.size} ranks these did not connect: {', '.join(late)}{problem}"
 
     def close(self) -> None:
         super().close()
@@ -325,7 +325,7 @@ class _Peer(_Gathering):
                 raise PermissionError(f"{self.point} belongs to another user")
             try:
                 is_known = yield from introduce(self.job, 0, SERVICE_STAGE, sock, until)
-            except OSError as error:  # not rank 0, or not of this job
+            except OSError as error:  # the process is not rank 0, or is of another job
                 self._error = error
                 return
             if is_known:
@@ -335,7 +335,7 @@ class _Peer(_Gathering):
                 self._record_refusal()
 
     def _record_refusal(self) -> None:
-        """Give up if for some time only services with another key have answered."""
+        """Give up once processes with another key have been the only answer for some time."""
         self._error = "the process that listens there has another key or number of ranks"
         self._refused_at = self._refused_at or time.monotonic()
         if time.monotonic() > self._refused_at + _REFUSED_S:
@@ -362,7 +362,7 @@ def _read_message(sock: socket.socket) -> Generator[Wait, None, str]:
     try:
         return (yield from receive_frame(sock, time.monotonic() + _LONGEST_S)).decode()
     except ConnectionError as error:
-        raise ConnectionResetError("another rank ended while the ranks met") from error
+        raise ConnectionResetError("another rank ended while the ranks connected") from error
     except ValueError as error:
         raise ConnectionResetError(f"a rank sent {error}") from error
 
@@ -393,8 +393,8 @@ def network_key(settings: Settings, what: str) -> bytes | None:
         return None
     raise InvalidArgumentError(
         f"{what}: ranks on several hosts need a key with which they authenticate. Put 32 or more random bytes into a file "
-        "on each host, mode 0600, and name it in SPARKHVD_JOB_KEY_FILE; or set SPARKHVD_TRUST_NETWORK=1, and any process that reaches "
-        "rank 0 can join. Under mpirun, init(comm=MPI.COMM_WORLD) with mpi4py needs neither."
+        "on each host, mode 0600, and name it in SPARKHVD_JOB_KEY_FILE; or set SPARKHVD_TRUST_NETWORK=1, which lets any process that reaches "
+        "rank 0 join. Under mpirun, init(comm=MPI.COMM_WORLD) with mpi4py needs neither."
     )
 
 
@@ -421,7 +421,7 @@ def key_from_file(path: Path) -> bytes:
         )
     if len(key) < KEY_BYTES:
         raise InvalidArgumentError(
-            f"{path}: the job's key has {len(key)} bytes. It needs {KEY_BYTES} random ones or more."
+            f"{path}: the job's key has {len(key)} bytes. It needs {KEY_BYTES} random bytes or more."
         )
     return key
 

@@ -41,7 +41,7 @@ from sparkhvd.settings import Settings
 from sparkhvd.topology import RankContext, context, install_rank_context, topology
 from sparkhvd.wire import read_json, rebuild
 
-# Between two tests of a message of MPI.
+# Pause between two tests of an MPI request.
 _PAUSE_S = 0.001
 # Room for a rank's text, whose size MPI needs beforehand; addresses and failures are cut to fit.
 _TEXT_BYTES = 8192
@@ -52,7 +52,7 @@ _METHODS = ("Get_rank", "Get_size", "allgather")
 
 
 class Communicator(Protocol):
-    """Used methods of mpi4py's communicator."""
+    """The methods used of mpi4py's communicator."""
 
     def Get_rank(self) -> int:
         """Number of this process."""
@@ -129,7 +129,7 @@ def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[s
 
 
 def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
-    """Join a communicator's processes, with its ranks. All of them must call this.
+    """Join the processes of a communicator, with their ranks in it. All of them must call this.
 
     Args:
         comm: intracommunicator of any size.
@@ -229,7 +229,7 @@ def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
         return loopback()
     if choice:
         return address_on(choice)
-    # Bridges of containers have the same address on every host.
+    # Container bridges have the same address on every host, so an address that this host has, too, leads nowhere.
     theirs = [each for each in other["addresses"] if each not in own["addresses"]]
     for place in (other["name"], *theirs):
         with contextlib.suppress(OSError):
@@ -242,7 +242,7 @@ def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
 
 
 def _take_place(rank: int, hosts: list[str], cleanup: contextlib.ExitStack) -> None:
-    """Install the program's place in the job until its end, and mark its children as no ranks."""
+    """Install the rank context of this process until `cleanup`, and mark its child processes as no ranks."""
     before = context()
     place = topology(rank, hosts)
     made = RankContext(

@@ -1,4 +1,4 @@
-"""Place of a rank in its job, claimed by one process: the rank's own, or a program that it starts.
+"""Handover of a rank to the first process to call `init()`: its own, or a program started by it.
 
 As with Horovod's variables, `subprocess.run([sys.executable, "train.py"])` in a rank that has not called `init()` makes
 that program the rank. The rank's variables name an abstract Unix socket, at which its launcher (for a script) or the
@@ -7,7 +7,7 @@ otherwise train alone silently.
 
 **Trust**: the name is not secret. The kernel names each side the peer's user, and other users get nothing.
 
-**Threads**: one per place, which waits for programs. A fork of the rank has neither that thread nor the sockets.
+**Threads**: one per claim, which waits for programs. A fork of the rank has neither that thread nor the sockets.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ VARIABLE = "SPARKHVD_PLACE"
 # Longest wait of a program for its answer: the answering process may be busy, or stopped.
 ANSWER_S = 30.0
 _READ_BYTES = 1 << 16
-# 200 KB for a rank with a thousand others.
+# A handover takes 200 KB in a job of a thousand ranks.
 _MOST_BYTES = 64 << 20
 _OWN_JOB = f"To make it a job of its own, start it without {VARIABLE} in its environment."
 
 
 class RankClaim:
-    """Place of a rank until a process has claimed it, and the answer to later ones.
+    """Handover of a rank to the first process to claim it, and refusal of later processes.
 
     Args:
         handover: of the rank.
@@ -66,7 +66,7 @@ class RankClaim:
         threading.Thread(target=self._serve, name="sparkhvd-place", daemon=True).start()
 
     def variables(self, env: Mapping[str, str], *, is_inherited: bool) -> dict[str, str]:
-        """A program finds the place by this variable of the rank.
+        """Environment variable of the rank; programs find this claim by it.
 
         Args:
             env: all other variables of the rank.
@@ -76,7 +76,7 @@ class RankClaim:
         return {VARIABLE: f"{number} {self._name} {os.getpid()} {_launcher_in(env)}"}
 
     def claim(self) -> None:
-        """Claim the place for this process.
+        """Claim the rank for this process.
 
         Raises:
             InvalidArgumentError: another process has it.
@@ -85,7 +85,7 @@ class RankClaim:
             if self._taken_by:
                 raise InvalidArgumentError(
                     f"init(): process {self._taken_by}, which this process has started, has called init() before it and is {self._who} now. Call "
-                    "init() here before such a program starts, or in that program alone."
+                    "init() here before that program starts, or only in that program."
                 )
             take(self.descriptor)
 
@@ -106,7 +106,7 @@ class RankClaim:
         self.close()
 
     def _serve(self) -> None:
-        # Without descriptors or memory for a connection, programs see the end of the socket.
+        # If a connection gets no descriptor or memory, the socket closes, and programs get an error.
         with self._sock, contextlib.suppress(OSError):
             while True:
                 sock, _ = self._sock.accept()
@@ -125,7 +125,7 @@ class RankClaim:
                 fds = [fd for fd in self._listener.filenos() if fd >= 0]
                 sent = socket.send_fds(sock, [content], fds)
                 sock.sendall(content[sent:])
-            except OSError:  # it has ended
+            except OSError:  # the program has ended: the next process may claim the rank
                 os.pwrite(self.descriptor, content, 0)
                 raise
             self._taken_by = _process_of(sock)
@@ -140,7 +140,7 @@ class RankClaim:
 
 
 def _launcher_in(env: Mapping[str, str]) -> str:
-    """Job in a launcher's variables, such as torch's of every rank; "" without them."""
+    """Name of the job in a launcher's variables, such as torch's; "" without any."""
     with contextlib.suppress(InvalidArgumentError):
         place = place_in(env, 0)
         return "" if place is None else place.job
@@ -152,12 +152,12 @@ def _process_of(sock: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[0])
 
 
-# The place of this process, if it is a rank that runs a function.
+# Claim of this process, with its pid, if it is a rank that runs a function.
 _held: list[tuple[RankClaim, int]] = []
 
 
 def hold(handover: Handover, listener: Listener) -> None:
-    """Let programs that this process starts claim its place until it calls `init()`."""
+    """Let programs started by this process claim its rank until it calls `init()`."""
     place = RankClaim(handover, listener, is_own=True)
     variables = os.environ  # noqa: TID251 - the launcher's own
     variables.update(place.variables(variables, is_inherited=False))
@@ -172,7 +172,7 @@ def _forget() -> None:
 
 
 def claim() -> None:
-    """Claim this process's place, if it holds a place.
+    """Claim this process's rank, if it holds a claim.
 
     Raises:
         InvalidArgumentError: a program that it has started has claimed it.
@@ -182,9 +182,9 @@ def claim() -> None:
 
 
 def receive() -> Rendezvous | None:
-    """Become the rank of a place passed by `sparkhvdrun` in a descriptor.
+    """Become the rank that `sparkhvdrun` passes in a descriptor.
 
-    None without a place, or if another process has claimed it.
+    None without a descriptor, or if another process has claimed the rank.
     """
     text = os.environ.get(VARIABLE)  # noqa: TID251 - the launcher's own
     number = (text or "-1").partition(" ")[0]

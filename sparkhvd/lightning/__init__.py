@@ -7,8 +7,9 @@ and limits: docs/lightning.md.
 Resources: the strategy joins the job (`hvd.init()`) when the `Trainer` or the `Fabric` is made, and makes the default group of
 torch.distributed when a run begins. Both last until the process ends, so that one function may run several trainers.
 
-Failure: an exception in a run ends this rank's part in the job, so the others get a `PeerLostError` that names it instead of
-waiting.
+Failure: after an exception in a run this rank leaves the job, so the other ranks get a `PeerLostError` that names the
+    rank
+instead of waiting.
 
 Each module imports only those above it:
 
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FabricStrategy", "SparkhvdStrategy", "TorchEstimator"]
 
-# One class per package; this is the first package's.
+# There is a strategy class for each package; this is the class for the first package.
 SparkhvdStrategy: Any = [register(package) for package in find()][0]
 FabricStrategy: Any = [fabric.register(package) for package in find(FABRICS)][0]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TorchEstimator":  # ranks of a script need no pyspark
+    if name == "TorchEstimator":  # imported late, because ranks of a script need no pyspark
         with needs_pyspark("sparkhvd.lightning.TorchEstimator"):
             return importlib.import_module("sparkhvd.lightning.estimator").TorchEstimator
     raise AttributeError(f"module 'sparkhvd.lightning' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`TorchEstimator` of a LightningModule."""
+"""`TorchEstimator` for a LightningModule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OF_THE_LOOP = (
     *("gradient_compression", "lr_scaling"),
 )
 
-# Arguments of `Trainer` decided by the fit, and the Params for them.
+# Arguments of `Trainer` that the fit decides, and the Params to give instead.
 LIGHTNING_ALONE = {
     "max_epochs": "epochs",
     "devices": "num_proc",
@@ -46,7 +46,7 @@ LIGHTNING_ALONE = {
     "enable_checkpointing": "keep_checkpoints",
     "fast_dev_run": "epochs=1 and few rows",
 }
-# Params of a plain module's fit replaced by a LightningModule or Lightning's trainer: what to do instead.
+# Params that have no effect on a LightningModule, and what to do instead.
 MODULE_OR_TRAINER = {
     **dict.fromkeys(
         ("optimizer", "learning_rate", "weight_decay", "lr_scheduler", "lr_scheduler_interval"),
@@ -140,15 +140,15 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         """Check the values and read them.
 
         Raises:
-            InvalidArgumentError: one is out of range, cannot be used here, or contradicts another.
+            InvalidArgumentError: a value is out of range, has no effect here, or contradicts another value.
         """
         options = super()._options()
         wrap = self._wrap(options)
         self._refuse(options)
-        # Params handled by the loop itself are not rejected as unseen by it.
+        # Leave out Params that the loop handles itself, so that they are not rejected as unused.
         explicit = options.explicit - {"callbacks", *MODULE_OR_TRAINER, *OF_THE_LOOP} | {"train_fn"}
         loop = replace(self._loop(options), wrap=wrap)
-        # For the trial and `transform`, which have no trainer.
+        # Pass the trainer's precision on, because the trial of the model and `transform` have no trainer.
         given = str((self._get("trainer_args") or {}).get("precision"))
         precision = {"16": "16-mixed", "bf16": "bf16-mixed"}.get(given, given)
         return replace(
@@ -160,29 +160,29 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         )
 
     def _wrap(self, options: FitOptions) -> Callable[[TrainFnContext], Any] | None:
-        """None for a LightningModule, else a function that makes a rank's LightningModule from the module.
+        """Return a function that makes a rank's LightningModule from the module; None for a LightningModule.
 
         Raises:
-            InvalidArgumentError: it is no LightningModule.
+            InvalidArgumentError: the model is not a LightningModule.
         """
         if isinstance(options.model, torch.nn.Module):
-            package_of(options.model)  # rejects another module
+            package_of(options.model)  # raises an error for other modules
         return None
 
     def _refused(self) -> Mapping[str, str]:
-        """The Params without effect, and what to do instead."""
+        """Return the Params that have no effect, and what to do instead."""
         return MODULE_OR_TRAINER
 
     def _refuse(self, options: FitOptions) -> None:
         for name, instead in self._refused().items():
             if name in options.explicit and getattr(options, name) not in (None, []):
                 raise InvalidArgumentError(
-                    f"{name} has no effect on a LightningModule: {instead}. Leave it out."
+                    f"{name} has no effect on a LightningModule. Leave it out; instead: {instead}."
                 )
         for name in self._get("trainer_args") or {}:
             if name in LIGHTNING_ALONE:
                 raise InvalidArgumentError(
-                    f"trainer_args has {name!r}, which the fit decides. Give {LIGHTNING_ALONE[name]} instead."
+                    f"trainer_args has {name!r}, but the fit sets this argument. Give {LIGHTNING_ALONE[name]} instead."
                 )
 
     def _loop(self, options: FitOptions) -> LightningLoop:
@@ -214,7 +214,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         )
 
     def _loading(self, options: FitOptions) -> dict[str, Any]:
-        """Arguments of the data module that only Horovod's own readers use."""
+        """Return arguments for the data module that only Horovod's own readers use."""
         return {
             "num_reader_epochs": None,
             "reader_pool_type": "thread",
@@ -227,6 +227,6 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         }
 
     def _row_function(self, options: FitOptions) -> RowFunction | None:
-        """A function on rows that the ranks run instead of `transformation_fn`."""
+        """Return the function on rows that the ranks run instead of `transformation_fn`."""
         del options
         return None

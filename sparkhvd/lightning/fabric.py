@@ -1,7 +1,7 @@
 """`FabricStrategy`: Fabric's DDP strategy on the ranks of a job.
 
-A Fabric program calls `backward` and `step` freely, so its modules stay in DDP, over the job's engine. `SparkhvdStrategy` knows
-the loop of a `Trainer`, and leaves the gradients to the optimizers.
+A Fabric program may call `backward` and `step` in any order, so DDP reduces the gradients, over the job's engine. With
+a `Trainer` the order is known, so `SparkhvdStrategy` lets the optimizers reduce the gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparkhvd.lightning.strategy import check_size, environment_of, join, own_de
 # Arguments of Fabric's strategy decided by the job.
 _DECIDED = ("process_group_backend", "start_method", "timeout")
 
-# Stands for Fabric's DDPStrategy of either package, added by `register` as the next base class.
+# Placeholder for Fabric's DDPStrategy of either package, which `register` adds as the next base class.
 _Base: Any = object
 
 
@@ -39,14 +39,14 @@ class Strategy(_Base):  # type: ignore[misc]
     """
 
     _package: Any
-    # Lightning's.
+    # Attribute of Lightning's class.
     parallel_devices: Any
 
     def __init__(self, *, gradient_as_bucket_view: bool = False, **options: Any) -> None:
         if decided := [name for name in _DECIDED if name in options]:
             raise InvalidArgumentError(
-                f"FabricStrategy({decided[0]}=...): the job has its processes, its backend and its timeouts. Leave it out, or use "
-                "DDPStrategy(process_group_backend='sparkhvd', ...)."
+                f"FabricStrategy({decided[0]}=...): the job already determines processes, backend and timeouts. Leave {decided[0]} out, "
+                "or use DDPStrategy(process_group_backend='sparkhvd', ...)."
             )
         options.setdefault("cluster_environment", environment_of(self._package)())
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **options)
@@ -62,13 +62,13 @@ class Strategy(_Base):  # type: ignore[misc]
             check_size(len(devices), self.num_nodes, is_gpu, place, "Fabric")
             self._own_device = own_device(devices, place)
             self.parallel_devices = [self._own_device] * place.local_size
-        super()._set_world_ranks()  # of rank_zero_only
+        super()._set_world_ranks()  # sets the rank of rank_zero_only
 
     def _configure_launcher(self) -> None:
-        """Start no processes."""
+        """Do nothing, because another launcher has started the processes."""
 
     def _setup_distributed(self) -> None:
-        self._set_world_ranks()  # again after an exception
+        self._set_world_ranks()  # joins again after an exception
         strategy.ensure()
 
     @property
@@ -79,7 +79,7 @@ class Strategy(_Base):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Rank and size for a `DistributedSampler`."""
+        """Rank and number of ranks, as arguments of a `DistributedSampler`."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_module(self, module: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""`train_fn` of the estimator: Lightning's `Trainer` on the batches of a rank."""
+"""The estimator's `train_fn`, which runs Lightning's `Trainer` on the batches of a rank."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from sparkhvd.training.types import TensorBatch
 
 @dataclass(frozen=True, kw_only=True)
 class LightningLoop:
-    """Trainer of a LightningModule; picklable if its parts are.
+    """Trains a LightningModule with Lightning's `Trainer`.
 
     Attributes:
-        callbacks: of Lightning.
-        logger: of Lightning, True for its default, or False.
-        profiler: of Lightning, or None.
-        log_every_n_steps: of Lightning's trainer.
+        callbacks: Lightning's callbacks.
+        logger: a logger of Lightning, True for Lightning's default logger, or False.
+        profiler: a profiler of Lightning, or None.
+        log_every_n_steps: argument of Lightning's trainer.
         trainer_args: further arguments of the trainer.
         columns: order of tuple batches; None for a dict.
         rows: function on rows; None leaves batches unchanged.
@@ -67,7 +67,7 @@ class LightningLoop:
 
     @property
     def feeds_model(self) -> bool:
-        """True if `training_step` receives the columns, which need not fit the module's `forward`."""
+        """Whether `training_step` receives the columns, so that they need not fit the module's `forward`."""
         return self.wrap is None or self.changes_columns
 
     @property
@@ -108,7 +108,7 @@ class LightningLoop:
                 "enable_model_summary": False,
                 "num_sanity_val_steps": 0,
                 "default_root_dir": folder,
-                # A data module gets the rank's share of the rows to read; a sampler would divide that again.
+                # A data module already reads only this rank's share of the rows, which a sampler would divide again.
                 "use_distributed_sampler": self.data_module is None,
                 **self._limits(ctx),
                 **self.trainer_args,
@@ -129,14 +129,15 @@ class LightningLoop:
         _return_best(package, module, ctx, trainer, files)
 
     def _limits(self, ctx: TrainFnContext) -> dict[str, Any]:
-        """Keep Lightning from requesting a validation loader from a data module without validation rows, which may return None as
-        in Horovod.
+        """Return arguments that stop Lightning from asking a data module without validation rows for a loader.
+
+        Such a data module may return None as in Horovod, which Lightning does not accept.
         """
         has_none = self.data_module is not None and ctx.val_loader is None
         return {"limit_val_batches": 0} if has_none else {}
 
     def _data(self, ctx: TrainFnContext) -> dict[str, Any]:
-        """The arguments of `Trainer.fit` that provide the batches."""
+        """Return the arguments of `Trainer.fit` that provide the batches."""
         if self.data_module is not None:
             return {"datamodule": self.data_module(**self._horovod_arguments(ctx))}
         loaders = {"train_dataloaders": self._batches(ctx, ctx.train_loader)}
@@ -181,7 +182,7 @@ class LightningLoop:
 
 
 def _url(files: Store | None, store: Store, folder: str) -> str:
-    """The URL of files read in place, or of a folder of packed files."""
+    """Return the URL of files that are read in place, or of a folder of packed files."""
     return store.full_url(folder) if files is None else files.url
 
 
@@ -195,7 +196,7 @@ def _move(loggers: Any, folder: str) -> None:
 
 @contextlib.contextmanager
 def _log_folder(ctx: TrainFnContext) -> Iterator[str]:
-    """Provide the folder of the run's logs; a temporary folder if the store is no local folder."""
+    """Provide the folder for the run's logs; a temporary folder if the store is not a local folder."""
     path = ctx.store.local_path(f"{ctx.run_dir}/logs")
     if path is not None:
         yield path
@@ -225,14 +226,14 @@ def _return_best(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Lightning's checkpoints in a run: its state in memory, for the run's own checkpoint, and a `ModelCheckpoint`'s files in the
-# run's folder.
-# Checkpoints of a run are read without trust, so the state of Lightning and callbacks must be plain: tensors, numbers, texts, and
-# dicts and lists of these.
+# Lightning's checkpoints in a run: Lightning's state in memory, for the run's own checkpoint, and the files of a
+# `ModelCheckpoint` in the run's folder.
+# Checkpoints of a run are read without trust, so the states of Lightning and of callbacks must be plain: tensors,
+# numbers, texts, and dicts and lists of them.
 
-# Stands for a path: the state in the run's own checkpoint.
+# Path that stands for the state in the run's own checkpoint.
 IN_MEMORY = "sparkhvd:run"
-# Parts already in the run, or that describe the module and not its training.
+# Parts of Lightning's state to omit, because the run has them or they describe the module and not its training.
 _LEFT_OUT = (
     "state_dict",
     *("hyper_parameters", "hparams_type"),
@@ -244,11 +245,11 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype
 class RunFiles:
     """Lightning's files in a run's folder of the store, written by the user's `ModelCheckpoint`.
 
-    They may hold code, which needs trust, so each is read only if it is unchanged since this run wrote it.
+    The files may hold code, so a file is read only if it has not changed since this run wrote it.
 
     Attributes:
-        folder: the path of the folder, for Lightning; private to this rank if the store is no local folder.
-        sums: SHA-256 by name of a file; by path for files elsewhere on this host, written by the user's callback.
+        folder: path of the folder for Lightning; a made-up path if the store is not a local folder.
+        sums: SHA-256 of each file by name, or by path for files that the user's callback wrote elsewhere on this host.
     """
 
     def __init__(self, store: Store, run_dir: str) -> None:
@@ -257,7 +258,7 @@ class RunFiles:
         self.sums: dict[str, str] = {}
 
     def name_of(self, path: str) -> str:
-        """The name of a file by its path; "" outside the folder."""
+        """Return the name of a file by its path; "" for a file outside of the folder."""
         folder, _, name = os.fspath(path).rpartition("/")
         return name if folder == self.folder else ""
 
@@ -287,7 +288,7 @@ class RunFiles:
             where, data = self._store.full_url(path), self._store.read_bytes(path)
         if hashlib.sha256(data).hexdigest() != self.sums.get(name):
             raise StoreError(
-                f"{where} is not what this run has written. It is damaged, or something else writes to its folder."
+                f"{where} has changed since this run wrote it. The file is damaged, or another program writes to its folder."
             )
         loaded: dict[str, Any] = torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=False
@@ -301,9 +302,10 @@ class RunFiles:
 
 
 def checkpoint_io(package: Any, files: RunFiles) -> Any:
-    """Make a `CheckpointIO` of a package of Lightning.
+    """Make a `CheckpointIO` for a package of Lightning.
 
-    `IN_MEMORY` is its attribute `state`. Files of the run go to `files`, others to Lightning's default.
+    The path `IN_MEMORY` stands for the attribute `state`. The run's files are read and written by `files`, other files
+    by Lightning's default.
     """
 
     class RunCheckpointIO(package.plugins.io.TorchCheckpointIO):  # type: ignore[misc]  # of either package
@@ -341,7 +343,7 @@ def plain(value: Any, name: str = "") -> Any:
     """Convert a state to plain containers and numbers.
 
     Raises:
-        InvalidArgumentError: a part is not supported in a checkpoint.
+        InvalidArgumentError: a checkpoint cannot hold a part of the state.
     """
     if isinstance(value, torch.nn.Parameter):
         return value.detach()
@@ -359,21 +361,21 @@ def plain(value: Any, name: str = "") -> Any:
         kind = type(value) if type(value) in (list, tuple, set) else list
         return kind(plain(part, f"{name}[{i}]") for i, part in enumerate(value))
     raise InvalidArgumentError(
-        f"Lightning's state holds {type(value).__name__} in {name}, and checkpoints of a run hold tensors, numbers, texts, and dicts and lists of "
-        "these. Let state_dict() of that callback or scheduler return such."
+        f"Lightning's state holds {type(value).__name__} in {name}, but checkpoints of a run can hold only tensors, numbers, texts, and dicts "
+        "and lists of them. Let state_dict() of this callback or scheduler return only such values."
     )
 
 
 # ----------------------------------------------------------------------------------------------------
-# Bridge between Lightning's trainer and the run of a fit: history, progress, and checkpoints inside and after epochs.
+# Connection of Lightning's trainer to the run of a fit: history, progress, and checkpoints inside and after epochs.
 
 
 class RunState:
     """State of Lightning, for `ctx.keep`.
 
     Attributes:
-        trainer: source of the state; None keeps the last trainer's.
-        rows: of the epoch so far, over all ranks.
+        trainer: trainer whose state is saved; None keeps the last trainer's state.
+        rows: rows of the epoch so far on all ranks.
     """
 
     def __init__(
@@ -388,7 +390,7 @@ class RunState:
 
     @property
     def is_resumed(self) -> bool:
-        """True if a trainer can resume from `IN_MEMORY`."""
+        """Whether a trainer can resume from `IN_MEMORY`."""
         return self._io.state is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -426,13 +428,13 @@ class RunState:
 
 
 def results_of(trainer: Any) -> dict[str, Any]:
-    """Lightning's running results of `self.log(on_epoch=True)` by name, except torchmetrics: the module holds these."""
+    """Return Lightning's running results of `self.log(on_epoch=True)` by name, without torchmetrics of the module."""
     found = getattr(trainer, "_results", None) or {}
     return {name: each for name, each in found.items() if each.is_tensor and each.meta.on_epoch}
 
 
 def sums_of(result: Any) -> tuple[Any, Any]:
-    """The sum of a result, and its number of rows."""
+    """Return the sum of a result, and its number of rows."""
     return result.value.cpu(), getattr(result, "cumulated_batch_size", None)
 
 
@@ -448,7 +450,7 @@ def add_sums(result: Any, sums: tuple[Any, Any]) -> None:
 
 
 class EmptyBatches:
-    """Excludes from logged means the values of a step in which this rank has no rows of its own."""
+    """Excludes the values of a padding batch, in a step without rows on this rank, from logged means."""
 
     def __init__(self, ctx: TrainFnContext) -> None:
         self._ctx = ctx
@@ -473,7 +475,7 @@ class EmptyBatches:
 
 
 def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
-    """Fail a fit when a loss is not finite, by a callback of Lightning."""
+    """Return a callback for Lightning that fails a fit when a loss is not finite."""
 
     class FiniteLosses(package.Callback):  # type: ignore[misc]  # of either package
         def on_train_batch_end(
@@ -482,7 +484,7 @@ def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
             loss = _loss_of(outputs)
             if loss is not None and not math.isfinite(float(loss)):
                 raise InvalidArgumentError(
-                    f"The loss is {float(loss)} in step {batch_idx + 1} of epoch {len(ctx.history) + 1}, and terminate_on_nan is set. Lower "
+                    f"The loss is {float(loss)} in step {batch_idx + 1} of epoch {len(ctx.history) + 1}, but terminate_on_nan is set. Lower "
                     "the learning rate, or clip gradients: trainer_args={'gradient_clip_val': 1.0}."
                 )
 
@@ -490,19 +492,19 @@ def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """The loss from Lightning's argument of `on_train_batch_end`; None for a step without a loss."""
+    """Return the loss from the outputs that Lightning passes to `on_train_batch_end`; None without a loss."""
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
 
 def _shown(trainer: Any, outputs: Any) -> dict[str, float]:
-    """The loss of a step and the module's values for the progress bar."""
+    """Return the loss of a step and the module's values for the progress bar."""
     shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
     loss = _loss_of(outputs)
     return shown if loss is None else {"loss": float(loss), **shown}
 
 
 def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
-    """Write history and checkpoints of a run, by a callback of a Lightning package."""
+    """Return a callback for a Lightning package that writes history and checkpoints of the run."""
     empty = EmptyBatches(ctx)
 
     class Bridge(package.callbacks.Checkpoint):  # type: ignore[misc]  # of either package; runs after all other callbacks
@@ -515,7 +517,8 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
             state.trainer = trainer
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            # A run resumed inside an epoch has no start of that epoch.
+            # Start the epoch here, because Lightning does not call `on_train_epoch_start` when it resumes inside an
+            # epoch.
             rows = state.rows if ctx.start_step else 0
             self.on_train_epoch_start(trainer, pl_module)
             state.rows = rows
@@ -538,7 +541,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
             self._progress.step(
                 batch_idx + 1, ctx.num_global_rows, lambda: _shown(trainer, outputs)
             )
-            # Between two steps of the optimizer there are gradients, which checkpoints do not hold.
+            # Take checkpoints only after an optimizer step, because they do not hold accumulated gradients.
             if not trainer.is_last_batch and not (batch_idx + 1) % trainer.accumulate_grad_batches:
                 ctx.after_step()
 
@@ -555,7 +558,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             record: dict[str, Any] = {n: float(v) for n, v in trainer.callback_metrics.items()}
-            if self._rows:  # else the user provides the batches
+            if self._rows:  # 0 if the user's data module provides the batches
                 seconds = max(time.monotonic() - self._began, 1e-9)
                 record |= {"rows": state.rows, "rows_per_s": self._rows / seconds}
             ctx.log(record)
@@ -567,12 +570,12 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
 # ----------------------------------------------------------------------------------------------------
 # Batches of a rank in the form of Lightning's trainer.
 
-# Batches in flight through a row function.
+# Number of batches that a row function processes ahead.
 _AHEAD = 2
 
 
 def encoded(value: str | bytes) -> Any:
-    """A decoder for columns read by a row function: the bytes of a text or binary value as numbers."""
+    """Encode a text or binary value as an array of its bytes, for columns that a row function reads."""
     data = value.encode() if isinstance(value, str) else value
     return np.frombuffer(data, np.uint8)
 
@@ -582,9 +585,10 @@ class RowFunction:
     """User's function on a row's values by column, run in threads ahead of the training.
 
     Attributes:
-        function: a dict of one row's values in, the same out; numbers are numpy's, in the types of the columns.
-        fields: name, numpy type, shape and whether it may be missing, of fields that it changes or adds.
-        removed: fields of its result to drop from batches.
+        function: function from a dict of a row's values to such a dict; numbers are numpy numbers with the columns'
+            types.
+        fields: name, numpy type, shape, and whether it may be missing, of each field that the function changes or adds.
+        removed: fields of the result to drop from batches.
         texts: text columns.
         binaries: binary columns.
         num_workers: threads.
@@ -598,7 +602,7 @@ class RowFunction:
     num_workers: int = field(default=1)
 
     def row(self, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Call the function on a row of a batch. The result has the types in `fields`."""
+        """Call the function on a row of a batch, and convert the result to the types in `fields`."""
         given = {name: self._value(name, column[number]) for name, column in batch.items()}
         result = dict(self.function(given))
         for name in self.removed:
@@ -617,7 +621,7 @@ class RowFunction:
         return array[()] if isinstance(array, np.ndarray) and array.ndim == 0 else array
 
     def batch(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Stack rows: tensors if all values are arrays or numbers of one shape, else lists."""
+        """Stack rows to a batch: tensors if all values are arrays or numbers of equal shape, otherwise lists."""
         return {name: _stacked([row[name] for row in rows]) for name in rows[0]}
 
     def cast(
@@ -663,14 +667,14 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     if not fits:
         shown = str(dtype).removeprefix("torch.")
         raise InvalidArgumentError(
-            f"transformation_fn returned {name!r} with numbers that {shown} cannot hold, and the model takes it as {shown}. Return others, or "
-            "name the field and its type in transformation_edit_fields."
+            f"transformation_fn returned {name!r} with numbers that {shown}, the type of the model's input, cannot hold. Return other numbers, "
+            "or give the field and its type in transformation_edit_fields."
         )
     return made
 
 
 class LightningBatches:
-    """Batches of a loader, as a dict by column or a tuple; every rank has equally many.
+    """Batches of a loader for Lightning, as dicts by column or tuples; every rank has the same number of batches.
 
     A rank without rows in a step repeats one of its rows, or gets a row of zeros, with a `TrainFnContext.loss_weight` of 0.
     """

@@ -1,8 +1,8 @@
-"""`SparkhvdStrategy`: Lightning's strategy whose optimizers are `DistributedOptimizer`s.
+"""`SparkhvdStrategy`: a strategy for Lightning that makes the optimizers `DistributedOptimizer`s.
 
-The optimizers reduce gradients instead of DDP: parameters unused by a step need no option, and it costs no more than DDP with its
-best options (docs/results/lightning.md). Everything else in Lightning uses torch.distributed's default group, over the same
-engine.
+The optimizers reduce the gradients, and DDP is not used. So a step that does not use some parameters needs no option.
+The cost is not higher than with DDP and its best options (docs/results/lightning.md). Everything else in Lightning uses
+torch.distributed's default group, over the same engine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REDUCTIONS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# Stands for Lightning's ParallelStrategy of either package, added by `register` as the next base class.
+# Placeholder for Lightning's ParallelStrategy of either package, which `register` adds as the next base class.
 _Base: Any = object
 
 
@@ -58,9 +58,10 @@ class Strategy(_Base):  # type: ignore[misc]
     another launcher has started them. A single process is a job of one rank.
 
     Args:
-        lr_scaling: None: learning rates as given; "linear": multiplied by the number of ranks, as in Horovod's strategy.
+        lr_scaling: "linear" multiplies learning rates by the number of ranks, as Horovod's strategy does; None leaves
+            them unchanged.
         broadcast_buffers: broadcast rank 0's buffers (running statistics) before each validation of a fit and at its end.
-        compression: of gradients; this and all others as of `DistributedOptimizer`.
+        compression: compression of gradients; this and the following arguments are those of `DistributedOptimizer`.
         op: the reduction.
         groups: number of buckets.
         sparse_as_dense: send sparse gradients as dense ones.
@@ -73,9 +74,9 @@ class Strategy(_Base):  # type: ignore[misc]
     """
 
     strategy_name = "sparkhvd"
-    is_distributed = True  # Lightning inserts samplers
+    is_distributed = True  # makes Lightning insert distributed samplers
     _package: Any
-    # Lightning's.
+    # Attributes of Lightning's class.
     parallel_devices: Any
     model: Any
     _layer_sync: Any
@@ -104,7 +105,7 @@ class Strategy(_Base):  # type: ignore[misc]
         self._broadcast_buffers = broadcast_buffers
         self._own_device: torch.device | None = None
         self._is_fitting = False
-        # Factor of the loss of the rank's batch, if ranks have different numbers of rows.
+        # Returns the factor for the loss of this rank's batch, if ranks have different numbers of rows.
         self.loss_weight: Callable[[], float] | None = None
         self._options = {
             "compression": compression,
@@ -135,12 +136,12 @@ class Strategy(_Base):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Rank and size for a `DistributedSampler`."""
+        """Rank and number of ranks, as arguments of a `DistributedSampler`."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
         """Prepare the device and torch.distributed."""
-        self.set_world_ranks()  # again after an exception
+        self.set_world_ranks()  # joins again after an exception
         super().setup_environment()
         ensure()
 
@@ -169,7 +170,7 @@ class Strategy(_Base):  # type: ignore[misc]
             )
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the module's optimizers and schedulers, distributed."""
+        """Make the module's optimizers distributed, with their schedulers."""
         super().setup_optimizers(trainer)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         if self._lr_scaling == "linear":
@@ -196,7 +197,7 @@ class Strategy(_Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Only accumulate this rank's gradients in backward passes inside."""
+        """Only accumulate this rank's gradients in backward passes in the block."""
         with hold(self.optimizers):
             yield
 
@@ -206,7 +207,7 @@ class Strategy(_Base):  # type: ignore[misc]
         self._share_buffers()
 
     def on_train_end(self) -> None:
-        """Broadcast rank 0's buffers: checkpoints hold these."""
+        """Broadcast rank 0's buffers, because checkpoints hold rank 0's buffers."""
         super().on_train_end()
         self._share_buffers()
 
@@ -215,7 +216,7 @@ class Strategy(_Base):  # type: ignore[misc]
             hvd.broadcast_parameters(dict(self.lightning_module.named_buffers()), root_rank=0)
 
     def teardown(self) -> None:
-        """End a run: restore the module except its learned state."""
+        """End a run, and restore the module except for its learned state."""
         detach(self.optimizers)
         if isinstance(self._layer_sync, SynchronizedLayers):
             self.model = self._layer_sync.revert(self.model)
@@ -225,14 +226,15 @@ class Strategy(_Base):  # type: ignore[misc]
         """Leave the job, so that the other ranks get an error instead of waiting for this one."""
         super().on_exception(exception)
         if self.world_size > 1 and hvd.is_initialized():
-            if not isinstance(exception, CollectiveError):  # else the others know
+            # The other ranks get a CollectiveError themselves.
+            if not isinstance(exception, CollectiveError):
                 context().engine.abort(f"{type(exception).__name__}: {exception}")
             hvd.shutdown()
 
     # --- Collectives. ---
 
     def barrier(self, *args: Any, **options: Any) -> None:
-        """Wait for all ranks, except after an exception here: the other ranks do not know about it."""
+        """Wait for all ranks; after an exception on this rank return at once, because other ranks do not call this."""
         module = self.lightning_module
         if module is None or module.trainer.state.status != "interrupted":
             hvd.barrier()
@@ -244,7 +246,7 @@ class Strategy(_Base):  # type: ignore[misc]
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks, or over a group of torch's, in place; other values are returned unchanged.
 
-        The mean of whole numbers is a new tensor of float64: Lightning divides by the mean number of rows.
+        The mean of whole numbers is a new float64 tensor, because Lightning divides by the mean number of rows.
 
         Args:
             tensor: any shape.
@@ -289,17 +291,17 @@ def register(package: Any) -> type[Any]:
 def check_size(
     num_devices: int, num_hosts: int, is_gpu: bool, place: Topology, asker: str = "Trainer"
 ) -> None:
-    """Reject numbers that differ from the job's.
+    """Raise an error if the numbers of devices and hosts differ from the job's.
 
-    A strategy cannot see whether the user gave a number. Lightning resolves "auto" to one device on a CPU, and to all devices
-    visible to the process on a GPU: these match every job.
+    A strategy cannot see whether the user gave a number. Lightning replaces "auto" by one device on a CPU, and by all
+    devices visible to the process on a GPU. These numbers are accepted in every job.
 
     Args:
         num_devices: `Trainer(devices=)`, or Lightning's choice.
         num_hosts: `Trainer(num_nodes=)`.
         is_gpu: whether the devices are GPUs.
-        place: this rank's, in the job.
-        asker: Lightning's class with these arguments.
+        place: ranks and hosts of the job, and this rank.
+        asker: name of Lightning's class with these arguments.
 
     Raises:
         InvalidArgumentError: the user requests more or fewer ranks than were started.
@@ -311,12 +313,12 @@ def check_size(
     asked = f"{asker}(devices={num_devices}, num_nodes={num_hosts}, strategy='sparkhvd')"
     if place.size == 1:
         raise InvalidArgumentError(
-            f"{asked}: this process was started alone, and the strategy starts no others. Start {num_devices * num_hosts} ranks: "
+            f"{asked}: this process is a job of one rank, and the strategy does not start processes. Start {num_devices * num_hosts} ranks: "
             f"`sparkhvdrun -np {num_devices * num_hosts} python script.py`, `sparkhvd.run_local(fn, num_proc={num_devices * num_hosts})`, "
             "or `sparkhvd.run(fn)` on Spark; or leave devices and num_nodes out."
         )
     raise InvalidArgumentError(
-        f"{asked} makes {num_devices * num_hosts} ranks, and {place.size} were started, on {hosts} host(s). Leave devices and num_nodes "
+        f"{asked} needs {num_devices * num_hosts} ranks, but {place.size} were started, on {hosts} host(s). Leave devices and num_nodes "
         "out, or give numbers whose product is the number of ranks."
     )
 
@@ -338,13 +340,13 @@ def own_device(devices: Sequence[torch.device], place: Topology) -> torch.device
         return torch.device("cuda", launched.gpu)
     if len(devices) > place.local_rank:
         return devices[place.local_rank]
-    # A requested or visible device: the rank's own, or the first if all see all.
+    # The process sees only its own GPU, or it sees all GPUs of the host.
     visible = torch.cuda.device_count()
     number = 0 if visible == 1 else place.local_rank
     if number >= visible:
         raise InvalidArgumentError(
-            f"SparkhvdStrategy: rank {place.rank} is number {number} of its host and sees {visible} GPUs. Start as many ranks on a host "
-            "as it has GPUs."
+            f"SparkhvdStrategy: rank {place.rank} has the local rank {number}, but sees only {visible} GPUs. Start as many ranks on a host "
+            "as the host has GPUs."
         )
     return torch.device("cuda", number)
 
@@ -352,7 +354,7 @@ def own_device(devices: Sequence[torch.device], place: Topology) -> torch.device
 # ----------------------------------------------------------------------------------------------------
 # Ranks and hosts of the job, for Lightning.
 
-# This rank's place at the last `join()`; Lightning reads it also after the job.
+# Rank and hosts of this process at the last `join()`, because Lightning reads them also after the job.
 _known: list[Topology] = []
 
 
@@ -376,7 +378,7 @@ class _Environment:
 
     @property
     def main_address(self) -> str:
-        return "127.0.0.1"  # never used for a connection: the ranks are connected
+        return "127.0.0.1"  # never used, because the ranks are already connected
 
     @property
     def main_port(self) -> int:
@@ -384,19 +386,19 @@ class _Environment:
 
     @staticmethod
     def detect() -> bool:
-        return False  # the strategy provides it
+        return False  # Lightning must not select it, because the strategy provides it
 
     def world_size(self) -> int:
         return _place().size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has set the number of ranks."""
+        """Do nothing, because the launcher has set the number of ranks."""
 
     def global_rank(self) -> int:
         return _place().rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing, likewise."""
+        """Do nothing, because the launcher has set the rank."""
 
     def local_rank(self) -> int:
         return _place().local_rank
@@ -492,7 +494,7 @@ def _distributed(optimizer: Optimizer, module: nn.Module, options: Mapping[str, 
         return optimizer
     own = {p for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in module.named_parameters() if p in own]
-    # Names for all parameters or for no parameter: a loss may add parameters that the module does not list.
+    # Pass names only if all parameters have names, because a loss may add parameters that the module does not list.
     names = named if len(named) == len(own) else None
     return hvd.DistributedOptimizer(optimizer, names, **options)
 
@@ -530,16 +532,16 @@ def hold(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 def detach(optimizers: Iterable[Optimizer]) -> None:
-    """Stop reducing gradients: after a fit the module belongs to the program."""
+    """Stop reducing gradients, because after a fit the program may use the module alone."""
     for each in optimizers:
         if isinstance(each, Distributed):
             each.detach()
 
 
 def forward_to(optimizers: Sequence[Optimizer], wrappers: Sequence[Any]) -> None:
-    """Let Lightning's wrappers call methods of their optimizers.
+    """Make methods of Lightning's optimizer wrappers call the wrapped optimizers.
 
-    A wrapper copies the class of its optimizer, so that `isinstance` works, but not its state.
+    A wrapper has the class of its optimizer, so that `isinstance` works, but not the optimizer's attributes.
     """
     for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
         if isinstance(optimizer, (Distributed, DistributedAdasum)):
@@ -548,11 +550,11 @@ def forward_to(optimizers: Sequence[Optimizer], wrappers: Sequence[Any]) -> None
 
 
 # ----------------------------------------------------------------------------------------------------
-# Default group of torch.distributed over the job's engine, for requests of Lightning and torchmetrics to torch.
-# The ranks meet through a store that rank 0 serves on its own port: not all launchers provide an address (`MASTER_ADDR`), and
-# Lightning removes `WORLD_SIZE` from the environment. Ranks of one host reach it by loopback alone.
-# Trust: any process that reaches the store can write to it, as with every store of torch. No key passes through it: the engine
-# exists before.
+# Default group of torch.distributed over the job's engine, because Lightning and torchmetrics use torch.distributed.
+# The ranks connect through a store that rank 0 serves on its own port, because not all launchers provide an address
+# (`MASTER_ADDR`), and Lightning removes `WORLD_SIZE` from the environment. Ranks of one host use only loopback.
+# Trust: any process that can reach the store can write to it, as with every store of torch. No key is sent through the
+# store, because the engine already exists.
 
 # Engine of the last group made by this module.
 _made: list[weakref.ref[Engine]] = []
@@ -570,7 +572,7 @@ def ensure() -> None:
         if not _made or _made[0]() is engine:
             _check_place(engine)
             return
-        dist.destroy_process_group()  # of a job that has ended
+        dist.destroy_process_group()  # the group belongs to a job that has ended
     dist.init_process_group(
         "sparkhvd", store=_store(engine), rank=engine.rank, world_size=engine.size
     )
@@ -581,8 +583,8 @@ def _check_place(engine: Engine) -> None:
     found = dist.get_rank(), dist.get_world_size()
     if found != (engine.rank, engine.size):
         raise InvalidArgumentError(
-            f"SparkhvdStrategy: this process is rank {found[0]} of {found[1]} in torch.distributed's default group, and rank "
-            f"{engine.rank} of {engine.size} in sparkhvd's job. Leave init_process_group() to the strategy."
+            f"SparkhvdStrategy: this process is rank {found[0]} of {found[1]} in torch.distributed's default group, but rank "
+            f"{engine.rank} of {engine.size} in sparkhvd's job. Do not call init_process_group(); the strategy calls it."
         )
 
 
@@ -610,7 +612,7 @@ def _store(engine: Engine) -> Store:
 
 
 def _address(engine: Engine) -> str:
-    """This rank's first address. The others reach it there."""
+    """Return the first address at which other ranks reach this rank."""
     if len(set(engine.topology.hosts)) == 1:
         return loopback()
     launched = rendezvous.current_rendezvous()
@@ -653,10 +655,10 @@ def is_module(module: Any) -> bool:
 
 
 def package_of(module: Any) -> Any:
-    """The package whose LightningModule a module is.
+    """Return the package whose LightningModule class the module has.
 
     Raises:
-        InvalidArgumentError: it is no LightningModule.
+        InvalidArgumentError: the module is not a LightningModule.
     """
     for name in NAMES:
         package = sys.modules.get(name)  # the module's class has imported it

@@ -1,10 +1,11 @@
 """Find the fastest settings during training.
 
-`Search` chooses the settings to try next from the speeds of earlier ones, without a clock or an engine. `Tuner`
-counts steps, measures, and changes every rank at the same place: rank 0 decides, and broadcasts its decision,
-an operation in the agreed order of all ranks.
+`Search` chooses the settings to try next by the speeds of earlier settings, without a clock or an engine. `Tuner`
+counts
+steps, measures speeds, and changes the settings of all ranks between the same two operations: rank 0 decides, and
+broadcasts its decision as an operation in the common order of all ranks.
 
-Only knobs that cannot change bits of results are tuned, unless `autotune="all"` allows the others.
+Only knobs that cannot change the bits of results are tuned, unless `autotune="all"` allows all knobs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sparkhvd.wire import read_json, rebuild
 
 _FORMAT = 1
 _ENGINE_KNOBS = ("chunk_bytes", "streams")
-# With more hosts, allreduce uses a ring (native/src/communicator.cc).
+# With more hosts than this, allreduce uses a ring (native/src/communicator.cc).
 _DIRECT_RANKS = 16
 
 
@@ -40,9 +41,9 @@ class TunedKnob:
     """Setting that may be tuned.
 
     Attributes:
-        name: the setting.
-        values: candidates, ascending.
-        start: the initial value; one of `values`.
+        name: name of the setting.
+        values: candidate values, ascending.
+        start: initial value, which is in `values`.
     """
 
     name: str
@@ -58,7 +59,7 @@ class TunedKnob:
 
     @classmethod
     def powers(cls, name: str, start: int, *, low: int, high: int) -> TunedKnob:
-        """A knob of the powers of two from `low` to `high`, and of `start`."""
+        """Make a knob whose values are the powers of two from `low` to `high`, and `start`."""
         values = {1 << p for p in range(low.bit_length() - 1, high.bit_length())}
         return cls(name, tuple(sorted({v for v in values if low <= v <= high} | {start})), start)
 
@@ -66,11 +67,11 @@ class TunedKnob:
 class Search:
     """Coordinate descent on a grid, one knob and one step at a time, robust to noise.
 
-    A candidate is compared with the best so far in turns (best, candidate, best, candidate, ...), so that a temporary slowdown of
-    the machine affects both. It replaces the best when the median of its speed relative to its neighbour in time is more than
-    `gain` above 1, and is dropped early, after two pairs, without a chance. Two steps of the grid are tried before one, so that a
-    plateau does not end the search. When no step of any knob helps, the best is compared with the start again, in case noise has
-    chosen it.
+    A candidate is measured alternately with the best settings so far (best, candidate, best, candidate, ...), so that a
+    temporary slowdown of the machine affects both. It replaces the best settings if the median of its relative speeds
+    is more than `gain` above 1. It is dropped after two pairs if it is clearly slower. Moves by two steps of the grid
+    are tried before moves by one step, so that a plateau does not end the search. When no move of any knob helps, the
+    best settings are compared with the start again, in case noise has chosen them.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Search:
         self._best = [knob.values.index(knob.start) for knob in knobs]
         self._best_speeds: list[float] = []
         self._first_speed: float | None = None
-        self._failed = 0  # moves since the last successful one
+        self._failed = 0  # number of moves since the last move that helped
         self._moves = [
             (number, stride * sign)
             for number in range(len(knobs))
@@ -113,12 +114,12 @@ class Search:
 
     @property
     def best(self) -> dict[str, int]:
-        """The fastest settings so far."""
+        """Fastest settings so far."""
         return self._values(self._best)
 
     @property
     def choice(self) -> dict[str, int]:
-        """The settings of the next window."""
+        """Settings to measure in the next window."""
         if self._tries_candidate and self._candidate is not None:
             return self._values(self._candidate)
         return self.best
@@ -144,7 +145,7 @@ class Search:
         self._tries_candidate = False
         before = self._best_speeds[-1]
         self._pairs.append(speed / before if before > 0 else math.inf)
-        # The start is preferred without a gain; the best needs one.
+        # In the last comparison the start wins unless it is slower; in other comparisons the candidate must be faster.
         least = 1 - self._gain if self._meets_start else 1 + self._gain
         if len(self._pairs) == 2 and max(self._pairs) < 1 - self._hopeless:
             self._judge(speed, helps=False)
@@ -167,7 +168,7 @@ class Search:
         self._advance()
 
     def _advance(self) -> None:
-        """Choose the next candidate: repeat a move while it helps."""
+        """Choose the next candidate; a move is repeated as long as it helps."""
         self._pairs = []
         self._candidate = None
         while self._failed < len(self._moves):
@@ -190,16 +191,17 @@ class Search:
 
 
 class Tuner:
-    """Tuner during training: call `step` between steps, on every rank alike.
+    """Tuner of the engine's settings during training; every rank must call `step` between the same steps.
 
     Args:
-        engine: this rank's; its setting `autotune_file` is the file of the choice.
-        knobs: the same on every rank, all currently at their start values.
-        apply: applies settings outside the engine; called on every rank at the same place, with all knobs.
-        measure: bytes reduced so far; None reads the engine's counter.
-        warmup_steps: unmeasured steps at the beginning of each window, in which a change settles.
+        engine: engine of this rank; its setting `autotune_file` names the file of the chosen settings.
+        knobs: knobs, equal on every rank; all have their start values now.
+        apply: function that applies settings outside the engine, called with all knobs between the same steps on every
+            rank.
+        measure: function that returns the bytes reduced so far; None reads the engine's counter.
+        warmup_steps: steps at the beginning of each window that are not measured, so that a change takes effect.
         window_steps: measured steps of each window.
-        seconds: the clock.
+        seconds: function that reads the clock in s.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class Tuner:
         self._window_steps = window_steps
         self._seconds = seconds
         self._file = engine.settings.autotune_file
-        self._search = Search(knobs)  # used on rank 0 only
+        self._search = Search(knobs)  # only rank 0 uses it
         self._values = self._search.best
         self._is_loaded = False
         self._number = 0
@@ -230,14 +232,14 @@ class Tuner:
 
     @property
     def values(self) -> dict[str, int]:
-        """The settings in effect."""
+        """Settings in effect."""
         return dict(self._values)
 
     def step(self) -> None:
-        """Count a finished training step without gradients in flight; measure and change settings if due."""
+        """Count a training step after all gradients are reduced; measure, and change settings after a window."""
         if self.is_done:
             return
-        if self._number == 0:  # a saved choice precedes the first measurement
+        if self._number == 0:  # load a saved choice before the first measurement
             self._decide()
             return
         self._steps += 1
@@ -269,7 +271,7 @@ class Tuner:
                 dtype=DType.INT64,
                 keep=array,
             ).wait()
-        except MismatchError as error:  # new ranks: raised on every rank
+        except MismatchError as error:  # the set of ranks has changed: every rank gets this error
             self._notify(f"stopped, because not every rank takes part any more ({error})")
             self.is_done = True
             return
@@ -285,7 +287,7 @@ class Tuner:
             self._conclude()
 
     def _configure(self, values: Mapping[str, int]) -> None:
-        """Change the engine's settings by an operation, so that every rank changes between the same two others."""
+        """Change the engine's settings by an operation, so that every rank changes between the same two operations."""
         settings = {name: values[name] for name in _ENGINE_KNOBS if name in values}
         if settings:
             self._engine.configure(**settings).wait()
@@ -311,7 +313,8 @@ class Tuner:
 
     def _notify(self, text: str) -> None:
         if self._engine.rank == 0:
-            with contextlib.suppress(OSError, ValueError):  # no stderr is no reason to stop
+            # A closed stderr must not stop the training.
+            with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(f"sparkhvd autotune: {text}.\n")
 
     # --- The file. ---
@@ -334,7 +337,7 @@ class Tuner:
             raise
 
     def _load(self) -> dict[str, int] | None:
-        """The choice of an earlier run with the same ranks and knobs, or None."""
+        """Load the choice of an earlier run with the same ranks and knobs; None without it."""
         if not self._file or not Path(self._file).exists():
             return None
         try:
@@ -342,7 +345,7 @@ class Tuner:
             fits = content["format"] == _FORMAT and content["world"] == self._world()
             choice = rebuild(dict[str, int], content["choice"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._notify(f"{self._file} is not what autotune writes ({error!r}); tuning again")
+            self._notify(f"{self._file} is not a file of autotune ({error!r}); tuning again")
             return None
         for knob in self._search.knobs:
             low, high = knob.values[0], knob.values[-1]
@@ -358,12 +361,13 @@ class Tuner:
 
 
 def knobs(engine: Engine) -> list[TunedKnob]:
-    """The knobs that may be tuned between these ranks, by their settings."""
+    """List the knobs that may be tuned, as the settings of these ranks allow."""
     settings, topology = engine.settings, engine.topology
     hosts = len(set(topology.hosts)) if settings.shared_memory else topology.size
     may_change_bits = settings.tuning == "all"
     tuned = []
-    # In a ring the order of an element's addends depends on its position in bucket and chunk.
+    # In a ring, bucket and chunk sizes decide the order in which the values of an element are added, and so may change
+    # bits.
     is_ring = hosts > _DIRECT_RANKS
     if not is_ring or may_change_bits:
         tuned.append(

@@ -21,21 +21,21 @@ _MOST_COLUMNS = 3
 
 
 class LivePlot:
-    """Callback for `progress=` that draws losses and metrics in a notebook, validation beside training.
+    """Callback for `progress=` that draws training and validation curves in a notebook.
 
     Each fit has its own figure, replaced after each epoch. Outside a notebook, or without matplotlib, it does nothing.
 
         TorchEstimator(..., progress=sparkhvd.LivePlot())
 
     Args:
-        names: losses, metrics or other keys of the records, without "val_", such as ["loss", "rows_per_s"]; None: all losses and
-        metrics.
+        names: losses, metrics or other keys of the records, without "val_", such as ["loss", "rows_per_s"]; None draws
+            all losses and metrics.
     """
 
     def __init__(self, names: Sequence[str] | None = None) -> None:
         if isinstance(names, str):
             raise InvalidArgumentError(
-                f"LivePlot({names!r}): names is a list, such as [{names!r}]."
+                f"LivePlot({names!r}): names must be a list, such as [{names!r}]."
             )
         self._names = None if names is None else list(names)
         self._records: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ class LivePlot:
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Draw the curves up to this epoch."""
         if self._records and number(record.get("epoch")) <= number(self._records[-1].get("epoch")):
-            self._records, self._display_id = [], ""  # another fit
+            self._records, self._display_id = [], ""  # a new fit has begun
         self._records.append(dict(record))
         if (shown := _notebook()) is None:
             return
@@ -62,7 +62,7 @@ class LivePlot:
 
 
 def _notebook() -> Any:
-    """`IPython.display` in a Jupyter kernel, else None."""
+    """Return the module `IPython.display` in a Jupyter kernel, else None."""
     ipython: Any = sys.modules.get("IPython")
     if getattr(ipython and ipython.get_ipython(), "kernel", None) is None:
         return None
@@ -75,7 +75,7 @@ def measured(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Figure:
-    """Draw curves over the epochs, a plot for each name, validation beside training.
+    """Draw training and validation curves over the epochs, one plot per name.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -87,7 +87,8 @@ def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F
     figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
     epochs = [number(r.get("epoch", i + 1)) for i, r in enumerate(records)]
     known = dict.fromkeys(key for record in records for key in record)
-    marker = "." if len(records) <= 30 else ""  # one epoch has no line
+    # Without markers, a single epoch would not be visible.
+    marker = "." if len(records) <= 30 else ""
     for index, name in enumerate(names):
         axes, shown = figure.add_subplot(rows, columns, index + 1), []
         keys = paired([k for k in known if k in (name, f"train_{name}", f"val_{name}")])
@@ -99,11 +100,11 @@ def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F
                 shown += values
         axes.set(title=name, xlabel="epoch")
         axes.locator_params(axis="x", integer=True)
-        if is_logarithmic(shown):  # as in the report
+        if is_logarithmic(shown):  # the report decides the scale in the same way
             axes.set_yscale("log")
         if axes.get_lines():
             axes.legend()
-    # For a notebook, which shows a figure by itself only after `%matplotlib inline`.
+    # Let a notebook show the figure; without this it does so only after `%matplotlib inline`.
     figure._repr_png_ = functools.partial(_picture, figure)  # type: ignore[attr-defined]
     return figure
 

@@ -1,6 +1,6 @@
-"""Load of a rank's process, sampled once per second: CPU, memory, and its GPU's load from NVIDIA's library.
+"""Sample the load of a rank's process once per second: CPU, memory, and its GPU's load by NVIDIA's library.
 
-Threads: one, active for 0.1 ms per second. Failure: an unavailable value is NaN.
+Threads: one thread, which works for 0.1 ms per second. Failure: an unavailable value is NaN.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Sample(NamedTuple):
 
     Attributes:
         time: seconds since 1970.
-        cpu_percent: of all its threads; 100 is one CPU.
+        cpu_percent: CPU use of all its threads; 100 means one CPU.
         rss_megabytes: resident memory, 10^6 bytes.
         gpu_percent: share of the second in which its GPU ran a kernel of any process.
-        gpu_megabytes: memory in use on its GPU, by any process.
+        gpu_megabytes: memory that all processes use on its GPU.
     """
 
     time: float
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     gpu_megabytes: float = math.nan
 
 
-# Names of a sample's numbers, equal to MLflow's where they exist.
+# Attribute of a sample -> name of the metric, which is MLflow's name if MLflow has the metric.
 METRICS = {
     "cpu_percent": "cpu_utilization_percentage",
     "rss_megabytes": "rss_megabytes",
@@ -45,18 +45,18 @@ METRICS = {
 
 
 class LoadMonitor:
-    """Samples of this process until `close`."""
+    """Sampler of this process's load, which runs until `close`."""
 
     def __init__(
         self,
         gpu: Callable[[], tuple[float, float]] | None = None,
         notify: Callable[[Sample], object] | None = None,
     ) -> None:
-        """Prepare to sample.
+        """Prepare sampling; `start` starts it.
 
         Args:
-            gpu: returns percent and megabytes of the rank's GPU.
-            notify: receives each sample, in the thread; None keeps them for `take`.
+            gpu: function that returns percent and megabytes of the rank's GPU.
+            notify: function that the thread calls with each sample; None keeps the samples for `take`.
         """
         self._gpu = gpu
         self._notify = notify
@@ -71,7 +71,7 @@ class LoadMonitor:
             self._thread.start()
 
     def take(self) -> list[Sample]:
-        """The samples since the last call."""
+        """Return the samples since the last call."""
         samples, self._samples = self._samples, []
         return samples
 
@@ -91,7 +91,8 @@ class LoadMonitor:
             sample = Sample(time.time(), percent, _rss_megabytes(), *gpu)
             (self._notify or self._samples.append)(sample)
             before, used = now, now_used
-            due = max(due + _INTERVAL_S, now + _INTERVAL_S / 2)  # not twice after a stop
+            # After a pause of the process, skip missed samples.
+            due = max(due + _INTERVAL_S, now + _INTERVAL_S / 2)
 
 
 def _cpu_s() -> float:
@@ -134,7 +135,7 @@ class Gpu:
         return cls(library, handle)
 
     def __call__(self) -> tuple[float, float]:
-        """Percent and megabytes in use."""
+        """Return the percent and megabytes in use."""
         rates, memory = _Utilization(), _Memory()
         percent = megabytes = math.nan
         if not self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(rates)):

@@ -1,8 +1,8 @@
-"""Timeline of a job: the ranks' waits for each other, in Chrome's trace format (open it in ui.perfetto.dev).
+"""Write a timeline of a job in Chrome's trace format, which ui.perfetto.dev opens; it shows the ranks' waits.
 
-The engine writes the file of one rank (`Engine.start_timeline`); this module combines those of several ranks. By default only
-rank 0 writes, as in Horovod. With `all_ranks` the others do too, into unnamed files. `stop` gathers them on rank 0, shifts their
-times to rank 0's clock, and replaces rank 0's file, which holds rank 0 alone until then, by the whole.
+The engine writes the file of one rank (`Engine.start_timeline`); this module merges the files of several ranks. By
+default only rank 0 writes, as in Horovod. With `all_ranks` the other ranks write, too, into unnamed files. `stop`
+gathers these files on rank 0, shifts their times to rank 0's clock, and replaces rank 0's own file by the merged file.
 
 **Clocks.** No rank leaves a barrier before all ranks have entered it. With o = clock of rank r minus clock of rank
 0, each barrier therefore bounds o from both sides: entered(r) - left(0) <= o <= left(r) - entered(0). The
@@ -33,10 +33,10 @@ from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.wire import read_json
 
 _BARRIERS = 12
-# Bytes of all ranks together per round of gathering: bounds memory, not the length of a timeline.
+# Bytes that all ranks together send per round of gathering. This limits memory, not the length of a timeline.
 _ROUND_BYTES = 16 << 20
 _TIME = re.compile(r'"ts":(-?\d+\.\d{3})')
-# Pattern in the head of an engine's file, written when its timeline starts.
+# The engine writes its start time into the head of its file; pattern of the time, and bytes of the head.
 _ORIGIN, _HEAD_BYTES = re.compile(rb'"start_monotonic_ns":(\d+)'), 4096
 
 
@@ -45,9 +45,9 @@ class _Recording:
     """This rank's part of a timeline of all ranks.
 
     Attributes:
-        path: of the merged file on rank 0.
-        file: of this rank.
-        spans: of the training's own work on this rank; may be disabled.
+        path: path of the merged file on rank 0.
+        file: file of this rank.
+        spans: spans of the training's own work on this rank; may be disabled.
     """
 
     path: str
@@ -67,18 +67,19 @@ def start(
     all_ranks: bool = False,
     spans: Spans | None = None,
 ) -> None:
-    """Start writing a timeline, ending the current one.
+    """Start writing a timeline, and end the current timeline.
 
     Args:
-        engine: this rank's.
-        path: a file on rank 0, made or overwritten.
+        engine: engine of this rank.
+        path: file on rank 0, which is made or overwritten.
         mark_cycles: also mark when a thread begins to drive the engine.
-        all_ranks: every rank records, and every rank must call this and later `stop`. Without it the other
-            ranks do nothing here.
-        spans: to start with it and to include in the file of `stop`; with `all_ranks` only.
+        all_ranks: True records every rank: then every rank must call this function, and later `stop`. If False, this
+            call has no effect on ranks other than 0.
+        spans: spans to start with the timeline and to include in the merged file; only with `all_ranks`.
 
     Raises:
-        InvalidArgumentError: the file cannot be written; with `all_ranks` on every rank, naming the rank.
+        InvalidArgumentError: the file cannot be written; with `all_ranks` every rank raises it, and the message names
+            the rank.
     """
     path = os.fspath(path)
     _recordings.pop(engine, None)
@@ -93,7 +94,7 @@ def start(
             engine.start_timeline(path, mark_cycles=mark_cycles)
             _recordings[engine] = _Recording(path, open(path, "rb"), spans)  # noqa: SIM115 - closed by stop()
         else:
-            # Unnamed, so that a killed process leaves no orphan.
+            # The file has no name, so that a killed process leaves no file behind.
             file = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")  # noqa: SIM115 - closed by stop()
             _recordings[engine] = _Recording(path, file, spans)
             engine.start_timeline(f"/proc/self/fd/{file.fileno()}", mark_cycles=mark_cycles)
@@ -107,17 +108,17 @@ def start(
         _forget(engine)
         raise InvalidArgumentError(
             f"start_timeline({path!r}, all_ranks=True): "
-            f"{'; '.join(trouble.removesuffix('.') for trouble in troubles)}. Give a path that rank 0 may write, and "
-            "room in the temporary folder of every rank."
+            f"{'; '.join(trouble.removesuffix('.') for trouble in troubles)}. Give a path that rank 0 may write, and free "
+            "space in the temporary folder of every rank."
         )
 
 
 def stop(engine: Engine) -> None:
-    """End the timeline, if any. Collective if it was started with `all_ranks`.
+    """End the timeline, if any; a collective call if it was started with `all_ranks`.
 
     Raises:
         InvalidArgumentError: rank 0 could not write the merged file (raised on every rank).
-        CollectiveError: a rank is gone; the file has rank 0's part.
+        CollectiveError: a rank is lost; the file has only rank 0's part.
     """
     engine.stop_timeline()
     recording = _recordings.get(engine)
@@ -141,13 +142,13 @@ def stop(engine: Engine) -> None:
         _forget(engine)
     if trouble:
         raise InvalidArgumentError(
-            f"stop_timeline(): rank 0 could not write {recording.path!r}: {trouble.decode()}. Make room, or "
+            f"stop_timeline(): rank 0 could not write {recording.path!r}: {trouble.decode()}. Free disk space, or "
             "give another path."
         )
 
 
 def abandon(engine: Engine) -> None:
-    """End the timeline after an error without notifying the other ranks: the file has rank 0's part, without spans."""
+    """End the timeline after an error, without the other ranks; the file has only rank 0's part, without spans."""
     with contextlib.suppress(SparkhvdError):
         engine.stop_timeline()
     _forget(engine)
@@ -161,7 +162,7 @@ def _forget(engine: Engine) -> None:
 
 
 def _origin_ns(file: IO[bytes]) -> int:
-    """Time 0 of the engine's timeline, by `time.monotonic_ns`."""
+    """Read time 0 of the engine's timeline, in ns of `time.monotonic_ns`."""
     found = _ORIGIN.search(os.pread(file.fileno(), _HEAD_BYTES, 0))
     if found is None:
         raise OSError("the timeline has no beginning")
@@ -174,11 +175,11 @@ def _origin_ns(file: IO[bytes]) -> int:
 def clock_offset(
     own: Sequence[tuple[int, int]], reference: Sequence[tuple[int, int]]
 ) -> tuple[int, int]:
-    """How far a rank's clock is ahead of the reference's, from the times at which both passed the same barriers.
+    """Compute how far a rank's clock is ahead of a reference clock from the times at the same barriers.
 
     Args:
-        own: (entered, left) of the rank, one per barrier, ns of its clock.
-        reference: the same of the reference.
+        own: (entered, left) of the rank for each barrier, in ns of its clock.
+        reference: (entered, left) of the reference for each barrier, in ns of its clock.
 
     Returns:
         The offset and its maximal error, in ns.
@@ -193,8 +194,8 @@ def merge(files: Iterable[IO[bytes]], offsets: Sequence[int]) -> Iterator[str]:
     """Merge several ranks' traces into one, piece by piece, with times of rank 0's clock.
 
     Args:
-        files: the ranks' files, as the engine wrote them, rank 0's first.
-        offsets: by rank, how far its clock is ahead of rank 0's, in ns.
+        files: files that the engines of the ranks wrote, in the order of the ranks.
+        offsets: how far each rank's clock is ahead of rank 0's clock, in ns.
 
     Raises:
         ValueError: a file was not written by the engine.
@@ -228,12 +229,12 @@ def _start_of(line: str) -> int:
 def _shifted(line: str, shift_us: float | None) -> str:
     if not shift_us:
         return line
-    # The time precedes all user-given names, so it is the first match.
+    # The first match is the time, because it precedes all names that users choose.
     return _TIME.sub(lambda match: f'"ts":{float(match[1]) + shift_us:.3f}', line, count=1)
 
 
 def _write(path: str, pieces: Iterable[str]) -> None:
-    """Write a complete file, then replace the old one."""
+    """Write a complete file, then replace the old file."""
     target = Path(path).resolve()
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
@@ -250,13 +251,13 @@ def _write(path: str, pieces: Iterable[str]) -> None:
 
 
 def _name(engine: Engine) -> str:
-    """A new name for an operation, equal on every rank."""
+    """Make a new name for an operation, which is equal on every rank."""
     counter = _numbers.setdefault(engine, itertools.count())
     return f"sparkhvd.timeline.{next(counter)}"
 
 
 def _exchange(engine: Engine, value: bytes) -> list[bytes]:
-    """Every rank's `value`, by rank."""
+    """Gather the `value` of every rank, by rank."""
     source = ctypes.create_string_buffer(value, len(value) or 1)
     view = TensorView(ctypes.addressof(source), 0, (len(value),))
     work = engine.allgather(view, name=_name(engine), dtype=DType.UINT8, keep=source)
@@ -268,7 +269,7 @@ def _exchange(engine: Engine, value: bytes) -> list[bytes]:
 
 
 def _measure_offsets(engine: Engine) -> list[int]:
-    """Measure, by rank, how far its clock is ahead of rank 0's, in ns."""
+    """Measure how far each rank's clock is ahead of rank 0's clock, in ns."""
     moments: list[tuple[int, int]] = []
     for _ in range(_BARRIERS):
         work_name = _name(engine)
@@ -284,7 +285,7 @@ def _measure_offsets(engine: Engine) -> list[int]:
 def _gather(
     engine: Engine, own: Sequence[IO[bytes]], opened: contextlib.ExitStack
 ) -> list[IO[bytes]]:
-    """On rank 0 every rank's `own` files joined, by rank, open as long as `opened`; empty elsewhere."""
+    """Gather the files of every rank on rank 0, joined per rank and open as long as `opened`; [] on other ranks."""
     chunk = max(4096, _ROUND_BYTES // engine.size)
     own[0].seek(0)
     files: list[IO[bytes]] = []
@@ -306,19 +307,19 @@ def _read(files: Sequence[IO[bytes]], num_bytes: int) -> bytes:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Spans of a training's own work, such as "forward", for a timeline of all ranks: one lane of each rank, above those of
-# operations.
-# Times are the host's: on a GPU a span ends when its work is queued. Threads: only the training's. Failure: a full disk only ends
-# the spans.
+# Spans of a training's own work, such as "forward", for a timeline of all ranks. Each rank has one lane of spans, above
+# the lanes of operations.
+# Times are taken on the host: on a GPU a span ends when its work is queued. Threads: only the training thread. Failure:
+# a full disk ends the recording of spans, and nothing else.
 
 T = TypeVar("T")
 
-# Number of the lane; the engine numbers its own from 0.
+# Number of the lane of spans; the engine numbers its own lanes from 0.
 _LANE = 1 << 20
 
 
 class Spans:
-    """Spans of one rank; disabled until a timeline begins, and then as cheap as a context manager per call."""
+    """Recorder of spans of one rank, which is disabled until a timeline begins."""
 
     def __init__(self) -> None:
         """Start disabled."""
@@ -330,8 +331,8 @@ class Spans:
         """Start recording into an unnamed file.
 
         Args:
-            rank: of this process.
-            origin_ns: time 0 of the timeline, by `time.monotonic_ns`.
+            rank: rank of this process.
+            origin_ns: time 0 of the timeline, in ns of `time.monotonic_ns`.
 
         Raises:
             OSError: the temporary folder cannot be written.
@@ -347,20 +348,20 @@ class Spans:
         self._file = file
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Record a block as a span; `name` holds no quotes."""
+        """Record a block as a span; `name` must not hold quotes."""
         return _NOTHING if self._file is None else _Span(self, name)
 
     def timed(self, values: Iterator[T], name: str) -> Iterator[T]:
-        """Yield values, and record the wait for each as a span."""
+        """Yield values, and record the wait for each value as a span."""
         while True:
             with self.span(name):
                 value = next(values, _END)
             if value is _END:
                 return
-            yield value  # type: ignore[misc]  # no end
+            yield value  # type: ignore[misc]  # the value is not the end marker
 
     def add(self, name: str, began_ns: int, ended_ns: int) -> None:
-        """Record a span by its times of `time.monotonic_ns`."""
+        """Record a span by its begin and end in ns of `time.monotonic_ns`."""
         if self._file is None:
             return
         at, length = (began_ns - self._origin_ns) / 1000, (ended_ns - began_ns) / 1000
@@ -374,7 +375,7 @@ class Spans:
             self.close()
 
     def rewound(self) -> IO[bytes] | None:
-        """Stop recording; return the file of its lines, at their beginning. The caller closes it."""
+        """Stop recording; return the file of the lines, positioned at its beginning, which the caller closes."""
         file, self._file = self._file, None
         if file is not None:
             file.seek(0)

@@ -36,18 +36,19 @@ _REPLY = struct.Struct(f"!{NONCE_BYTES}s{MAC_BYTES}s")
 # A notice: magic, the rank that reports, generation, news, the rank it is about, proof. Longer than a hello.
 NOTICE = struct.Struct(f"!8sIIBI{MAC_BYTES}s")
 NOTICE_MAGIC = b"sparkhvn"
-# Precedes the row: one of the next three, and the rank it is about; for MET `Settings.streams` - 1.
+# Header of a rank's message, before its row: one of the next three kinds, and the reported rank; for NEWS_MET
+# `Settings.streams` - 1.
 NEWS = struct.Struct("!BI")
 NEWS_MET = 0
 NEWS_LOST = 1
 NEWS_LATE = 2
 PHASE_MESH = 0
 PHASE_TCP = 1  # replaces Unix links inside a host whose ranks do not share memory after all
-PHASE_STREAM = 2  # the first connection for tensors of every pair; each later phase is one more
+PHASE_STREAM = 2  # first tensor connection of every pair; each later phase adds a connection
 PHASE_SERVICE = 255  # a connection to a coordinator or driver, which is no mesh of ranks
-# Tells the connecting side that its proof has been read; until then the accepting side may close the connection to
-# make room for others, and the connecting side tries again. On a stream, where no later message would show the
-# accepting side that it has arrived, it is sent back.
+# The accepting side sends it once it has read the proof. Until then it may close the connection to make room for
+# others, and the connecting side tries again. On a stream the connecting side sends it back, because no later message
+# would show that it has arrived.
 WELCOME = b"\1"
 
 
@@ -71,7 +72,7 @@ def proof_of(
     stage: ConnectionPhase,
     nonces: bytes,
 ) -> bytes:
-    """`role` is the client (b"C") or the server (b"S")."""
+    """Proof of one side of a handshake: the client (`role` is b"C") or the server (b"S")."""
     job_id = job.job_id.encode()
     context = struct.pack(
         f"!16s1s1sIIIIIIIB{len(job_id)}s",
@@ -109,7 +110,7 @@ class Notice:
     about: int
 
     def to_bytes(self, job: HandshakeSide, to: int) -> bytes:
-        """Add a proof for rank `to`."""
+        """Pack the notice, with a proof for rank `to`."""
         proof = self._proof(job, to)
         return NOTICE.pack(NOTICE_MAGIC, self.teller, self.generation, self.kind, self.about, proof)
 
@@ -122,7 +123,7 @@ class Notice:
         return notice if is_genuine and notice.is_valid(job) else None
 
     def is_valid(self, job: HandshakeSide) -> bool:
-        """Whether it reports a failure of ranks of the job. Even a peer with the key may be wrong."""
+        """Whether it reports a failure of ranks of the job: even a peer with the key may send wrong numbers."""
         return self.kind in (NEWS_LOST, NEWS_LATE) and max(self.teller, self.about) < job.size
 
     def _proof(self, job: HandshakeSide, to: int) -> bytes:
@@ -217,7 +218,7 @@ class Endpoint:
         return dict(vars(self))
 
     def __post_init__(self) -> None:
-        # Other processes send it, and sockets raise errors of many classes for such values.
+        # Other processes send endpoints, and for wrong values sockets would raise errors of many classes.
         if self.address:
             ipaddress.ip_address(self.address.partition("%")[0])
         if not 0 <= self.port < 1 << 16:

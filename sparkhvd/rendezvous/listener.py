@@ -102,7 +102,7 @@ def bind_tcp(address: str, settings: Settings) -> socket.socket:
         ) from error
     if not address or ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         raise InvalidArgumentError(
-            f"{asked}: this stands for every interface. Give the address of the one to use."
+            f"{asked}: this address stands for every interface. Give the address of one interface."
         )
     family, _, _, _, place = info[0]
     for port in settings.ports:
@@ -123,7 +123,7 @@ def bind_tcp(address: str, settings: Settings) -> socket.socket:
         return listening
     raise PreflightError(
         f"{asked}: every port of port_range={settings.port_range!r} is taken on this host. Widen the range "
-        "(SPARKHVD_PORT_RANGE), or end the processes that hold it."
+        "(SPARKHVD_PORT_RANGE), or end the processes that hold its ports."
     )
 
 
@@ -140,12 +140,12 @@ def _bind_unix() -> tuple[socket.socket | None, str]:
 
 
 def unix_address(name: str) -> bytes:
-    """Abstract address, without a file and gone with the process. `name` is an endpoint's `unix_name`."""
+    """Abstract Unix address of an endpoint's `unix_name`; it has no file and ends with the process."""
     return b"\0sparkhvd-" + name.encode()
 
 
 def host_key() -> str:
-    """Boot, network namespace and user; "" if unknown.
+    """Identify the boot, network namespace and user of this process; "" if unknown.
 
     Processes with the same key reach each other's abstract Unix sockets.
     """
@@ -157,7 +157,7 @@ def host_key() -> str:
 
 
 def tcp_place(endpoint: Endpoint) -> tuple[int, Address]:
-    """Address family, and address for `connect`."""
+    """Address family of an endpoint, and its address for `connect`."""
     info = socket.getaddrinfo(
         endpoint.address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
     )
@@ -193,7 +193,7 @@ class Acceptor:
     on_peer: Callable[[ConnectionPhase, int, socket.socket], None]
     on_notice: Callable[[Notice], None]
     on_shortage: Callable[[OSError], None]
-    # Oldest first.
+    # Tasks of unauthenticated connections, oldest first.
     _unauthenticated: dict[Task, None] = field(default_factory=dict, init=False)
 
     def start(self) -> None:
@@ -251,7 +251,7 @@ class Acceptor:
 # ----------------------------------------------------------------------------------------------------
 # Descriptors that the connections of a job need.
 
-# Unauthenticated connections, the engine's own descriptors, and the files of a program.
+# Descriptors besides those per rank: unauthenticated connections, the engine's own, and the files of a program.
 _OTHERS = 256
 
 
@@ -261,7 +261,7 @@ def _per_rank(streams: int) -> int:
 
 
 def most_ranks(limit: int, streams: int) -> int:
-    """Each rank may open `limit` files."""
+    """Largest number of ranks of a job, if each rank may open `limit` files."""
     return max(1, (limit - _OTHERS) // _per_rank(streams))
 
 

@@ -74,7 +74,7 @@ class MeshBuilder:
         self.deadline = time.monotonic() + settings.connect_timeout_s
         self.stage = ConnectionPhase(generation, PHASE_MESH)
         self.early = early
-        self.notices = notices  # of this and of later generations
+        self.notices = notices  # of this generation and of later generations
         self.loop = EventLoop()
         self.links: dict[int, PeerLink] = {}  # of this phase
         self.met: list[
@@ -126,7 +126,7 @@ class MeshBuilder:
         return Connections(self.job.rank, self.job.size, hosts, sockets, joined(further))
 
     def _meet(self, peers: frozenset[int]) -> dict[int, PeerLink]:
-        """Connect with `peers` in the current phase. In the first phase, links have the rows of their peers."""
+        """Connect with `peers` in the current phase; in the first phase, also receive their rows."""
         self.peers = peers
         self.links = {}
         for early in [p for p in self.early if p.stage == self.stage]:
@@ -163,7 +163,7 @@ class MeshBuilder:
         return not self.suspects and all(link.row is not None for link in self.links.values())
 
     def _replace_unix_links(self, mesh: dict[int, PeerLink], hosts: tuple[int, ...]) -> None:
-        """Connect ranks of this host without shared memory by TCP, as the engine expects."""
+        """Replace Unix links to ranks without shared memory by TCP links, as the engine expects."""
         split = frozenset(
             peer
             for peer, link in mesh.items()
@@ -172,7 +172,8 @@ class MeshBuilder:
         if split:
             self.stage = ConnectionPhase(self.stage.generation, PHASE_TCP)
             self.dialer.unix_peers = frozenset()
-            # A peer of this phase closes its old link when it is done; its listener shows whether it lives.
+            # A peer in `split` closes its old link once the new link is ready, so watch only the links of the other
+            # peers.
             self.suspects.watch({peer: link for peer, link in mesh.items() if peer not in split})
             try:
                 replaced = self._meet(split)
@@ -188,7 +189,7 @@ class MeshBuilder:
         self.links = mesh
 
     def _open_streams(self, hosts: tuple[int, ...]) -> None:
-        """Open the tensor connections of all pairs, one phase per stream, because MAX_UNAUTHENTICATED limits all together."""
+        """Open the tensor connections of all pairs, one phase per stream: MAX_UNAUTHENTICATED limits connections."""
         everybody = frozenset(self.links)
         self.dialer.unix_peers = frozenset(
             peer for peer in everybody if hosts[peer] == hosts[self.job.rank]
@@ -203,7 +204,7 @@ class MeshBuilder:
     # Failures
 
     def _notify_others(self, error: MeshError) -> None:
-        """Report the failure to every rank, best effort: else they would blame this rank, which only reports it.
+        """Report the failure to every rank, best effort; otherwise they would blame this rank.
 
         Uses links where the peer still waits for this rank's row, because a link works despite firewalls,
         and else a notice.
@@ -242,14 +243,14 @@ class MeshBuilder:
             sock.close()
 
     def _receive_notice(self, notice: Notice) -> None:
-        """Fail by a notice of this generation, keep a later one, drop an earlier one."""
+        """Raise the error of a notice of this generation, keep a later notice, drop an earlier notice."""
         if notice.generation == self.stage.generation:
             raise self.errors.reported(notice)
         if notice.generation > self.stage.generation:
             self.notices.append(notice)
 
     def _record_shortage(self, error: OSError) -> None:
-        # A missing rank may have been refused because of it.
+        # The shortage may be why a missing rank is refused.
         for peer in self.peers.difference(self.links):
             self.last_error[peer] = error
 
@@ -257,7 +258,7 @@ class MeshBuilder:
         """Serve an authenticated connection of this phase, from a rank above this one."""
         self.suspects.clear(peer)
         old = self.links.pop(peer, None)
-        if old is not None:  # it reconnects after its first connection broke
+        if old is not None:  # the peer connects again after its first connection broke
             self.loop.cancel(self.serving[peer])
             old.sock.close()
         self._start_serving(peer, PeerLink(sock), check_memory)
@@ -321,7 +322,7 @@ class MeshBuilder:
                     return
                 self.last_error[peer] = error
 
-    # Both
+    # Both directions
 
     def _start_serving(self, peer: int, link: PeerLink, prove: Proof) -> None:
         self.links[peer] = link
@@ -330,7 +331,7 @@ class MeshBuilder:
 
     def _serve(self, peer: int, link: PeerLink, prove: Proof) -> Task:
         """Prove shared memory over an authenticated connection, then read the peer's row."""
-        # Later than _expire(), whose error is more precise.
+        # Later than the deadline of `_expire()`, because its error is more precise.
         until = self.deadline + RETRY_S
         try:
             if self.stage.phase == PHASE_MESH and link.is_unix:
@@ -398,7 +399,7 @@ class Dialer:
                 if is_same_user(sock):
                     return sock
                 sock.close()
-            except BlockingIOError:  # its backlog is full, so it lives
+            except BlockingIOError:  # its backlog is full, so it is alive
                 raise
             except OSError:  # not reachable by Unix socket after all
                 pass
@@ -567,7 +568,7 @@ class RendezvousErrors:
     timeout_s: float
 
     def reported(self, notice: Notice) -> MeshError:
-        """Another rank has reported the failure."""
+        """Make the error for a failure reported by another rank."""
         teller, about = notice.teller, notice.about
         if notice.kind == NEWS_LATE:
             return self.late([about], [f"rank {teller} gave up waiting for rank {about}"])
@@ -576,7 +577,7 @@ class RendezvousErrors:
         return self.lost({about: f"rank {teller} reports it"})
 
     def lost(self, causes: Mapping[int, object]) -> MeshError:
-        """`causes` holds the evidence by rank."""
+        """Make the error for lost ranks; `causes` has the evidence by rank."""
         lines = [
             f"rank {peer} at {self.job.endpoints[peer]} is gone ({cause})"
             for peer, cause in sorted(causes.items())
@@ -615,10 +616,10 @@ class RendezvousErrors:
         return f"{who} has not connected ({error or 'its port is open'})"
 
     def late(self, ranks: Sequence[int], lines: Sequence[str]) -> MeshError:
-        """`lines` has a line about each rank. The notice names the first rank."""
+        """Make the error for late ranks; `lines` has a line about each, and the notice names the first."""
         text = (
             f"Rendezvous of rank {self.job.rank} at {self.endpoint}: not all of "
-            f"{self.job.size} ranks came within {self.timeout_s:g} s: {'; '.join(lines)}. Make sure that "
+            f"{self.job.size} ranks connected within {self.timeout_s:g} s: {'; '.join(lines)}. Make sure that "
             "every rank calls init() and that the hosts reach each other on these ports "
             "(SPARKHVD_PORT_RANGE), or raise SPARKHVD_CONNECT_TIMEOUT_S."
         )
@@ -628,10 +629,10 @@ class RendezvousErrors:
 # ----------------------------------------------------------------------------------------------------
 # Suspects: peers that seem to be gone, with a grace before they are blamed.
 
-# Between two turns that read what a leaving peer has sent.
+# Time between two passes of the event loop that read what a leaving peer has sent.
 _STAGE_S = 0.1
-# A peer may be gone because of another rank, and its notice is then in this rank's backlog. This many
-# turns of the event loop, _STAGE_S apart, are enough to read it, also for a process that was stopped meanwhile.
+# A peer may have left because of another rank, and its notice is then in this rank's backlog. This many passes of the
+# event loop, _STAGE_S apart, suffice to read it, also in a process that was stopped meanwhile.
 _GRACE_TURNS = 5
 
 
@@ -682,7 +683,7 @@ class SuspectPeers:
 
     def _blame(self) -> Task:
         yield from sleep(_STAGE_S)
-        first = set(self._causes)  # later ones may have left because of these
+        first = set(self._causes)  # peers suspected later may have left because of these
         for _ in range(_GRACE_TURNS - 1):
             yield from sleep(_STAGE_S)
         self._has_grace = False
@@ -704,7 +705,7 @@ def offer_memory(sock: socket.socket, until: float) -> Generator[Wait, None, boo
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
         descriptor = new_memfd("sparkhvd-proof")
-    except OSError:  # forbidden here: use sockets, and notify the peer
+    except OSError:  # memory files are forbidden here: use sockets, and notify the peer
         send(sock, token)
         yield from read(sock, TOKEN_BYTES, until)
         send(sock, b"\0")

@@ -109,7 +109,7 @@ _open_rendezvous: weakref.WeakSet[SocketRendezvous] = weakref.WeakSet()
 def _close_all() -> None:
     for rendezvous in list(_open_rendezvous):
         rendezvous.close()
-        if rendezvous._made is not None:  # the child closes detached descriptors elsewhere
+        if rendezvous._made is not None:  # the engine closes the descriptors that it has taken over
             rendezvous._made.close()
 
 
@@ -131,7 +131,7 @@ class SingleRendezvous:
         self.settings = settings
 
     def connect(self) -> Connections:
-        """There are no peers."""
+        """Return connections without peers."""
         return Connections(0, 1, (0,), [-1], [-1] * self.settings.streams)
 
 
@@ -202,7 +202,7 @@ class _InProcessRendezvous:
 def in_process(
     size: int, hosts: Sequence[int] | None = None, settings: Settings | None = None
 ) -> list[Rendezvous]:
-    """Ranks are threads of this process. The list is by rank.
+    """Make the rendezvous of several ranks, threads of this process; the list is by rank.
 
     Args:
         size: number of ranks.
@@ -221,7 +221,7 @@ def in_process(
 # ----------------------------------------------------------------------------------------------------
 # Rendezvous of this process: at most one.
 
-# With the pid of the launched process.
+# The rendezvous of this process, with the pid of the launched process.
 _installed: list[tuple[Rendezvous, int]] = []
 
 
@@ -231,7 +231,7 @@ def install_rendezvous(rendezvous: Rendezvous | None) -> None:
 
 
 def current_rendezvous() -> Rendezvous | None:
-    """None if this process was not launched as a rank.
+    """Rendezvous of this process; None if it was not launched as a rank.
 
     Raises:
         NotInitializedError: this process is a fork of a launched one.

@@ -23,13 +23,13 @@ _M_MMAP_MAX = -4
 _NEVER = -1
 # Larger blocks are returned also by a trainer: they are rare, and keeping them would cost much memory.
 _LARGE_BYTES = 1 << 30
-# The two zeros distinguish it from a value that the user has set.
+# The two zeros distinguish this value from a value of the user.
 _NO_CACHE = "glibc.malloc.tcache_count=00"
 _TUNABLES = "GLIBC_TUNABLES"
 
 
 def start_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """A process must start with them if it calls `keep_freed_memory` later.
+    """Variables with which a process must start for `keep_freed_memory` to work in it.
 
     Empty if glibc does not need them, or the user has configured its allocator.
 

@@ -74,7 +74,7 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
     began = time.monotonic()
     header, program = read_frame(spec_fd), read_frame(spec_fd)
     if header is None or program is None:
-        return 0  # the parent gave up before it had anything to run
+        return 0  # the parent gave up before it sent a program
     prologue = rebuild(Prologue, read_json(header))
     _enter(prologue)
     as_horovod.install_if_asked()
@@ -137,7 +137,7 @@ def _enter(prologue: Prologue) -> None:
     if prologue.lazy_compiler:
         lazy_compiler.install()
     else:
-        lazy_compiler.remove()  # of the zygote
+        lazy_compiler.remove()  # the zygote has installed it
     os.environ.update(prologue.variables())  # noqa: TID251 - OpenMP's, and the user's own
     if prologue.cwd:
         os.chdir(prologue.cwd)
@@ -342,7 +342,7 @@ def end(status: int, parent: int) -> NoReturn:
     for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         with contextlib.suppress(Exception):
             step()
-    # The parent, which would have ended the rest of the group, was killed during the grace of an interrupt.
+    # If the parent was killed during the grace after Ctrl-C, no other process ends the rest of the group.
     if os.getppid() != parent:
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(status)
@@ -383,7 +383,7 @@ def pickle_main_by_value(dumps: Callable[[object], bytes]) -> None:
             return pickle.loads, (dumps(value),)
         return NotImplemented
 
-    # Pickle does not look up classes and functions in its dispatch table.
+    # Pickle does not look up classes and functions in its dispatch table, so it needs this hook.
     ForkingPickler.reducer_override = reduce  # type: ignore[method-assign]
 
 
@@ -399,7 +399,7 @@ def _is_importable(value: type | FunctionType) -> bool:
 # Threads of numpy's OpenBLAS in a process that will fork: one before the fork, the variable's number afterwards.
 
 VARIABLE = "OPENBLAS_NUM_THREADS"
-# Builds differ in the name; numpy's wheels have the first.
+# Names of the function in different builds; numpy's wheels have the first name.
 _SETTERS = (
     "scipy_openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
@@ -410,12 +410,12 @@ _SETTERS = (
 
 def hold_threads() -> None:
     """Load OpenBLAS without extra threads."""
-    os.environ[VARIABLE] = "1"  # noqa: TID251 - OpenBLAS's own
+    os.environ[VARIABLE] = "1"  # noqa: TID251 - OpenBLAS's own variable
 
 
 def restore_threads() -> None:
     """Set the threads of a loaded OpenBLAS to the variable's number, at most one per processor, as its default is."""
-    number = os.environ.get(VARIABLE, "")  # noqa: TID251 - OpenBLAS's own
+    number = os.environ.get(VARIABLE, "")  # noqa: TID251 - OpenBLAS's own variable
     if not number.isdecimal() or number == "1":
         return
     maps = Path("/proc/self/maps").read_text(errors="replace")

@@ -216,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(parsed: argparse.Namespace) -> int:
     if any(getattr(parsed, _name_of(flags[0])) is not None for flags in _ELASTIC):
         return _run_elastic(parsed)
-    # The most are those of a host's slots: more would take all memory before the first rank starts.
+    # The limit is that of a host's slots: more ranks would take all memory before the first of them starts.
     if parsed.num_proc is None or not 1 <= parsed.num_proc <= 99_999:
         raise InvalidArgumentError(
             f"-np is {parsed.num_proc}; it must be at least 1 and at most 99999, as in sparkhvdrun -np 2 python train.py"
@@ -239,7 +239,7 @@ def _run(parsed: argparse.Namespace) -> int:
         if parsed.network_interfaces:
             address_on(settings.interfaces)
             sys.stderr.write(
-                "sparkhvdrun: --network-interfaces has no effect on ranks of one host, which talk through its memory.\n"
+                "sparkhvdrun: --network-interfaces has no effect on ranks of one host, which communicate through its memory.\n"
             )
         # Ranks here inherit the environment of the shell.
         env = {**environ, **given}
@@ -308,7 +308,7 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
 
 
 def _hosts(parsed: argparse.Namespace, slots: int) -> list[Host]:
-    """Without flags, this host with `slots` slots."""
+    """Hosts of the flags; without flags, this host with `slots` slots."""
     if parsed.hostfile is not None:
         return read_hostfile(parsed.hostfile)
     if parsed.hosts is not None:
@@ -354,7 +354,7 @@ def _scaled(name: str, value: str, factor: int) -> str:
 # ----------------------------------------------------------------------------------------------------
 # `--config-file` of `sparkhvdrun`: flags from a YAML file in the form of horovodrun's.
 
-# Sections, with the prefix of their flags and renamed keys.
+# Sections of the file, each with the prefix of its flags and its renamed keys.
 _SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
     "params": ("", {}),
     "autotune": ("autotune_", {"enabled": "autotune"}),
@@ -365,7 +365,7 @@ _SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-# PyYAML takes seconds for a megabyte.
+# A limit, because PyYAML takes seconds for a megabyte.
 _CONFIG_CHARACTERS = 1 << 15
 
 
@@ -374,7 +374,7 @@ def flags_of(path: str, known: Collection[str]) -> dict[str, Any]:
 
     Args:
         path: of the file.
-        known: those names; for a flag without effect the flag itself.
+        known: names in the parser; for a flag without effect the flag itself.
 
     Raises:
         InvalidArgumentError: PyYAML is missing, the file cannot be read or has another form, a key is unknown, or a
@@ -422,10 +422,10 @@ def _load(path: str) -> Any:
 
 
 def _entries(path: str, content: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, flag's name and value of each entry."""
+    """Yield each entry: its section and key, the name of its flag, and its value."""
     if not isinstance(content, dict) or not content:
         raise InvalidArgumentError(
-            f"--config-file {path!r} {'is empty' if not content else 'has none'}; it must have sections, such as params and timeline."
+            f"--config-file {path!r} {'is empty' if not content else 'has no sections'}; it must have sections, such as params and timeline."
         )
     for section, entries in content.items():
         if section == "controller":

@@ -32,7 +32,7 @@ _JAVA_MINIMUM = 17
 # How long `java -version` may take.
 _JAVA_S = 20.0
 _MIB = 1 << 20
-# Each rank's pipeline in shared memory, with room for small things.
+# Shared memory per rank: its pipeline, and some room.
 _SHARED_MIB = 64
 
 
@@ -44,7 +44,7 @@ class Finding:
         name: of the item.
         found: what exists.
         remedy: what to do; "" if nothing is missing.
-        is_needed: nothing works without it.
+        is_needed: whether nothing works without it.
     """
 
     name: str
@@ -117,7 +117,7 @@ def _package(name: str, remedy: str, *, is_needed: bool = False) -> Finding:
 
 
 def _pyspark() -> Finding:
-    # Each of these distributions has the package; a runtime may have it without one.
+    # Each of these distributions has the package; a runtime may have the package without a distribution.
     names = ("pyspark", "pyspark-client", "databricks-connect")
     found = [f"{version} ({name})" for name in names if (version := _version(name))]
     if found or importlib.util.find_spec("pyspark") is not None:
@@ -131,11 +131,11 @@ def _pyspark() -> Finding:
 
 def _gpus() -> Finding:
     try:
-        count = count_beside(Settings.resolve().cuda_library, dict(os.environ))  # noqa: TID251 - CUDA's own
+        count = count_beside(Settings.resolve().cuda_library, dict(os.environ))  # noqa: TID251 - CUDA's own variable
     except (SparkhvdError, OSError) as error:
-        return Finding("GPUs", "none that CUDA's driver shows", f"For training on GPUs: {error}")
+        return Finding("GPUs", "CUDA's driver shows no GPU", f"For training on GPUs: {error}")
     if count == 0:
-        return Finding("GPUs", "none; ranks use CPUs", "For training on GPUs: CUDA's driver.")
+        return Finding("GPUs", "no GPU; ranks use CPUs", "For training on GPUs: CUDA's driver.")
     return Finding("GPUs", str(count))
 
 
@@ -148,11 +148,11 @@ def _nccl() -> Finding:
 
 
 def _java() -> Finding:
-    home = os.environ.get("JAVA_HOME")  # noqa: TID251 - Java's own
+    home = os.environ.get("JAVA_HOME")  # noqa: TID251 - Java's own variable
     program = str(Path(home, "bin", "java")) if home else shutil.which("java")
     remedy = f"For Spark without Connect: install Java {_JAVA_MINIMUM} or newer, and set JAVA_HOME."
     if program is None:
-        return Finding("Java", "none on PATH, and JAVA_HOME is not set", remedy)
+        return Finding("Java", "not on PATH, and JAVA_HOME is not set", remedy)
     try:
         ended = subprocess.run(
             [program, "-version"], capture_output=True, text=True, timeout=_JAVA_S, check=False
@@ -173,7 +173,7 @@ def _store(open_store: Callable[[], object] | None) -> Finding:
         except SparkhvdError as error:
             return Finding(name, "cannot be used", str(error))
     try:
-        folder = tempfile.gettempdir()  # writes there
+        folder = tempfile.gettempdir()  # this call writes a file there
     except FileNotFoundError as error:
         return Finding(name, str(error), "For TorchEstimator: set TMPDIR, or give a store.")
     found = f"on a local master in {folder}, {shutil.disk_usage(folder).free >> 30} GiB are free"
@@ -186,7 +186,7 @@ def _mpi() -> Finding:
     program = shutil.which("mpirun")
     if program is None:
         return Finding(
-            "MPI", "no mpirun", "Only for `mpirun python train.py`; sparkhvdrun needs none."
+            "MPI", "no mpirun", "Only for `mpirun python train.py`; sparkhvdrun needs no MPI."
         )
     return Finding("MPI", program)
 
@@ -205,7 +205,7 @@ def _memory() -> Finding:
         os.close(descriptor)
     except OSError as error:
         remedy = "Ranks of this host use sockets instead, which is slower. Give the container more memory."
-        return Finding("shared memory", f"{_SHARED_MIB} MiB cannot be had: {error}", remedy)
+        return Finding("shared memory", f"{_SHARED_MIB} MiB cannot be allocated: {error}", remedy)
     return Finding("shared memory", f"works without /dev/shm; {free} MiB are free")
 
 
@@ -213,9 +213,9 @@ def _ports() -> Finding:
     settings = Settings.resolve()
     try:
         with Listener.bind(loopback(), settings):
-            return Finding("ports", f"of {settings.port_range or 'any number'} one is free")
+            return Finding("ports", f"a port is free ({settings.port_range or 'any number'})")
     except SparkhvdError as error:
-        return Finding("ports", "none is free", str(error), is_needed=True)
+        return Finding("ports", "no port is free", str(error), is_needed=True)
 
 
 def _descriptors() -> Finding:

@@ -22,7 +22,7 @@ _KEEPALIVE = {
 
 
 def listen(shim: SparkShim) -> tuple[socket.socket, str]:
-    """Listen where executors reach the driver; return the non-blocking socket and the driver's host as executors name it.
+    """Listen for executors; return the non-blocking socket, and the driver's host as executors name it.
 
     Raises:
         OSError: this process cannot listen there.

@@ -11,13 +11,13 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.host_names import is_here, parse_hosts, place_ranks
 from sparkhvd.runner.outcomes import Outcome
 
-_TRANSPORT = "ranks talk through sparkhvd's own transport, which needs neither MPI nor Gloo"
+_TRANSPORT = "ranks communicate through sparkhvd's own transport, which needs neither MPI nor Gloo"
 _INSTEAD = {
     "use_mpi": _TRANSPORT,
     "use_gloo": _TRANSPORT,
     "extra_mpi_args": _TRANSPORT,
     "mpi_args": _TRANSPORT,
-    "network_interfaces": "the ranks are processes of this host, and meet on its loopback interface",
+    "network_interfaces": "the ranks are processes of this host, and connect over its loopback interface",
     "start_timeout": "the ranks are processes of this host, and start at once",
 }
 
@@ -53,7 +53,7 @@ def check_hosts(hosts: str | None, num_proc: int) -> None:
     places = place_ranks(parse_hosts(hosts), num_proc)
     if others := [place.host for place in places if not is_here(place.host)]:
         raise InvalidArgumentError(
-            f"hosts is {hosts!r}, and this starts processes on this host only, which is not {', '.join(others)}. "
+            f"hosts is {hosts!r}, and this call starts processes on this host only, which is not {', '.join(others)}. "
             "Call sparkhvd.run_hosts, which reaches them by ssh, or start Spark there and call sparkhvd.run."
         )
 
@@ -73,7 +73,7 @@ def join_interfaces(names: Iterable[str] | str | None) -> str:
 
 
 def choose_stream(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
-    """`stdout` wins, with a warning if `stderr` is another stream. None if neither is given.
+    """Choose `stdout`, else `stderr`, else None; warn if they are two streams.
 
     Raises:
         InvalidArgumentError: a stream cannot be written to.

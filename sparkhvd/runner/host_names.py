@@ -38,12 +38,12 @@ class HostSlots:
 
     @property
     def ranks(self) -> range:
-        """The ranks."""
+        """Ranks of the host."""
         return range(self.first, self.first + self.count)
 
 
 def is_here(name: str, *, by_ssh: bool = False) -> bool:
-    """Whether it is a name of this host or an address of its interfaces.
+    """Whether a name is this host's, or an address of its interfaces.
 
     Args:
         name: of a host.
@@ -115,7 +115,7 @@ def _checked(what: str, hosts: Iterator[Host]) -> list[Host]:
         if key in found:
             names = " and ".join(dict.fromkeys((found[key].name, host.name)))
             raise InvalidArgumentError(
-                f"{what}: a host is there twice, {names}. Give it once, with all of its slots."
+                f"{what}: a host appears twice, {names}. Give it once, with all of its slots."
             )
         found[key] = host
     if not found:
@@ -177,7 +177,7 @@ _NAMES = {
     "TZ",
     "VIRTUAL_ENV",
 }
-# Of this process only.
+# Variables of this process only.
 _OWN = {
     *("SPARKHVD_LAUNCHED_BY", "SPARKHVD_PLACE", "SPARKHVD_RANK_PROCESS", "SPARKHVD_SSH"),
     *HOROVOD_NAMES,
@@ -185,7 +185,7 @@ _OWN = {
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """Ranks on other hosts get these variables without `-x`."""
+    """Variables for ranks on other hosts, sent without `-x`."""
     return {
         name: value
         for name, value in environ.items()

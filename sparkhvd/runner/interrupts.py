@@ -35,7 +35,7 @@ _MARGIN_S = 2.0
 _RELEASE_S = INTERRUPT_GRACE_S + _MARGIN_S
 # Longest wait of a selector, in whole days.
 _FOREVER_S = 24.0 * 86400
-# Between two looks for a trainer's end.
+# Pause between two polls for a trainer's end.
 _POLL_S = 0.05
 # Every task is number 1 at this port.
 _PURPOSE = "interrupt"

@@ -82,7 +82,7 @@ def launch(
     if plan.gpus.leaves_gpus:
         print_line(
             options.verbose,
-            f"The executors have GPUs, and the ranks get none: {plan.gpus.reason}.",
+            f"The executors have GPUs, but the ranks get no GPU: {plan.gpus.reason}.",
         )
     is_alone = options.is_alone or plan.gpus.mode == decide.GpuMode.HOST
     share = share_of(plan.options.profile)
@@ -277,7 +277,7 @@ class LaunchPlan:
         shared: the pickled shared files; empty without them.
         is_local: whether all tasks are children of one process.
         is_dynamic: whether dynamic allocation of executors is on.
-        pieces: pieces of results.
+        pieces: how results are cut into pieces.
     """
 
     shim: SparkShim
@@ -306,7 +306,7 @@ class LaunchPlan:
     def spec(
         self, size: int, attempt: Attempt, driver_at: tuple[str, int] | None, live: LiveOutput
     ) -> task.TaskSpec:
-        """What the tasks of an attempt need.
+        """Make the specification for the tasks of an attempt.
 
         Args:
             size: range of rank numbers.
@@ -411,14 +411,14 @@ def _settings(
         conf = shim.conf(conf_keys()) if given is None else {}
         chosen = launching.choose_settings(given, env, conf)
     if chosen.values.nursery == "auto" and master.startswith(("yarn", "k8s")):
-        # Its memory would count against the container, and its shutdown is not tested there.
+        # A zygote's memory would count against the container, and its shutdown is not tested there.
         chosen = replace(chosen, values=replace(chosen.values, nursery="0"))
     if (
         not chosen.values.nursery_idle_s
         and master.startswith("local")
         and not master.startswith("local-cluster")
     ):
-        # It ends with the driver's JVM, which a notebook leaves idle for longer than a cluster's executors.
+        # The zygote ends with the driver's JVM, which a notebook leaves idle for longer than a cluster's executors.
         chosen = replace(chosen, values=replace(chosen.values, nursery_idle_s=ZYGOTE_STAYS_S))
     return chosen
 
@@ -465,7 +465,7 @@ def announce_slot_wait(plan: LaunchPlan, tag: str) -> Iterator[None]:
             begun, others = running_tasks(plan.shim.session, tag) or (0, 0)
             if begun:
                 return
-            if others:  # without others it starts slowly, which does not help the user
+            if others:  # without them Spark is only slow, and a line would not help the user
                 print_line(
                     plan.options.verbose,
                     f"Waiting for task slots: the ranks need {plan.size} at once. {others} task{'s' * (others != 1)} of other jobs "
@@ -474,7 +474,7 @@ def announce_slot_wait(plan: LaunchPlan, tag: str) -> Iterator[None]:
                 return
 
     if plan.options.verbose > 0 and not plan.shim.is_connect:  # a Connect client cannot see tasks
-        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit
             threading.Thread(target=poll, name="sparkhvd-waits", daemon=True).start()
     try:
         yield

@@ -166,7 +166,7 @@ def environ() -> dict[str, str]:
 
 
 def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:
-    """Call it once all ranks are known.
+    """Make a rank's job frame, once all ranks are known.
 
     Args:
         job: ranks of the job, and this one.
@@ -231,7 +231,7 @@ def own_address(
 
 @contextlib.contextmanager
 def within_open_files(num_proc: int) -> Iterator[None]:
-    """Name the limit of open files if the launch in the block reaches it.
+    """Raise an error with a remedy if the launch in the block reaches the limit of open files.
 
     Raises:
         PreflightError: it does.

@@ -1,7 +1,7 @@
 """Driver's side of live output: over connections or files, and the rest when the ranks have ended.
 
 Executors do not always reach a client of Spark Connect. With a store it reads files. Without a store it listens like a
-classic driver, and prints a line if ranks have run for a while and none has connected.
+classic driver, and prints a line if ranks have run for a while and no rank has connected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 
-# How long ranks may run before one has reached a Connect client.
+# Time in which the first rank must reach a Connect client.
 _REACH_S = 10.0
 
 
@@ -58,7 +58,7 @@ class LiveOutput:
         *,
         on_terminal: bool,
     ) -> None:
-        """Prepare live output, which runs inside `with`. Prints a line if it is impossible, for a Connect client also later.
+        """Prepare live output, which runs inside `with`; print a line, possibly later, if it is impossible.
 
         Args:
             shim: session.
@@ -95,7 +95,7 @@ class LiveOutput:
             receiver = Receiver.listen(shim, self._display, *astuple(attempt))
         except Exception as e:  # noqa: BLE001 - also Spark's, of a conf without an address; a job can run without
             if says_why:
-                _say(f"this process cannot listen ({e}). It is in the executors' logs.")
+                _say(f"this process cannot listen ({e}). The output is in the executors' logs.")
             return
         self._source = receiver
         self.way = replace(way, address=receiver.address, at_once=shim.is_connect)
@@ -133,7 +133,7 @@ class LiveOutput:
 
 
 class _Watch:
-    """Watch of a Connect client: prints once if ranks run and none has reached it; a context manager around the stage."""
+    """Prints a line once if ranks run and no rank has reached this Connect client; a context manager."""
 
     def __init__(self, shim: SparkShim, size: int, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -147,15 +147,15 @@ class _Watch:
             if self._timer is None and not self._is_over:
                 self._timer = threading.Timer(_REACH_S, self._poll)
                 self._timer.daemon = True
-                with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
+                with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit
                     self._timer.start()
 
     def _poll(self) -> None:
         if not self._receiver.was_reached:
             host, port = self._receiver.address
             _say(
-                f"for {_REACH_S:.0f} s none has reached this client of Spark Connect at {host}, port {port}. Is there a firewall, a tunnel or "
-                "NAT between the executors and it? It is in the executors' logs; the last of it comes with the results."
+                f"for {_REACH_S:.0f} s no rank has reached this client of Spark Connect at {host}, port {port}. Is there a firewall, a tunnel or "
+                "NAT between the executors and the client? The output is in the executors' logs; its last lines come with the results."
             )
 
     def __enter__(self) -> None:
@@ -191,13 +191,13 @@ def _say(why: str) -> None:
 _PROPERTY = "mdc.sparkhvd"
 # Spark kills the Python worker of a cancelled task after 2 s, polls again after 2 s, and then logs the task.
 _LINGER_S = 6.0
-# Between two looks for running tasks.
+# Pause between two polls for running tasks.
 _POLL_S = 0.25
 
 
 @contextlib.contextmanager
 def hidden_failures(shim: SparkShim, job_id: str, *, is_hidden: bool = True) -> Iterator[None]:
-    """Hide log messages of the driver's JVM about failed tasks of a job, inside the block and, after a failure, until the tasks have ended.
+    """Hide the JVM's log messages about a job's failed tasks, inside the block and, after a failure, until they end.
 
     The job must be submitted by this thread, or by one that inherits its Spark properties.
 
@@ -225,7 +225,7 @@ def hidden_failures(shim: SparkShim, job_id: str, *, is_hidden: bool = True) -> 
                 name="sparkhvd-spark-log",
                 daemon=True,
             )
-            with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
+            with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit
                 thread.start()
         raise
     else:
@@ -243,7 +243,7 @@ def _add(session: Any, job_id: str, filters: list[Any]) -> None:
     """
     result = _java_class(session, "core.Filter$Result")
     deny, neutral = result.DENY, result.NEUTRAL
-    # The job's id is hexadecimal; a worker without this package raises the other token.
+    # The job's id is hexadecimal. A worker without this package raises the `preflight` token.
     text = rf"(?s).*\[sparkhvd-(outcome:{job_id}|preflight):.*"
     regex = _java_class(session, "core.filter.RegexFilter")
     filters.append(regex.createFilter(text, None, False, deny, neutral))

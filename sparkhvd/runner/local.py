@@ -100,7 +100,7 @@ def check_num_proc(num_proc: int) -> None:
 
 @contextlib.contextmanager
 def _interruptible(trainers: Sequence[Trainer]) -> Iterator[None]:
-    """Forward Ctrl-C to the functions, which may save; a second one stops waiting for them."""
+    """Forward Ctrl-C to the functions, which may save; a second Ctrl-C ends the wait for them."""
     try:
         yield
     except KeyboardInterrupt:
@@ -210,7 +210,7 @@ class Trainers:
         needed = preflight.address_space_needed(modules, num_bytes)
         preflight.check_address_space(preflight.rank_facts((), needed_bytes=needed))
         is_forked = plan.may_fork and settings.nursery != "0"
-        # It ends with this process.
+        # The zygote ends with this process.
         idle_s = (settings.nursery_idle_s or ZYGOTE_STAYS_S) if is_forked else 0.0
         prologue = Prologue(
             env=self._env,

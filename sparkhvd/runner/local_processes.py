@@ -35,7 +35,8 @@ from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topolo
 
 # Longer lines are passed on in pieces.
 _LINE_BYTES = 1 << 20
-# How long to read the rest of a rank's output, once it has ended and others may still write. A busy machine needs seconds for a full pipe.
+# How long to read the rest of a rank's output once the rank has ended, because other processes may still write. A busy
+# machine needs seconds for a full pipe.
 _DRAIN_S = 5.0
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
@@ -54,7 +55,7 @@ class LocalProcesses:
         self._on_line = on_line
         self._on_end = on_end
         self._reaper = OrphanReaper()
-        # Guards the dict.
+        # Guards `_groups`.
         self._lock = threading.Lock()
         self._groups: dict[int, ProcessGroup] = {}
 
@@ -73,8 +74,8 @@ class LocalProcesses:
     def _start(self, given: HandedOver, command: Sequence[str]) -> None:
         rank = given.rank
         mark = f"{self._reaper.mark}.{rank}"
-        # The command starts after the reaper has its group: if this process is killed before, its standard input ends
-        # without a line.
+        # The command starts after the reaper has its group: if this process is killed before that, the gate's standard
+        # input ends without a line.
         started = FreshProcess(
             [*_GATE, *command],
             env=marked(given.variables, mark),
@@ -177,7 +178,7 @@ def _handed_over(
 
 
 def words_of(command: Sequence[str]) -> list[str]:
-    """Remove a leading `--`.
+    """Return the words of a command without a leading `--`.
 
     Raises:
         InvalidArgumentError: there is no command.
@@ -254,7 +255,7 @@ def hand_over_member(
         listener: of the member; closed with its claim.
         join_token: to the job.
         env: variables of all members.
-        slot: of its host, from 0; no other living member has it.
+        slot: of its host, from 0; no other running member has it.
         num_threads: threads that it may use.
     """
     handover = Handover(
@@ -275,7 +276,7 @@ def hand_over_member(
 
 
 def member_variables(slot: int) -> dict[str, str]:
-    """Before its first generation a member has a slot, and with it a GPU, but no rank."""
+    """Variables of a member before its first generation: it has a slot, and so a GPU, but no rank."""
     return {
         **{"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)},
         "HOROVOD_HOSTNAME": socket.gethostname(),

@@ -133,7 +133,7 @@ class _OwnGpu:
         torch = sys.modules.get("torch")
         if not self._has_looked and torch is not None and torch.cuda.is_initialized():
             self._has_looked = True
-            with contextlib.suppress(Exception):  # of torch, or of a device that is not there
+            with contextlib.suppress(Exception):  # torch's errors, such as for a missing device
                 uuid = torch.cuda.get_device_properties(self._index).uuid
                 self._found = Gpu.find(f"GPU-{uuid}")
         return (math.nan, math.nan) if self._found is None else self._found()

@@ -33,7 +33,7 @@ done
 for group in $groups; do kill -s KILL -- "-$group"; done
 exec "$@"
 """
-# Leave out the working directory: a `secrets.py` there is not Python's.
+# Leave out the working directory: a `secrets.py` there would hide Python's.
 _KILL = "import sys; sys.path = [p for p in sys.path if p]; from sparkhvd.runner.orphans import kill; kill(sys.argv[1])"
 
 
@@ -50,7 +50,7 @@ class OrphanReaper:
         python = os.path.abspath(sys.executable)
         self._reaper = subprocess.Popen(
             ["/bin/sh", "-c", _REAPER, "sparkhvd-reaper", python, "-c", _KILL, self.mark],
-            env={**os.environ, "PYTHONPATH": path},  # noqa: TID251 - what Python needs there
+            env={**os.environ, "PYTHONPATH": path},  # noqa: TID251 - for the reaper's Python
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -100,7 +100,7 @@ def kill(mark: str) -> None:
     Never kills this process.
     """
     deadline = time.monotonic() + _LIMIT_S
-    # The next round finds what they start in between.
+    # The next round finds processes that they start in between.
     while any([_kill(number, mark) for number in _processes()]) and time.monotonic() < deadline:
         time.sleep(0.005)  # until they are gone
 
@@ -121,7 +121,7 @@ def _kill(number: int, mark: str) -> bool:
     except OSError:
         return False
     try:
-        if not _has(number, mark):  # its number has been given to another one meanwhile
+        if not _has(number, mark):  # the pid now belongs to another process
             return False
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -134,7 +134,7 @@ def _has(number: int, mark: str) -> bool:
     try:
         with open(f"/proc/{number}/environ", "rb") as file:
             variables = file.read()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or is another user's
         return False
     if mark.encode() not in variables:
         return False

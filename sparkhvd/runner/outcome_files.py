@@ -13,7 +13,7 @@ from sparkhvd.runner.preflight import SharedFiles, outcome_path
 _CONSEQUENCE_WAIT_S = 5.0
 # The same for a rank that crashed, which may have the cause.
 _CRASH_WAIT_S = 0.5
-# Between two looks for other ranks' outcomes.
+# Pause between two polls for other ranks' outcomes.
 _POLL_S = 0.25
 # Longest wait of the driver for an outcome that a rank has reported as written.
 _LATE_S = 3.0

@@ -24,7 +24,7 @@ from sparkhvd.wire import MOST_BYTES, parse, rebuild
 CHUNK_BYTES = 1 << 20
 # Longest traceback or output in the text of an exception; the run's folder and the log have all of it.
 _TEXT_LIMIT = 6000
-# In the text of an error: last lines of a rank's output, lines of Spark's error, other ranks named.
+# Limits of an error's text: last lines of a rank's output, lines of Spark's error, other ranks named.
 _TAIL_LINES, _SPARK_LINES, _OTHERS = 10, 5, 2
 
 
@@ -120,7 +120,7 @@ def chunks(data: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 
 # --- outcomes inside the text of an exception ---------------------------------------------------------------
 
-# The job's id, then the outcome itself, or its kind, rank, exit and error where the run's folder has it.
+# Tokens: the job's id, then the whole outcome, or its kind, rank, exit and error if the run's folder has the outcome.
 _EMBEDDED = re.compile(r"\[sparkhvd-outcome:([0-9a-f]*):([A-Za-z0-9_=-]+)\]")
 _REFERENCE = re.compile(r"\[sparkhvd-outcome:([0-9a-f]*):(\w+):(\d+):([^:\[\]]*):([^:\[\]]*)\]")
 _TOKEN = re.compile(r"\[sparkhvd-outcome:[^\]\s]*\]?")
@@ -256,7 +256,7 @@ def _summary(text: str) -> str:
 
 
 def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Prefer an exception to a crash, and a crash to a lost peer. None if all ranks have succeeded.
+    """Choose the root cause: an exception before a crash, a crash before a lost peer; None if all ranks succeeded.
 
     Ties prefer a traceback with the user's code, because ranks may raise an error of one rank together, then
     the lowest rank, so that the result does not depend on timing.
@@ -278,7 +278,7 @@ def is_retryable(cause: Outcome) -> bool:
 def error_of(
     cause: Outcome, size: int, *, others: Sequence[Outcome] = (), spark_text: str = ""
 ) -> SparkhvdError:
-    """The driver raises this exception.
+    """Make the driver's exception for a failed job.
 
     Args:
         cause: the root cause.
@@ -322,7 +322,7 @@ def _consequences(cause: Outcome, size: int, others: Sequence[Outcome]) -> list[
     if left:
         lines.append(f"Also: {left} more rank{'s' * (left != 1)} failed.")
     if same:
-        lines.append(f"Also: {len(same)} more rank{'s' * (len(same) != 1)} raised the same.")
+        lines.append(f"Also: {len(same)} more rank{'s' * (len(same) != 1)} raised the same error.")
     return lines
 
 
@@ -361,7 +361,7 @@ def _crash_hint(outcome: Outcome) -> str:
     if outcome.exit in ("signal SIGKILL", "exit 137"):
         return (
             f" and left no report: probably memory ({peak}). Run fewer ranks per host, or give "
-            "each more (Spark on YARN or Kubernetes: raise spark.executor.memoryOverhead)."
+            "each rank more memory (Spark on YARN or Kubernetes: raise spark.executor.memoryOverhead)."
         )
     return f" and left no report; {peak}."
 

@@ -22,7 +22,7 @@ _TURN_S = 0.001
 _PIPE_BYTES = 1 << 16
 # Longest UTF-8 character.
 _CHARACTER_BYTES = 4
-# Cursor up: a bar below another one (tqdm) uses it to return. A newline behind it only returns to its own line.
+# Cursor up: a bar below another bar (tqdm) uses it to return. A newline behind it only returns to its own line.
 _UP = b"\x1b[A"
 _UP_AND_DOWN = re.compile(rb"(?:\x1b\[A)+\n+")
 _UP_AT_END = re.compile(rb"(?:\x1b\[A)+\Z")
@@ -36,7 +36,7 @@ class LineReader:
     Args:
         fd: of the pipe. It stays open, and is unused once `run` has returned.
         most_bytes: longer lines are passed on in pieces.
-        take: called with each line and its newline, and with text that has waited too long for one; by either thread,
+        take: called with each line and its newline, and with text whose newline has not come in time; by either thread,
             never concurrently.
     """
 
@@ -58,7 +58,7 @@ class LineReader:
         waiting = _poller(self._fd)
         while not self._is_over:
             waiting.poll(self._wait_ms())
-            if self._is_asked:  # a lock released only briefly goes to a thread that is awake
+            if self._is_asked:  # let `catch_up` take the lock: a thread that is awake would win it
                 time.sleep(_TURN_S)
             with self._lock:
                 if self._poller.poll(0):
@@ -154,7 +154,7 @@ class Tail:
         return self._lines[-1]
 
     def lines(self) -> tuple[str, ...]:
-        """May be called from any thread."""
+        """Return the lines; any thread may call this."""
         return tuple(self._lines)
 
 

@@ -47,7 +47,7 @@ SPARKS_LIMIT = (
     "Spark sets this limit to spark.executor.pyspark.memory, divided by spark.executor.cores where that is set: leave "
     "spark.executor.pyspark.memory unset, or set it to"
 )
-# A worker beyond torch's libraries until it has predicted 4,096 rows; 79 MiB were measured.
+# Address space of a worker besides torch's libraries, until it has predicted 4,096 rows; 79 MiB were measured.
 _WORKER_BYTES = 160 << 20
 _NEEDS_TORCH = frozenset({"torch", "sparkhvd.torch", "sparkhvd.estimator"})
 # Libraries from NVIDIA's packages that `import torch` maps in a build with CUDA, even without a GPU: 1.4 to 1.9 GiB
@@ -71,7 +71,7 @@ def address_space_limit() -> int:
 def check_worker() -> None:
     """Reject an import of torch in a Python worker of Spark with too little address space left.
 
-    Only a running worker knows: pyarrow alone reserves 1 GiB where it can.
+    Only a running worker knows how much is left: pyarrow alone reserves 1 GiB where it can.
 
     Raises:
         PreflightError: `spark.executor.pyspark.memory` leaves the worker too little.
@@ -278,7 +278,7 @@ def check_ranks(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
             return (
                 f"Rank 0 on host {ranks[0].host} has numpy {ranks[0].numpy}, rank {rank} on host {facts.host} has "
                 f"{facts.numpy}; every rank draws the same random numbers, and minor releases of numpy may draw "
-                "others. Install the same release on every host."
+                "other numbers. Install the same release on every host."
             )
     return ""
 
@@ -325,7 +325,7 @@ def _describe_shortage(facts: RankFacts) -> str:
 # Python of Spark's workers, checked by a small job before the launch.
 # The launch checks every rank again, on its own host.
 
-# Applications and Pythons that have passed.
+# Applications, Pythons and requirements that have passed the check.
 _passed: set[tuple[str, str, tuple[str, ...]]] = set()
 
 
@@ -414,7 +414,7 @@ class SharedFiles(Protocol):
 
 
 def token_path(run_dir: str, attempt: int, rank: int | None) -> str:
-    """A `rank` of None is the driver."""
+    """Path of a rank's token; the driver's if `rank` is None."""
     owner = "driver" if rank is None else f"rank-{rank}"
     return f"{run_dir}/attempts/{attempt}/token-{owner}"
 

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prewarm:
-    """Start of the zygotes that a later launch will use; travels to the executors and is called in tasks.
+    """Starts the zygotes of a later launch; it is sent to the executors and called in tasks.
 
     A host's zygote imports while tasks write the data, and the launch finds it ready. If the launch's facts differ
-    after all, it starts another zygote, and this one ends by itself.
+    after all, the launch starts another zygote, and this zygote ends by itself.
 
     Attributes:
         size: number of ranks.
         settings: `JobSettings.to_json()`.
         env: variables for the ranks.
         fixed_threads: threads per rank; None means the task's cores.
-        gpu_mode: source of a rank's GPU, of `decide.Mode`.
+        gpu_mode: source of a rank's GPU, of `decide.GpuMode`.
     """
 
     size: int
@@ -58,7 +58,7 @@ def share_zygote() -> None:
     of_this_process.share(os.getppid())
 
 
-# Of a zygote on a cluster, whose memory others may need.
+# Idle time of a zygote on a cluster: other applications may need its memory.
 _IDLE_S = 60.0
 
 
@@ -82,7 +82,7 @@ def task_prologue(
         chosen: settings of the launch.
         env: variables for the ranks.
         fixed_threads: threads per rank unless `env` has OMP_NUM_THREADS; None means the task's cores.
-        gpu_mode: of `decide.Mode`.
+        gpu_mode: of `decide.GpuMode`.
         preload: modules that the trainer imports early.
     """
     from pyspark import SparkFiles

@@ -48,7 +48,7 @@ class ProcessStat(NamedTuple):
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """None if the process does not exist or is invisible."""
+    """Read the facts of a process; None if it does not exist or is invisible."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -104,11 +104,11 @@ class InheritedPipes:
     listener: tuple[int, int]
 
     def all(self) -> list[int]:
-        """List the descriptors; those of the listener last."""
+        """List the descriptors, the listener's last."""
         return [self.spec, self.result, self.log, *(fd for fd in self.listener if fd >= 0)]
 
     def close(self) -> None:
-        """Close what belongs to the process; the listener's descriptors are its owner's."""
+        """Close the descriptors except the listener's: the listener has another owner."""
         for fd in (self.spec, self.result, self.log):
             os.close(fd)
 
@@ -213,7 +213,8 @@ class ForkedProcess:
                 answer = self._receive()
         self._channel.close()
         os.close(self._pidfd)
-        # The zygote is gone or stopped, and the pid may belong to another process. The group dies with its pipe.
+        # Without an answer the zygote is gone or stopped, and the pid may belong to another process. The group dies
+        # with its pipe.
         return (
             ProcessExit(None)
             if answer is None

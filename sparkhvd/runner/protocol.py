@@ -31,9 +31,10 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-# Prefixes of frames for the driver: a part of a message or of metrics, the end of either, and progress. The report, which comes last, is JSON.
+# Prefixes of frames for the driver: a part of a message or of metrics, the end of either, and progress. The report
+# comes last and is JSON.
 _PART, _END_MESSAGE, _END_METRICS, _PROGRESS = b"m", b"M", b"n", b"p"
-# Linux's PIPE_BUF.
+# Linux's PIPE_BUF: a write of at most this size to a pipe is atomic.
 _ATOMIC_BYTES = 4096
 
 
@@ -73,7 +74,7 @@ class Prologue:
     endpoint: dict[str, str | int] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Numerical libraries default to `num_threads` threads."""
+        """Variables of the process; numerical libraries default to `num_threads` threads."""
         return {**dict.fromkeys(THREAD_VARIABLES, str(self.num_threads)), **self.env}
 
     def to_bytes(self) -> bytes:
@@ -83,7 +84,7 @@ class Prologue:
 
 def own_threads(env: Mapping[str, str]) -> int | None:
     """Threads from the user's OMP_NUM_THREADS in a rank's variables; None without a number."""
-    first = env.get(THREAD_VARIABLES[0], "").partition(",")[0].strip()  # more are of nested regions
+    first = env.get(THREAD_VARIABLES[0], "").partition(",")[0].strip()  # the rest: nested regions
     return (int(first) or None) if first.isdigit() else None
 
 
@@ -167,7 +168,7 @@ def read_report(
 
 
 def cloudpickle() -> Any:
-    """Module of pyspark, or else the package of that name."""
+    """Import pyspark's module, or else the package of that name."""
     try:
         return importlib.import_module("pyspark.cloudpickle")
     except ImportError:
@@ -192,7 +193,7 @@ def dump_program(
     return dumps((_names_in(fn), fn, args, kwargs, backend))
 
 
-# Parts tried per container, and steps of a path.
+# Most parts tried per container, and most steps of a path.
 _MOST_PARTS, _DEEPEST = 1_000, 32
 
 
@@ -251,7 +252,7 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
     """Yield the pickled variables of a function: of its closure, its defaults, and the globals in its code."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # empty
+        with contextlib.suppress(ValueError):  # an empty cell
             yield name, cell.cell_contents
     defaults = function.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount]
@@ -269,7 +270,7 @@ def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
     except Exception:  # noqa: BLE001 - it is the part that fails
         return
     _, arguments, state = (*reduced, None)[:3] if isinstance(reduced, tuple) else ((), (), None)
-    for part in state if isinstance(state, tuple) else (state,):  # with slots there are two
+    for part in state if isinstance(state, tuple) else (state,):  # with `__slots__` there are two
         for name, each in part.items() if isinstance(part, dict) else ():
             if name in ("_modules", "_parameters", "_buffers") and isinstance(each, dict):
                 yield from ((f".{inner}", module) for inner, module in each.items())
@@ -328,7 +329,7 @@ _KEPT = 4
 
 
 def bytes_of(payload: Payload) -> bytes:
-    """Call it in a task."""
+    """Read the bytes of a payload, in a task."""
     return payload if isinstance(payload, bytes) else payload.value
 
 
@@ -369,7 +370,7 @@ class _Variables:
         self._left: list[tuple[str, str, Any]] = []
 
     def get(self, context: SparkContext, data: bytes) -> Broadcast[bytes]:
-        """Pickle a function with the variable before the next garbage collection."""
+        """Get the broadcast variable of some bytes; pickle its function before the next garbage collection."""
         application = str(context.applicationId)
         key = (application, hashlib.sha256(data).hexdigest())
         with self._lock:

@@ -83,7 +83,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException, own_file: str) -> str:
-    """Leave out the frames of the calling file."""
+    """Format an exception's traceback, without the frames of the calling file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == own_file:
         frames = frames.tb_next

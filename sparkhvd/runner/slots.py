@@ -61,7 +61,7 @@ def local_slots(master: str, num_cpus: int) -> int | None:
 
 
 def executor_cores(conf: Mapping[str, str]) -> int | None:
-    """None if the configuration does not determine them."""
+    """Cores of an executor; None if the configuration does not determine them."""
     master = conf.get("spark.master", "").strip()
     cores = conf.get("spark.executor.cores")
     cluster = _LOCAL_CLUSTER.match(master)
@@ -144,7 +144,7 @@ def _of_executors(
 
 
 def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
-    """Reject a number of ranks that can never run. By default, all configured slots.
+    """Check the number of ranks; by default choose all configured slots.
 
     Raises:
         InvalidArgumentError: `num_proc` is not a positive whole number, or is None while the slots have no bound.
@@ -159,7 +159,7 @@ def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
         if slots.maximum < 1:
             raise PreflightError(
                 f"num_proc is not given, and the application can run no task at all ({slots.reason}). "
-                f"To run any, {slots.remedy}."
+                f"To run tasks, {slots.remedy}."
             )
         return slots.maximum
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
@@ -196,7 +196,7 @@ def threads_per_rank(task_cpus: int, allowed: float, fixed: int | None = None) -
 # **Threads**: any; one condition guards the list of launches. **Shutdown**: a launch leaves the list at the end of its
 # block.
 
-# A poll also lets Ctrl-C through.
+# A wait ends this often, also to let Ctrl-C through.
 _POLL_S = 0.5
 # A wait for executors is printed after this time, and again at this interval.
 _SAY_EVERY_S = 5.0
@@ -289,12 +289,12 @@ class LaunchTicket:
             if ahead or sum(other.holds for other in peers) + self.size > slots:
                 return (
                     f"Waiting for {self.size} of {slots} task slots: {len(peers)} launches of this application "
-                    f"run, and {len(ahead)} came earlier."
+                    f"run, and {len(ahead)} earlier launches wait."
                 )
         if self.is_alone and any(other.is_alone for other in (*running, *earlier)):
             return (
-                "Waiting for the GPUs: another launch of this application, whose ranks find theirs by local rank "
-                "too, came earlier."
+                "Waiting for the GPUs: another launch of this application, whose ranks also find GPUs by local "
+                "rank, came earlier."
             )
         free = self.size if slots is None else slots - sum(other.holds for other in running)
         self.holds = max(self.size, min(self.most, free))

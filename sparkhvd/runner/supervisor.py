@@ -26,11 +26,11 @@ from sparkhvd.runner.output import Tail
 
 # How long the other ranks may take to end by themselves, once one has failed.
 GRACE_S = 2.5
-# Between SIGTERM and SIGKILL.
+# Time between SIGTERM and SIGKILL.
 KILL_S = 0.5
-# After a forwarded signal: time to save.
+# Time to save after a forwarded signal.
 SIGNAL_S = 3.0
-# ssh uses it for its own failures, too.
+# Exit status for a lost host; ssh uses it for its own failures, too.
 _STATUS_LOST = 255
 _CONSEQUENCE = re.compile(
     r"sparkhvd\.errors\.(CollectiveError|PeerLostError|ElasticError|LeftOutError): "
@@ -195,13 +195,13 @@ class ShutdownSequence:
             )
 
     def hurry(self) -> None:
-        """Terminate the ranks now: others have been killed."""
+        """Terminate the ranks now, because other ranks have been killed."""
         now = time.monotonic()
         self._steps.clear()
         self._steps.extend([(now, signal.SIGTERM), (now + KILL_S, signal.SIGKILL)])
 
     def interrupt(self, number: int) -> None:
-        """Forward a signal; a second one kills."""
+        """Forward a signal; a second signal kills the ranks."""
         if self._steps:
             self._send(signal.SIGKILL)
         else:
@@ -214,11 +214,11 @@ class ShutdownSequence:
         return bool(self._steps)
 
     def next_step_at(self) -> float | None:
-        """None if no step is left."""
+        """Time of the next step; None if no step is left."""
         return self._steps[0][0] if self._steps else None
 
     def next_step_s(self) -> float | None:
-        """None if no step is left."""
+        """Seconds until the next step; None if no step is left."""
         at = self.next_step_at()
         return None if at is None else max(0.0, at - time.monotonic())
 

@@ -59,14 +59,14 @@ class TaskSpec:
         preload: modules that the trainers import early.
         fixed_threads: threads per rank; None means the task's cores.
         run_dir: folder of outcomes in the shared files; "" without shared files.
-        gpu_mode: source of a rank's GPU, of `decide.Mode`.
+        gpu_mode: source of a rank's GPU, of `decide.GpuMode`.
         needs_gpu: whether a rank without a GPU is an error.
         driver_at: host and port of the driver for `InterruptWatch`, or for tasks of an elastic job; None without one.
         is_local: whether all tasks are children of one process.
         timestamps: whether lines of the rank start with the local time.
         live: `OutputRoute.to_dict()` of live output; None without it.
         is_quiet: whether the ranks' lines stay off this task's stderr.
-        elastic: `Terms.to_dict()` of an elastic job; None for a barrier stage.
+        elastic: `CoordinatorTerms.to_dict()` of an elastic job; None for a barrier stage.
         piece_bytes: most bytes of a row of a result.
     """
 
@@ -154,7 +154,7 @@ def run_task(
     """
     from pyspark import BarrierTaskContext
 
-    for _ in batches:  # unread input would cost Spark the Python worker
+    for _ in batches:  # Spark discards a Python worker that leaves input unread
         pass
     barrier = BarrierTaskContext.get()
     spec = TaskSpec.from_json(text)
@@ -168,7 +168,8 @@ def run_task(
     is_stored = outcome_files.write(files, spec.run_dir, outcome)
     if outcome.kind != OutcomeKind.OK:
         cause = outcome_files.await_cause(files, spec.run_dir, spec.size, outcome)
-        # Another rank's outcome was read from the files; after a failed check it is unknown who sees them.
+        # If the cause is another rank's outcome, this rank has read it from the files, so they are shared. After a
+        # failed check it is unknown who sees the files.
         is_seen = cause.kind != OutcomeKind.PREFLIGHT and (is_stored or cause is not outcome)
         token = refer(cause) if is_seen else embed(cause)
         raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)

@@ -31,7 +31,7 @@ _STDLIB = re.compile(r"[/\\]lib(?:64)?[/\\]python3\.\d+[/\\](?!site-packages|dis
 # The last sentence of the engine's message about a lost rank.
 _ADVICE = re.compile(r"( stopped because of another rank: .*\.) [A-Z][^.]*\.$", re.DOTALL)
 _OF_SPARK = ("pyspark", "py4j")
-# Packages that this one calls itself.
+# Packages that sparkhvd itself calls.
 _OURS = frozenset(
     (
         "Python",
@@ -47,11 +47,11 @@ _OURS = frozenset(
 )
 # Compiled code names its source: "pyarrow/error.pxi".
 _CYTHON = re.compile(r"(\w+)[/\\].*\.(?:px[id]|pyx)")
-# As `outcomes` cuts long texts.
+# Marker of a text that `outcomes` has cut.
 _CUT = re.compile(r"\.\.\. \[\d+ characters left out\] \.\.\.")
 # Shown user frames of a deep recursion: outermost and innermost.
 _OUTERMOST, _INNERMOST = 5, 15
-# Lines of an error's text besides frames; minimum left for the message; characters of a shortened line.
+# Limits of an error's text: lines besides frames, least lines of the message, characters of a line.
 _LINES, _LEAST, _CHARACTERS = 15, 4, 300
 
 
@@ -102,7 +102,7 @@ class Raised:
 
     @property
     def own(self) -> tuple[Frame, ...]:
-        """User frames, or third-party frames without any."""
+        """User frames, or third-party frames if there are no user frames."""
         users = tuple(frame for frame in self.frames if not frame.library)
         return users or tuple(frame for frame in self.frames if frame.library not in _OURS)
 
@@ -203,7 +203,7 @@ def _library(file: str) -> str:
 
 
 def failure_text(said: Sequence[str], traceback: str, final: str, rest: Sequence[str] = ()) -> str:
-    """The user's line and the exception come first and last, frames between them.
+    """Compose an error's text, with the user's line and the exception both at its start and at its end.
 
     Besides frames it has at most 15 lines.
 
@@ -228,7 +228,7 @@ def failure_text(said: Sequence[str], traceback: str, final: str, rest: Sequence
             connection = [brief("\n".join(last[0].text)), each.connector] if is_second else []
             frames += [*connection, *each.lines]
         num_others += 2 + sum(not line.startswith(("    ", '  File "')) for line in frames)
-    # A log or a notebook's output shows its last lines.
+    # Repeat them at the end: a log or a notebook's output shows its last lines.
     end = [*places, brief(final)] if frames else []
     return "\n".join([*places, *cut(said, max(_LEAST, _LINES - num_others)), *frames, *rest, *end])
 
@@ -255,7 +255,7 @@ def module_hint(error: str, message: str) -> str:
     missing = re.fullmatch(r"No module named '(\w+)'", message)
     if error != ModuleNotFoundError.__name__ or missing is None:
         return ""
-    with contextlib.suppress(ImportError, ValueError):  # of a module without a spec
+    with contextlib.suppress(ImportError, ValueError):  # a module may have no spec
         spec = importlib.util.find_spec(missing[1])
         if spec is not None and spec.origin:
             return (

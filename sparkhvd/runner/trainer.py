@@ -46,14 +46,14 @@ EXIT_GRACE_S = 30.0
 INTERRUPT_GRACE_S = 5.0
 # How long a message waits for earlier lines whose stream blocks.
 _BLOCKED_S = 1.0
-# How long its pipes may take to end if processes outside its group hold them.
+# How long a trainer's pipes may take to end if processes outside its group hold them.
 _DRAIN_S = 5.0
 # How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it initializes each of them.
 GPU_ANSWER_S = 120.0
 
 
 def inherited(name: str) -> str | None:
-    """The trainer inherits the environment of this process. None if the variable is not set."""
+    """Inherited value of a trainer's variable; None if it is not set."""
     return os.environ.get(name)  # noqa: TID251 - not a setting: the trainer inherits it
 
 
@@ -202,7 +202,7 @@ class Trainer:
             left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
             if left <= 0:
                 return False
-            # The event wakes this at once; the cap starts the grace period.
+            # The event ends the wait at once; the limit lets `enforce_grace` run every second.
             self._ended.wait(left)
             self.enforce_grace()
         return True
@@ -262,7 +262,7 @@ class Trainer:
             self._group.signal(signal.SIGKILL)
 
     def outcome(self, *, host: str = "", attempt: int = 0) -> Outcome:
-        """Call it only after `wait` has returned True."""
+        """Outcome of the rank; only after `wait` has returned True."""
         if not self._ended.is_set():
             raise InternalError(f"the outcome of rank {self.rank} was read before its end.")
         base: dict[str, Any] = {
@@ -417,7 +417,7 @@ class TrainerStart:
         )
 
     def variables(self) -> dict[str, str]:
-        """The process imports in this environment."""
+        """Environment in which the process imports."""
         return {**self.environ, **self.prologue.variables()}
 
     def close_listener(self) -> None:
@@ -450,25 +450,26 @@ def prepare_zygote(prologue: Prologue) -> None:
 
 
 def may_fork(prologue: Prologue) -> bool:
-    """Whether a zygote may fork the process. Never if CUDA's driver is queried, or may have been."""
+    """Whether a zygote may fork the process: not if it queries CUDA's driver, or this host has a GPU."""
     return bool(prologue.zygote_idle_s) and not prologue.gpu_views and zygote_client.is_possible()
 
 
 def _environment(prologue: Prologue) -> dict[str, str]:
-    """The process starts in this environment."""
+    """Environment in which the process starts."""
     inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
     environ = {**inherited, **_loader_variables(prologue.env)}
     if prologue.keep_freed_memory:
         environ.update(allocator.start_variables(environ))
     # The package must be found before the trainer sets its own path; "" is the working directory.
     path = [entry or prologue.cwd for entry in prologue.sys_path]
-    # A notebook has that first, but has already imported Python's modules: a `secrets.py` there is not Python's.
+    # A notebook has the working directory first, but has already imported Python's modules: a `secrets.py` there would
+    # hide Python's.
     path.sort(key=lambda entry: entry not in _OF_PYTHON)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, path)) or environ.get("PYTHONPATH", "")
     return environ
 
 
 def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """These variables work only if set before the process starts."""
+    """Variables that must be set before the process starts."""
     prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
     return {name: value for name, value in env.items() if name.startswith(prefixes)}

@@ -47,7 +47,7 @@ _FEWEST_DESCRIPTORS, _MAX_DESCRIPTORS = 5, 7
 
 
 class _Forked:
-    """Trainer of this zygote, and the channel to its owner; None once the owner has closed it."""
+    """Trainer of this zygote, and the channel to its owner; the channel is None once the owner has closed it."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
@@ -76,7 +76,7 @@ class _Forked:
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """Modules to import before the fork; without descriptors, before later forks."""
+    """Request of an owner: modules to import before this fork or, without descriptors, before later forks."""
 
     modules: list[str]
 
@@ -172,7 +172,7 @@ class _Server:
             if 0 < len(fds) < _FEWEST_DESCRIPTORS:
                 raise ValueError("a request with too few descriptors")
             channel = socket.socket(fileno=fds[0]) if fds else None
-        except (ValueError, OSError):  # its end, or it runs other code
+        except (ValueError, OSError):  # the owner has ended, or runs other code
             for fd in fds:
                 os.close(fd)
             del self._owners[owner.fileno()]
@@ -232,14 +232,14 @@ def _announced(family: str) -> socket.socket | None:
         name = f"\0sparkhvd-zygotes-{family}-{number}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
             other.setblocking(False)
-            with contextlib.suppress(OSError):  # it does not exist, or its backlog is full
+            with contextlib.suppress(OSError):  # no such zygote, or its backlog is full
                 other.connect(name)
         if own is None:
             own = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 own.bind(name)
                 own.listen()
-            except OSError:  # another zygote has it
+            except OSError:  # another zygote has the name
                 own.close()
                 own = None
     return own
@@ -283,7 +283,7 @@ def _become_trainer(
 
 def _reseed() -> None:
     """Seed the generators that a fresh process seeds from the system: forks must not draw equal numbers."""
-    if "numpy" in sys.modules:  # Python reseeds its own
+    if "numpy" in sys.modules:  # Python reseeds its own generator
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
@@ -296,9 +296,9 @@ def main(listener_fd: int, lifetime: int, family: str, idle_s: float) -> None:
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
     child.hold_threads()
-    lazy_compiler.install()  # a trainer that shall not have it takes it away
+    lazy_compiler.install()  # a trainer without this setting removes it
     with contextlib.closing(socket.socket(fileno=listener_fd)) as listener:
-        listener.listen()  # from now on it has this process's pid for those that connect
+        listener.listen()  # from now on its peers see this process's pid
         for fd in (listener_fd, lifetime):
             os.set_inheritable(fd, False)
         _Server(listener, lifetime, family, idle_s).serve()

@@ -45,7 +45,7 @@ from sparkhvd.runner.processes import (
 from sparkhvd.runner.protocol import USEFUL_MODULES
 from sparkhvd.settings import ZYGOTE_STAYS_S
 
-# Read at the start of a process, or during its imports.
+# Prefixes of variables that a process reads at its start, or during its imports.
 _READ_EARLY = (
     "LD_", "PYTHON", "MALLOC_", "GLIBC_", "LANG", "LC_", "TZ", "HOME", "TMP", "TEMP", "VIRTUAL_ENV",
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "VECLIB_", "TBB_",
@@ -57,7 +57,7 @@ _READ_EARLY = (
 _FORK_S = 120.0
 # Longest wait until a zygote that another process starts listens.
 _LISTEN_S = 5.0
-# Between two attempts to connect to it.
+# Pause between two attempts to connect to a zygote.
 _PAUSE_S = 0.02
 # With a GPU, forks are not tested.
 _GPU = Path("/dev/nvidiactl")
@@ -133,7 +133,7 @@ class ZygoteClient:
                 if not is_same_user(connection):
                     raise PermissionError(f"{name[1:]} belongs to another user")
                 connection.settimeout(_FORK_S)
-            except ConnectionRefusedError:  # bound, and not listening yet, or no longer
+            except ConnectionRefusedError:  # bound, but not listening yet, or no longer
                 connection.close()
                 if time.monotonic() > deadline:
                     raise
@@ -155,7 +155,7 @@ class ZygoteClient:
         poller.register(self.socket, select.POLLIN)
         return not poller.poll(
             0
-        )  # readable only at its end: it answers on the channels of trainers
+        )  # readable only once the zygote has ended: it answers on the channels of trainers
 
     def fork(self, modules: Sequence[str], ends: InheritedPipes) -> ForkedProcess | None:
         """Fork a trainer; None if that is impossible: then no trainer has started or will.
@@ -203,7 +203,7 @@ class ZygoteClient:
                     f"sparkhvd: the zygote of ranks does not answer ({e}). A new process is started in place of a fork.\n"
                 )
             return None
-        except OSError:  # it has just ended
+        except OSError:  # the zygote has just ended
             return None
 
     def prepare(self, modules: Sequence[str]) -> None:
@@ -280,7 +280,7 @@ class _Kept:
             if kept is not None and kept.has_threads:
                 return None
             if kept is None or kept.key != key or not kept.is_usable():
-                # A zygote that did not answer still holds its name.
+                # A zygote that did not answer still holds its name, so the next zygote gets another name.
                 self._silent += kept is not None and kept.is_silent
                 self._close()
                 facts = repr((key, self._silent)).encode()
@@ -304,7 +304,7 @@ class _Kept:
             zygote.prepare([name for name in USEFUL_MODULES if name in new])
 
     def pid(self) -> int | None:
-        """None without a usable zygote."""
+        """Pid of the zygote; None without a usable zygote."""
         with self._lock:
             usable = self._zygote is not None and self._zygote.is_usable()
             return self._zygote.pid if usable and self._zygote is not None else None
@@ -369,7 +369,7 @@ def is_possible() -> bool:
 
 @functools.cache
 def _has_pidfds() -> bool:
-    """The kernel may lack them, or a container forbid them."""
+    """Whether pidfds work: a kernel may lack them, or a container forbid them."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -407,7 +407,7 @@ def _started_at(pid: int) -> str:
     """Start of a process in clock ticks since boot.
 
     Raises:
-        ProcessLookupError: there is none.
+        ProcessLookupError: there is no such process.
     """
     stat = stat_of(pid)
     if stat is None:

@@ -18,18 +18,18 @@ Each module imports only those above it:
     context            the engine that `rank()` and `allreduce()` use
     cuda               streams, events and memory of CUDA; NCCL
     process_sets       the ranks that take part in an operation
-    startup            meaning of `init(comm=...)`
+    startup            ways to join the job, chosen by `init(comm=...)`
     collectives        allreduce, allgather and the other collectives
     broadcast          parameters, optimizer state and objects
-    communicator_sets  process sets from communicators of MPI
+    communicator_sets  process sets from MPI communicators
     registered         tensors in registered memory
     sync_batch_norm    `SyncBatchNorm`
-    functions          Horovod's module of that name
-    gradients          gradients reduced in buckets
+    functions          names of Horovod's `functions` module
+    gradients          reduction of gradients in buckets
     compression        `Compression`
     optimizer          `DistributedOptimizer`
     elastic            elastic training
-    mpi_ops            Horovod's module of that name
+    mpi_ops            names of Horovod's `mpi_ops` module
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ def init(
     Args:
         comm: the ranks, and how they find each other. None means the job of this process's launcher, or a job of one rank
             without a launcher. A list names ranks of that job, which become a separate job, numbered by their positions in
-            it. A communicator of mpi4py (or an object with its Get_rank, Get_size and allgather) is a job of its processes
-            with its ranks; all of them must call this, processes of several communicators are independent jobs, and MPI is
-            not used later. Or a `Rendezvous`.
+            it. A communicator of mpi4py (or an object with its Get_rank, Get_size and allgather) makes a job of its
+            processes, with its ranks. All its processes must call this. Each of several communicators makes an
+            independent job, and MPI is not used later. A `Rendezvous` connects the ranks itself.
         process_sets: sets to register at once, the same on every rank. Horovod's "dynamic" has no effect: sets
             may always be added and removed. In an elastic job the sets whose ranks are all present are registered again
-            whenever the ranks change, and a process that joins a running job joins the others here, not in
-            `hvd.elastic.run`.
+            whenever the ranks change, and a process that is new in a running job then joins the other ranks here
+            instead of in `hvd.elastic.run`.
 
     Raises:
         InvalidArgumentError: an argument is wrong; or this process has joined a job of another size or with another rank than
@@ -166,14 +166,14 @@ def init(
         raise
 
 
-@functools.cache  # once per process
+@functools.cache  # to print it once per process
 def _tell_choices() -> None:
     if note := environment.note_of():
         sys.stderr.write(f"{note}\n")
 
 
 def _exists(process_set: ProcessSet | Sequence[int] | Communicator) -> bool:
-    """In an elastic job, False for a set that has all ranks or misses some: it waits for other ranks."""
+    """Whether `init` can register the set now; in an elastic job not with all or with missing ranks."""
     is_elastic = isinstance(context.context().rendezvous, ElasticRendezvous)
     if not is_elastic or is_communicator(process_set):
         return True
@@ -184,7 +184,7 @@ def _exists(process_set: ProcessSet | Sequence[int] | Communicator) -> bool:
 def _sets(
     process_sets: Iterable[ProcessSet | Sequence[int] | Communicator] | str | None,
 ) -> list[ProcessSet | Sequence[int] | Communicator]:
-    """`process_sets` is the argument of `init`."""
+    """Convert the argument `process_sets` of `init` to a list."""
     if process_sets is None or (isinstance(process_sets, str) and process_sets == "dynamic"):
         return []
     if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
@@ -225,12 +225,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """The number of this host among the hosts that have a rank with this `local_rank()`."""
+    """This host's number among the hosts with a rank of the same `local_rank()`."""
     return context.context().place.cross_rank
 
 
 def cross_size() -> int:
-    """The number of hosts that have a rank with this `local_rank()`."""
+    """The number of hosts with a rank of the same `local_rank()`."""
     return context.context().place.cross_size
 
 
@@ -255,7 +255,7 @@ def metrics(*, show: bool = True) -> Metrics:
 def start_timeline(
     file_path: str | os.PathLike[str], mark_cycles: bool = False, all_ranks: bool = False
 ) -> None:
-    """Start a timeline, for ui.perfetto.dev, and end a running one.
+    """Start to record a timeline for ui.perfetto.dev; a running timeline ends first.
 
     Args:
         file_path: a file on rank 0, created or overwritten; valid JSON at any moment except in the middle of a write.
@@ -292,9 +292,9 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """True in a process that MPI has started: MPI calls and collectives mix in any order and thread.
+    """True in a process started by MPI, because MPI calls and collectives mix in any order and thread.
 
-    sparkhvd never calls MPI, so it never waits for MPI.
+    sparkhvd itself never calls MPI, so the two cannot wait for each other.
     """
     return environment.is_mpi()
 
@@ -310,25 +310,25 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """The version code of the NCCL of this process's torch. 0 without NCCL: then no tensors on GPUs."""
+    """NCCL's version code in this process's torch; 0 without NCCL, and then GPU tensors are not supported."""
     return nccl_version()
 
 
 def cuda_built() -> bool:
-    """Check whether this process's torch supports NVIDIA's GPUs; sparkhvd itself always does."""
+    """Whether this process's torch supports NVIDIA GPUs; sparkhvd itself always does."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Always False: AMD's GPUs are not used."""
+    """Always False: sparkhvd does not support AMD GPUs."""
     return False
 
 
 def ddl_built() -> bool:
-    """Always False: IBM's DDL is not used."""
+    """Always False: sparkhvd does not use IBM's DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """Always False: Intel's oneCCL is not used."""
+    """Always False: sparkhvd does not use Intel's oneCCL."""
     return False

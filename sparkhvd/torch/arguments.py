@@ -1,4 +1,4 @@
-"""Conversion of users' arguments: numbers and lists of other libraries, or an `InvalidArgumentError`."""
+"""Convert users' numbers and lists, also of other libraries, or raise an `InvalidArgumentError`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Item = TypeVar("_Item")
 
 
 def to_integer(value: object) -> int | None:
-    """Take integers of Python, numpy or torch; None for anything else, and for a bool."""
+    """Convert an integer of Python, numpy or torch; None for a bool and for anything else."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
@@ -25,7 +25,7 @@ def to_integer(value: object) -> int | None:
         return None
     try:
         return operator.index(value)
-    except (TypeError, RuntimeError):  # torch: of tensors that are not on the CPU
+    except (TypeError, RuntimeError):  # torch raises a RuntimeError for tensors off the CPU
         return None
 
 
@@ -37,7 +37,7 @@ def to_integers(values: Iterable[object]) -> list[int] | None:
 
 
 def to_factor(what: str, argument: str, value: object) -> float:
-    """Convert a number of Python, numpy or torch to a float, because operations are cached by their factors.
+    """Convert a number of Python, numpy or torch to a float, so that it can be a key of the operation cache.
 
     Raises:
         InvalidArgumentError: it is not a number.
@@ -45,7 +45,7 @@ def to_factor(what: str, argument: str, value: object) -> float:
     try:
         if isinstance(value, (SupportsFloat, SupportsIndex)):  # float() would also read strings
             return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises RuntimeError
         pass
     raise InvalidArgumentError(f"{what}: {argument}={value!r} is not one number. Give a float.")
 
@@ -76,17 +76,20 @@ def check_compression(what: str, compression: object) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Functions and classes that TorchDynamo must not trace.
-# torch's C++ calls them while Dynamo compiles its caller: in the forward pass of a compiled DDP model, or in `backward()` of a compiled
-# training step.
+# Exclusion of functions and classes from TorchDynamo.
+# In the forward pass of a compiled DDP model, or in `backward()` of a compiled training step, torch's C++ calls our
+# functions while Dynamo compiles their caller. Dynamo must not trace them.
 
 
 def leave_untraced(*parts: Any) -> None:
-    """Exclude functions, or the methods of classes, and their callees from Dynamo, without importing Dynamo, which takes seconds."""
+    """Exclude functions, the methods of classes, and their callees from TorchDynamo.
+
+    Does not import Dynamo, because the import takes seconds.
+    """
     frames: Any = torch._C._dynamo.eval_frame
     functions = [each for part in parts for each in _functions(part)]
     for each in functions:
-        each._torchdynamo_disable = True  # what Dynamo would trace into
+        each._torchdynamo_disable = True  # for a function that Dynamo would inline
     if not hasattr(frames, "set_code_exec_strategy"):  # torch before 2.7
         return
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)

@@ -44,7 +44,7 @@ def broadcast_parameters(
         MismatchError: ranks disagree on the shape or dtype of a parameter.
         CollectiveTimeoutError: a rank did not submit, or lacks a parameter; the message names it.
     """
-    # A tensor's rows and a module's children are iterable too, but not meant.
+    # Both are iterable (rows, children), but the user certainly meant something else.
     if isinstance(params, (Tensor, torch.nn.Module)):
         raise InvalidArgumentError(
             f"broadcast_parameters: expected a dict or a list, got {type(params).__name__}. Give model.state_dict(), "
@@ -65,7 +65,7 @@ def broadcast_parameters(
             )
         if name in named:
             raise InvalidArgumentError(
-                f"broadcast_parameters: {name!r} comes twice. Every tensor needs a name of its own."
+                f"broadcast_parameters: two tensors have the name {name!r}. Give every tensor a unique name."
             )
         named[name] = tensor
     ctx = context()
@@ -75,12 +75,12 @@ def broadcast_parameters(
 def _broadcast_tensors(
     ctx: Context, prefix: str, named: Mapping[str, Tensor], root_rank: int
 ) -> None:
-    """Broadcast all tensors in place at once, and wait."""
+    """Broadcast all tensors in place, concurrently, and wait."""
     started: list[tuple[Operation, Tensor, Tensor]] = []
     for name in sorted(named):
         target = named[name].detach()
         tensor = target.resolve_conj().resolve_neg().contiguous()
-        # The engine moves complex numbers as pairs.
+        # The engine sends a complex number as two real numbers.
         sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work = start_broadcast(ctx, f"{prefix}.{name}", sent, sent, root_rank)
         started.append((work, target, tensor))
@@ -111,7 +111,7 @@ def _from_bytes(tensor: Tensor) -> bytes:
 def _broadcast_bytes(
     ctx: Context, name: str, payload: bytes | None, root_rank: int, process_set: int = 0
 ) -> bytes:
-    """Send rank `root_rank`'s `payload` to every rank; the others pass None."""
+    """Send rank `root_rank`'s `payload` to every rank; other ranks pass None."""
     length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
     start_broadcast(ctx, f"{name}.length", length, length, root_rank, process_set).wait()
     content = (
@@ -124,7 +124,7 @@ def _broadcast_bytes(
 
 
 def _allgather_bytes(ctx: Context, name: str, payload: bytes, process_set: int = 0) -> list[bytes]:
-    """Every rank's `payload`, by rank."""
+    """Return every rank's `payload`, by rank."""
     content = _to_bytes(payload)
     work = start_allgather(ctx, name, content, process_set)
     work.wait()
@@ -179,7 +179,7 @@ def allgather_object(
 
 
 def pass_object(obj: Any, name: str) -> Any:
-    """Send an object to the next rank, and return the previous rank's; every rank must call this."""
+    """Send an object to the next rank and return the previous rank's object; every rank must call this."""
     ctx = context()
     place = ctx.engine.topology
     payload = cloudpickle.dumps(obj)
@@ -230,7 +230,7 @@ def broadcast_optimizer_state(
     )
     if structure is None:
         raise error or InvalidArgumentError(
-            f"broadcast_optimizer_state: rank {root_rank} cannot describe its optimizer's state; see there."
+            f"broadcast_optimizer_state: rank {root_rank} cannot send its optimizer's state; see that rank's error."
         )
     content = None if is_root else _build(structure, tensors, _on_gpu(optimizer))
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
@@ -248,7 +248,7 @@ def broadcast_optimizer_state(
 
 def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer) -> None:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    # No rank has the whole state of a sharded optimizer.
+    # A sharded optimizer with state cannot be broadcast, because no rank has the whole state.
     is_part = bool(getattr(optimizer, "_shards", None)) and bool(optimizer.state)
     parts = _allgather_bytes(ctx, f"{prefix}.groups", json.dumps([sizes, is_part]).encode())
     by_rank = [read_json(part, most_bytes=None) for part in parts]
@@ -256,7 +256,8 @@ def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer
         if is_part:
             raise InvalidArgumentError(
                 "broadcast_optimizer_state: the optimizer is sharded, and no rank has the state of all parameters. "
-                "Call optimizer.load_state_dict() on every rank, with what broadcast_object() has sent."
+                "Send a whole state dict with broadcast_object(), and load it with optimizer.load_state_dict() on "
+                "every rank."
             )
         if sizes != by_rank[0][0]:
             raise MismatchError(
@@ -266,7 +267,7 @@ def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer
 
 
 def _content(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """State by the parameter's number, and each group's options."""
+    """Return the state by parameter number, and the options of each group."""
     numbers: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -285,7 +286,7 @@ def _content(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 def _install(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # In place: schedulers and distributed optimizers hold the same dictionaries.
+    # Change the dictionaries in place, because schedulers and distributed optimizers refer to them.
     optimizer.state.clear()
     for key, value in content["state"]:
         optimizer.state[parameters[key] if isinstance(key, int) else key] = value
@@ -296,7 +297,7 @@ def _install(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
 
 
 def _describe(value: object, tensors: list[Tensor], where: str) -> list[object]:
-    """Describe `value` as JSON: a pair of a kind and its content; appends tensors to the list."""
+    """Describe `value` for JSON as a pair [kind, content], and append its tensors to `tensors`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["plain", value]
     if isinstance(value, Tensor):
@@ -317,21 +318,21 @@ def _describe(value: object, tensors: list[Tensor], where: str) -> list[object]:
             ],
         ]
     raise InvalidArgumentError(
-        f"broadcast_optimizer_state: {where} holds a {type(value).__name__}. Only tensors, numbers, strings, "
-        "None and lists, tuples and dicts of those can be sent; send the rest with broadcast_object()."
+        f"broadcast_optimizer_state: {where} holds a {type(value).__name__}, which cannot be sent. Supported are tensors, "
+        "numbers, strings, None, and lists, tuples and dicts of them. Send other objects with broadcast_object()."
     )
 
 
 def _on_gpu(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """A parameter on this rank's GPU, if any."""
+    """Return a parameter on this rank's GPU, if any."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return next((p for p in parameters if p.is_cuda), None)
 
 
 def _build(described: Any, tensors: list[Tensor], on_gpu: Tensor | None) -> Any:
-    """Build the value of a description by `_describe`, with empty tensors; appends these to the list.
+    """Build the value that `_describe` described, with empty tensors, and append the tensors to `tensors`.
 
-    Tensors of the root's GPU are created on the device of `on_gpu`.
+    Tensors that the root has on its GPU are created on the device of `on_gpu`.
     """
     kind, content = described
     if kind == "plain":

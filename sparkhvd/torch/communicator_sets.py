@@ -1,7 +1,7 @@
-"""Process sets from communicators of MPI or from ranks.
+"""Process sets from MPI communicators or from ranks.
 
-Processes may pass different communicators at once, such as the results of `Split`. Every set is registered on every rank, and each
-process's object is its own set.
+Processes may pass different communicators in the same call, such as the results of `Split`. Every rank then registers
+all of the sets, and gets the set with its own process as the result.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _WHAT = "add_process_set(ProcessSet(<communicator>))"
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int] | Communicator) -> ProcessSet:
-    """Register a process set; every rank must call this with the same ranks, members or not. Waits for all.
+    """Register a process set; every rank of the job must call this with the same ranks. Waits for all ranks.
 
-    With communicators of MPI every rank passes its own communicator, or MPI.COMM_NULL. Each communicator of a `Split` becomes a
-    set, and the result is the set of this process (the first set for a process without one). The communicator is not used later.
+    With MPI communicators every rank passes its own communicator, or MPI.COMM_NULL. Each communicator of a `Split`
+    becomes a set, and the result is the set of this process (the first set for a process without one). The communicator
+    is not used later.
 
     Args:
         process_set: an unregistered set, its ranks, or a communicator.
@@ -82,7 +83,7 @@ def _add_of_communicators(process_set: ProcessSet, comm: Communicator) -> Proces
 
 
 def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
-    """The job's ranks of a communicator's processes; empty for a null communicator."""
+    """Return the job ranks of the communicator's processes; empty for a null communicator."""
     if not comm:
         return ()
     mpi.place_of(_WHAT, comm)
@@ -101,21 +102,22 @@ def _gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _agree(claims: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
-    """Return the distinct sets, sorted by their ranks.
+    """Return the distinct sets that the ranks claim, sorted by their ranks.
 
     Raises:
-        InvalidArgumentError: no rank passed a communicator, or members of a communicator passed different ones.
+        InvalidArgumentError: no rank passed a communicator, or processes of a communicator passed another communicator.
     """
     sets = sorted({ranks for ranks in claims if ranks})
     if not sets:
         raise InvalidArgumentError(
-            f"{_WHAT}: every rank gives a null communicator. A process set needs at least one rank."
+            f"{_WHAT}: every rank passed a null communicator. A process set needs at least one rank."
         )
     for ranks in sets:
         for rank in ranks:
             if claims[rank] != ranks:
                 raise InvalidArgumentError(
-                    f"{_WHAT}: the communicator of ranks {list(ranks)} has rank {rank}, which gives one of ranks "
-                    f"{list(claims[rank])}. Give the same communicator on each of its processes; all {size} ranks call this."
+                    f"{_WHAT}: the communicator of ranks {list(ranks)} has rank {rank}, but rank {rank} passed a "
+                    f"communicator of ranks {list(claims[rank])}. Pass the same communicator on each of its processes; "
+                    f"all {size} ranks must call this."
                 )
     return sets

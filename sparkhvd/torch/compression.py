@@ -1,4 +1,4 @@
-"""`Compression`: fewer bytes on the wire, by 16-bit floats with sums in float32, or by matrices of low rank."""
+"""`Compression`: sends fewer bytes, as 16-bit floats with sums in float32 or as matrices of low rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
 
 
 class Compression:
-    """Compression schemes."""
+    """Choice of how gradients are compressed before they are sent."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -23,13 +23,13 @@ class Compression:
 
     @staticmethod
     def powersgd(rank: int = 4, warm_up_steps: int = 0) -> PowerSGD:
-        """Send gradients as matrices of low rank, with error feedback: for a `DistributedOptimizer` over a slow network.
+        """Compress the gradients of a `DistributedOptimizer` to matrices of low rank, for a slow network.
 
-        A gradient of n x m (its first dimension, all others) is sent as (n + m) * rank numbers, in two rounds. The
-        error is added to the next gradient and needs as much memory as the gradient. Vectors and small matrices
-        are sent uncompressed. Result and state follow from the same bits on every rank. A gradient that is not
-        finite on any rank is NaN on all of them, and does not change the state. With `GradScaler` the error keeps
-        the scale of its step.
+        A gradient of n x m (its first dimension, and the product of the others) is sent as (n + m) * rank numbers, in
+        two rounds. The unsent part, the error, is added to the next gradient and needs as much memory as the gradient.
+        Vectors and small matrices are sent uncompressed. The result has the same bits on every rank. If a gradient is
+        not finite on some rank, the result is NaN on all ranks and the state does not change. With `GradScaler` the
+        error keeps the scale of its step.
 
         Every rank creates its own object for each optimizer. To resume training exactly, save `state_dict()` and call
         `load_state_dict()` before the optimizer is built.

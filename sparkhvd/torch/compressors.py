@@ -1,4 +1,4 @@
-"""Compressors: conversion of tensors before, and of results after, a reduction."""
+"""Compressors: convert tensors before a reduction, and results after it."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """Convert floating tensors to the wire's type; other tensors do not change."""
+        """Convert floating tensors to the 16-bit type; other tensors do not change."""
         if not tensor.is_floating_point() or tensor.dtype == cls.wire:
             return tensor, None
         return tensor.to(cls.wire), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        """Convert the tensor back to its type."""
+        """Convert the tensor back to its original type."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
@@ -68,5 +68,5 @@ class BF16Compressor(_CastCompressor):
     wire = torch.bfloat16
 
 
-# Stateless: a sum of their outputs is the output of the sum, up to rounding.
+# These compressors have no state, and compressing a sum equals summing compressed tensors, up to rounding.
 BUILT_IN = (NoneCompressor, FP16Compressor, BF16Compressor)

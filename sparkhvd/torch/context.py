@@ -1,4 +1,4 @@
-"""The current engine of the Horovod API, for `rank()`, `allreduce()` and the rest.
+"""The current engine, for all functions of the Horovod API.
 
 One process-wide variable, because a Horovod program may call from any of its threads. A context variable
 overrides it only where ranks are threads of one process (tests): a new thread starts with an empty context,
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 
 class Follower(Protocol):
-    """Object on an engine that moves to the next engine of an elastic job."""
+    """Object that uses an engine, and changes to the next engine when the ranks of an elastic job change."""
 
     def detach(self) -> None:
         """Stop using the engine, which may have failed."""
 
     def follow(self, current: Context) -> None:
-        """Use another engine from now on; every rank calls this for its followers, in the same order."""
+        """Use another context's engine from now on; every rank calls this for its followers in the same order."""
 
 
 class ContextPart:
-    """State of another module per context, such as the rank's GPU; `Context.part` creates it at its first use."""
+    """State of another module that belongs to a context, such as the rank's GPU; see `Context.part`."""
 
     def retire(self) -> None:
         """Stop using the context, which has closed."""
@@ -52,13 +52,14 @@ _Part = TypeVar("_Part", bound=ContextPart)
 
 
 class Context:
-    """An engine with the state and counters of this API; every rank counts the same operations alike.
+    """An engine with the state of this API, such as the numbers of unnamed operations.
 
     Args:
-        engine: of this process; a private engine until a process joins a running elastic job.
+        engine: the engine of this process. A process that has not yet joined a running elastic job has an engine of one
+            rank.
         cleanup: closed with the engine.
-        rendezvous: of `init()`.
-        place: of a process that joins a running elastic job later; None for the engine's own place.
+        rendezvous: the rendezvous of `init()`.
+        place: provisional rank and size of a process until it joins a running elastic job; None for the engine's.
     """
 
     def __init__(
@@ -71,36 +72,36 @@ class Context:
         self.engine = engine
         self.joins_later = place is not None
         self.place = place or engine.topology
-        self.rendezvous = rendezvous  # of `init()`
-        # Does that `init()` again, after a shutdown (of `elastic`).
+        self.rendezvous = rendezvous
+        # Calls `init()` with the same arguments; `elastic` needs it after a shutdown.
         self.again: Callable[[], None] | None = None
-        self.comm: object = None  # argument of that `init()`
+        self.comm: object = None  # the `comm` of `init()`
         self.followers: list[weakref.ref[Follower]] = []
-        self.cleanup = cleanup or contextlib.ExitStack()  # closed with the engine
+        self.cleanup = cleanup or contextlib.ExitStack()
         self.is_open = True
-        self.joins = 0  # number of completed joins of all ranks
+        self.joins = 0  # number of completed `hvd.join()` calls
         self._parts: dict[type[ContextPart], ContextPart] = {}
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def part(self, kind: type[_Part]) -> _Part:
-        """Create this context's state of a kind at its first use."""
+        """Return this context's state of a kind; the first call creates it."""
         part = self._parts.get(kind)
         if part is None:
-            # With two threads, the first part wins.
+            # If two threads get here, both use the first thread's part.
             part = self._parts.setdefault(kind, kind())
         return cast("_Part", part)
 
     def number(self, kind: str, process_set: int = 0) -> int:
-        """Count the operations of a kind in the process set: 0, 1, ..."""
+        """Return the number of the next operation of a kind in the process set: 0, 1, ..."""
         return next(self._counters[kind, process_set])
 
     def name(self, kind: str, name: str | None, process_set: int = 0) -> str:
         """Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`.
 
-        Every rank of a process set counts the set's operations alike, independent of its other operations.
+        Each process set has its own numbers, so all its ranks give an operation the same number.
 
         Raises:
-            NotInitializedError: this process has not joined the others yet.
+            NotInitializedError: this process has not joined the running elastic job yet.
         """
         if self.joins_later:
             raise NotInitializedError(
@@ -115,15 +116,15 @@ class Context:
                 )
             if "\0" in name:
                 raise InvalidArgumentError(
-                    f"{kind}: the name {name!r} has a zero character, where the engine's names end. Leave it out."
+                    f"{kind}: the name {name!r} has a zero character, but the engine's names end there. Leave it out."
                 )
             return f"{kind}.{name}"
-        # Ranks that had joined did not count the others' operations, so all counters restart after a join.
+        # A rank that waited in `hvd.join()` did not count the other ranks' operations, so the numbers restart after it.
         kind = f"{kind}.noname.{self.joins}" if self.joins else f"{kind}.noname"
         return f"{kind}.{self.number(kind, process_set)}"
 
     def close(self) -> None:
-        """Leave the job gracefully; gradients are no longer reduced."""
+        """Leave the job gracefully; optimizers no longer reduce gradients."""
         self.retire()
         with self.cleanup:
             self.engine.shutdown()
@@ -175,7 +176,7 @@ def initialize(
     """Create the process's context, unless it exists; return True if it was created.
 
     Args:
-        join: connects the ranks; its argument collects resources that end with the job.
+        join: connects the ranks; registers on its argument the resources to close at the end of the job.
         may_join_later: in a running elastic job, create a preliminary context without the other ranks.
     """
     with _process.lock:
@@ -193,8 +194,8 @@ def initialize(
             made = Context(engine, cleanup.pop_all(), rendezvous, place)
             _process.context = made
         known = horovod_variables(made.place, socket.gethostname())
-        variables = os.environ  # noqa: TID251 - for readers of Horovod's variables; an outer launcher's belong to another job
-        # Libraries that read these would treat a single process as a rank.
+        variables = os.environ  # noqa: TID251 - for libraries that read Horovod's variables
+        # A job of one rank sets the variables only to replace values, or libraries would treat it as distributed.
         if made.place.size > 1 or known.keys() & variables.keys():
             variables.update(known)
         if _process.exit_pid != os.getpid():
@@ -204,7 +205,7 @@ def initialize(
 
 
 def _make_engine(rendezvous: Rendezvous) -> Engine:
-    """Connect the ranks and create the engine; an elastic job retries without ranks that are lost meanwhile."""
+    """Connect the ranks and create the engine; an elastic job retries without ranks that fail meanwhile."""
     while True:
         connections = rendezvous.connect()
         try:
@@ -226,14 +227,14 @@ def shut_down() -> None:
 
 
 def _at_exit(pid: int) -> None:
-    # A forked child inherits this registration, and must not shut down its parent's engine.
+    # A forked child inherits this exit handler, but must not shut down its parent's engine.
     if os.getpid() == pid and _process.context is not None:
         shut_down()
 
 
 @contextlib.contextmanager
 def use_engine(engine: Engine) -> Iterator[Context]:
-    """Use `engine` for this thread's API inside the block, for ranks that are threads of one process."""
+    """Use `engine` for this thread's calls inside the block, so that threads of one process can be ranks."""
     made = Context(engine)
     token = _override.set(made)
     try:

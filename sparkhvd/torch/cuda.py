@@ -1,7 +1,7 @@
-"""CUDA in torch as this package uses it: streams, events, memory, and the path of NCCL. Imports no CUDA.
+"""Interface to CUDA through torch: streams, events, memory, and the path of NCCL. The import loads no CUDA.
 
-All other modules use a `Device`, so that tests can run the same code on a stand-in. A rank has one device, which the
-first tensor on it (or `join(device)`) opens.
+All other modules use a `Device`, so that tests can run the same code on a stand-in. A rank has one device. The first
+tensor on a GPU (or `join(device)`) opens it.
 
 **Order.** An operation waits for the pending work of its caller's current stream, and runs on a stream of the
 engine. `Device.stream()` is that current stream; `Work.wait_stream` makes it wait for the result. The host waits
@@ -24,43 +24,43 @@ from sparkhvd.engine.work import Buffer
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.context import Context, ContextPart
 
-# Folders of NCCL in the packages of pip, under the directories of `sys.path`.
+# Folders of NCCL in packages from pip, relative to the directories of `sys.path`.
 _PLACES = ("nvidia/nccl/lib", "nvidia/cu13/lib", "nccl/lib")
 _NCCL = "libnccl.so.2"
-# torch's `_foreach_copy_` has no CUDA kernel for these, although its `copy_` has.
+# torch's `_foreach_copy_` has no CUDA kernel for these types, so they are copied with `copy_`.
 _COPIED_ALONE = frozenset((torch.uint16, torch.uint32, torch.uint64))
 
 
 class Device(Protocol):
-    """A GPU as collectives need it.
+    """The interface to a GPU that collectives use.
 
     Attributes:
-        ordinal: its number, for torch as for the driver.
+        ordinal: number of the GPU, the same in torch and in the driver.
     """
 
     ordinal: int
 
     def stream(self) -> int:
-        """The driver's handle of this thread's current stream.
+        """Return the driver's handle of this thread's current stream.
 
         Raises:
             InvalidArgumentError: the stream is being captured into a graph.
         """
 
     def raw_stream(self) -> int:
-        """`stream` without the check for capture, because the submission checks."""
+        """Return the handle as `stream` does, but leave the check for capture to the submission."""
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return a factory of `with` blocks that set this thread's current stream in any thread."""
+        """Return a function whose `with` block makes this thread's current stream current in any thread."""
 
     def await_stream(self, stream: int) -> None:
         """Let the current stream wait for the pending work of another stream, given by its handle."""
 
     def keep_for(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory until the current stream has used it, also if it is not the tensor's own."""
+        """Keep a tensor's memory, also if it is shared, until the current stream's pending work has finished."""
 
     def over_buffer(self, buffer: Buffer) -> Tensor:
-        """View registered memory as a tensor of bytes. Its storage keeps the buffer."""
+        """View registered memory as a tensor of bytes. Its storage keeps the buffer alive."""
 
 
 class CudaDevice:
@@ -83,7 +83,7 @@ class CudaDevice:
         return lambda: torch.cuda.stream(stream)
 
     def await_stream(self, stream: int) -> None:
-        """Wait by an event."""
+        """Let the current stream wait for an event of the other stream."""
         # torch treats an external stream without a handle as a new stream of its pool, not as the default stream.
         other = (
             torch.cuda.ExternalStream(stream, device=self.ordinal)
@@ -97,13 +97,13 @@ class CudaDevice:
         tensor.record_stream(torch.cuda.current_stream(self.ordinal))
 
     def over_buffer(self, buffer: Buffer) -> Tensor:
-        """Wrap the memory by NumPy's array interface for CUDA."""
+        """Import the memory into torch by `__cuda_array_interface__`."""
         place = torch.device("cuda", self.ordinal)
         return torch.as_tensor(_CudaMemory(buffer), device=place)
 
 
 class _CudaMemory:
-    """Registered memory in the form that torch imports; torch keeps this object as long as the storage."""
+    """Registered memory that torch can import; torch keeps this object alive with the storage."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -117,17 +117,17 @@ class _CudaMemory:
         self._ordinal = buffer.device
 
     def __del__(self) -> None:
-        # Enqueued work may still use it, also for freed tensors. This is rare: an optimizer has one buffer.
+        # Enqueued work may still use the memory. The wait is rare, because an optimizer has one buffer.
         if not sys.is_finalizing():
             torch.cuda.synchronize(self._ordinal)
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into equally many others, with one kernel per type if torch's CUDA has it."""
+    """Copy each source into its target, with one kernel per type where torch has such a kernel."""
     if len({x.dtype for x in targets}) == len({x.dtype for x in sources}) == 1:
         _copy_alike(targets, sources)
         return
-    # With several types torch would use the first type for all of them.
+    # Separate the types, because torch would treat all tensors of a list as having the type of the first.
     by_types: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         into, out_of = by_types.setdefault((target.dtype, source.dtype), ([], []))
@@ -138,9 +138,9 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors of one type into equally many others of one type."""
+    """Copy each source into its target; all sources have one type, and all targets have one type."""
     if _COPIED_ALONE.isdisjoint((targets[0].dtype, sources[0].dtype)):
-        # If the strides of one pair differ, torch copies every tensor of the list separately.
+        # Make the strides equal: if those of one pair differed, torch would copy every tensor of the list separately.
         torch._foreach_copy_(list(targets), list(map(_as_strided, sources, targets)))
         return
     for target, source in zip(targets, sources, strict=True):
@@ -148,9 +148,10 @@ def _copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
-    """Give the tensor the strides of another one, if these describe the same memory.
+    """Give the tensor the strides of `like`, if they describe the same memory.
 
-    Strides of a dimension of one element do not matter, and cuDNN's gradients of 1 x 1 convolutions differ from the weights in these.
+    The stride of a dimension of one element is arbitrary. cuDNN's gradients of 1 x 1 convolutions have other strides
+    than the weights in these dimensions.
     """
     strides, wanted = tensor.stride(), like.stride()
     if strides == wanted:
@@ -166,18 +167,18 @@ def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
 def refuse_capture() -> NoReturn:
     """Raise the error of a collective on a stream that is being captured into a graph."""
     raise InvalidArgumentError(
-        "The current stream is being captured into a CUDA graph, and collectives need the other ranks, which a graph "
-        "cannot wait for. Run backward and step outside of the capture; torch.cuda.make_graphed_callables captures a "
-        "model so that its gradients arrive outside."
+        "The current stream is being captured into a CUDA graph, but a graph cannot wait for other ranks, as "
+        "collectives must. Run backward and step outside of the capture; torch.cuda.make_graphed_callables captures a "
+        "model so that its gradients arrive outside of the graph."
     )
 
 
 class RankGpu(ContextPart):
-    """GPU of this rank.
+    """The GPU that this rank's operations use.
 
     Attributes:
-        device: of the rank's first tensor on a GPU; None before it.
-        opener: opens the device; None for `open_cuda`.
+        device: the GPU of the rank's first GPU tensor; None before this tensor.
+        opener: function that opens the device; None for `open_cuda`.
     """
 
     def __init__(self) -> None:
@@ -186,7 +187,7 @@ class RankGpu(ContextPart):
 
 
 def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
-    """The rank's device; its first tensor there opens it.
+    """Return the rank's device; the rank's first GPU tensor opens it.
 
     Raises:
         InvalidArgumentError: the tensor is on another device, or a library or the device cannot be used.
@@ -197,14 +198,14 @@ def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
         return device
     if ordinal is None:
         raise InvalidArgumentError(
-            f"{what}: the tensor is on {tensor.device}, and sparkhvd moves tensors of the CPU and of NVIDIA's GPUs. "
+            f"{what}: the tensor is on {tensor.device}, but sparkhvd supports only the CPU and NVIDIA GPUs. "
             "Move it with .cpu() or .cuda()."
         )
     if device is not None:
         raise InvalidArgumentError(
-            f"{what}: the tensor is on {tensor.device}, and this rank's operations run on cuda:{device.ordinal}, "
-            f"which its first tensor chose. Move it there; torch.cuda.set_device({device.ordinal}) before anything is "
-            "made keeps a rank on its own GPU."
+            f"{what}: the tensor is on {tensor.device}, but this rank uses cuda:{device.ordinal}, the GPU of its first "
+            f"GPU tensor. Move the tensor to cuda:{device.ordinal}. To keep a rank on its own GPU, call "
+            f"torch.cuda.set_device({device.ordinal}) before you create tensors."
         )
     return open_device(ctx, ordinal)
 
@@ -246,7 +247,7 @@ def find_nccl() -> str:
 
 
 def _loaded(name: str) -> list[str]:
-    """List the loaded libraries of this process with a name."""
+    """List the paths of this process's loaded libraries of that name."""
     paths = [
         line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()
     ]
@@ -254,7 +255,7 @@ def _loaded(name: str) -> list[str]:
 
 
 def nccl_version() -> int:
-    """The version code of torch's NCCL. 0 if this torch has no CUDA or no NCCL."""
+    """Return the version code of torch's NCCL; 0 if this torch has no CUDA or no NCCL."""
     if torch.version.cuda is None:
         return 0
     try:

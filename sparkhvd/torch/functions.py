@@ -1,4 +1,4 @@
-"""Horovod's module of parameters and objects: `from sparkhvd.torch.functions import broadcast_parameters`.
+"""Horovod's `functions` module, for programs that import `broadcast_parameters` and similar names from it.
 
 New code imports the names from `sparkhvd.torch`.
 """

@@ -1,6 +1,6 @@
-"""Horovod's module of collectives: `from sparkhvd.torch.mpi_ops import allreduce, synchronize`.
+"""Horovod's `mpi_ops` module, for programs that import collectives from it.
 
-New code imports the names from `sparkhvd.torch`. Three queries of Horovod's programs exist only here.
+New code imports the names from `sparkhvd.torch`. Three query functions of Horovod exist only here.
 """
 
 from sparkhvd.torch import *  # noqa: F403 - its `__all__` is the list

@@ -1,7 +1,7 @@
 """Process sets: the ranks that take part in an operation.
 
-A `ProcessSet` names ranks; from its registration (`init(process_sets=...)` or `add_process_set`) until its removal
-or `shutdown()` it has a number, and operations may use it.
+Operations may use a `ProcessSet` from its registration (`init(process_sets=...)` or `add_process_set`) until its
+removal or `shutdown()`. While it is registered it has a number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ProcessSet:
         ranks_or_comm: the ranks, or a communicator of MPI, whose ranks are read at registration.
 
     Attributes:
-        process_set_id: its number, None while it is not registered; 0 is the set of all ranks.
+        process_set_id: number of the set, 0 for the set of all ranks; None while it is not registered.
         mpi_comm: the communicator; None for a set from ranks.
         together: sets that were registered at once, from communicators that differ between ranks.
     """
@@ -32,7 +32,7 @@ class ProcessSet:
         self.together: tuple[ProcessSet, ...] = ()
         self._ranks: list[int] | None = None
         self._number: int | None = None
-        self._context: weakref.ref[Context] | None = None  # where it is registered
+        self._context: weakref.ref[Context] | None = None  # the context in which it is registered
         if is_communicator(ranks_or_comm):
             self.mpi_comm = ranks_or_comm
         else:
@@ -42,7 +42,7 @@ class ProcessSet:
         """Set the ranks.
 
         Raises:
-            InvalidArgumentError: they are not integers.
+            InvalidArgumentError: a rank is not an integer.
         """
         items = to_list(f"ProcessSet({given!r})", given, "ranks")
         ranks = to_integers(items)
@@ -54,7 +54,7 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The engine's number of this set, None while it is not registered."""
+        """The engine's number of this set; None while it is not registered."""
         if self is global_process_set:
             return 0
         owner = None if self._context is None else self._context()
@@ -62,17 +62,20 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The global ranks in it; None for the set of all ranks before `init()`, and for a communicator before its registration."""
+        """The global ranks in the set; None if they are not known yet.
+
+        They are not known for the set of all ranks before `init()`, and for a communicator before its registration.
+        """
         if self._ranks is None and self.mpi_comm is None and is_initialized():
             return list(range(context().engine.topology.size))
         return self._ranks
 
     def size(self) -> int | None:
-        """The number of its ranks; None while it is not registered."""
+        """The number of ranks in the set; None while it is not registered."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def included(self) -> bool | None:
-        """Whether this process is in it; None while it is not registered."""
+        """Whether this process is in the set; None while it is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return context().engine.topology.rank in self.ranks
@@ -88,7 +91,7 @@ class ProcessSet:
         rank = context().engine.topology.rank
         if rank not in self.ranks:
             raise InvalidArgumentError(
-                f"ProcessSet.rank(): rank {rank} is not in {self}. Ask included() first."
+                f"ProcessSet.rank(): rank {rank} is not in {self}. Check included() first."
             )
         return self.ranks.index(rank)
 
@@ -109,7 +112,7 @@ class ProcessSets(ContextPart):
         self.by_ranks: dict[tuple[int, ...], ProcessSet] = {}
 
     def retire(self) -> None:
-        """Forget them."""
+        """Forget all sets, because the context has closed."""
         self.by_ranks.clear()
 
 
@@ -118,7 +121,7 @@ global_process_set = _make_global()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set; every rank must call this with the same ranks, members or not. Waits for all.
+    """Register a process set; every rank of the job must call this with the same ranks. Waits for all ranks.
 
     Args:
         process_set: an unregistered set, or its ranks.
@@ -147,7 +150,8 @@ def check_new(current: Context, added: ProcessSet) -> None:
     """Refuse a set that cannot be registered.
 
     Raises:
-        InvalidArgumentError: it has no ranks, repeated ranks or missing ranks, or a set of these ranks is registered already.
+        InvalidArgumentError: the set has no ranks, a repeated rank or a rank that does not exist, or is registered
+            already.
     """
     size, ranks = current.engine.topology.size, added.ranks or []
     what = f"add_process_set({ranks})"
@@ -156,7 +160,9 @@ def check_new(current: Context, added: ProcessSet) -> None:
     if len(set(ranks)) < len(ranks):
         raise InvalidArgumentError(f"{what}: a rank is named twice. Give each rank once.")
     if ranks[0] < 0 or ranks[-1] >= size:
-        raise InvalidArgumentError(f"{what}: with {size} ranks they must be from 0 to {size - 1}.")
+        raise InvalidArgumentError(
+            f"{what}: the job has {size} ranks, so ranks must be from 0 to {size - 1}."
+        )
     if added.process_set_id is not None:
         raise InvalidArgumentError(f"{what}: {added} is registered already. Use it as it is.")
     same = current.part(ProcessSets).by_ranks.get(tuple(ranks))
@@ -194,10 +200,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def set_id(process_set: ProcessSet) -> int:
-    """The engine's number of a process set.
+    """Return the engine's number of a process set.
 
     Raises:
-        InvalidArgumentError: it is not registered, or is not a process set.
+        InvalidArgumentError: the argument is not a registered process set.
     """
     if process_set is global_process_set:
         return 0
@@ -208,20 +214,20 @@ def set_id(process_set: ProcessSet) -> int:
     owner = None if process_set._context is None else process_set._context()
     if owner is None or owner is not context() or process_set._number is None:
         raise InvalidArgumentError(
-            f"process_set={process_set}: it is not registered. Call add_process_set() with it on every rank, or "
+            f"process_set={process_set}: the process set is not registered. Call add_process_set() with it on every rank, or "
             "give it to init()."
         )
     return process_set._number
 
 
 def members(process_set: ProcessSet) -> list[int]:
-    """The global ranks of a registered set, ascending."""
+    """Return the global ranks of a registered set, ascending."""
     ranks = process_set.ranks
     return list(range(context().engine.topology.size)) if ranks is None else ranks
 
 
 def num_members(ctx: Context, number: int) -> int:
-    """The number of ranks of a registered set, by the engine's number."""
+    """Return the number of ranks of the registered set with this engine number."""
     if number == 0:
         return ctx.engine.topology.size
     sets = ctx.part(ProcessSets).by_ranks

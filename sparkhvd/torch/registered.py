@@ -1,4 +1,4 @@
-"""Tensors in registered memory, which the ranks of a host reduce without copies."""
+"""Tensors in registered memory, for reductions without copies between the ranks of a host."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def registered_empty(
     process_set: ProcessSet = global_process_set,
     device: torch.device | str | int | None = None,
 ) -> Tensor:
-    """Create a tensor in memory that the ranks of a host share; every rank must call this with equal sizes. Waits.
+    """Create a tensor in memory that the ranks of a host share; every rank must call this with the same size.
 
-    `allreduce_` of this tensor, or of the same part of it on every rank, makes no copies. Otherwise it is an
-    ordinary tensor. Its memory is freed with the last tensor over it, and may be used after `shutdown()`.
-    Until an operation on it has finished, peers write into it. Where ranks cannot share memory it is ordinary
-    memory. On a GPU it is memory of this rank alone, registered with NCCL: operations in place there may use the links
-    between GPUs without a copy.
+    Waits for all ranks. `allreduce_` of this tensor, or of the same part of it on every rank, makes no copies. In all
+    other respects it is an ordinary tensor. Its memory is freed with the last tensor that uses it, and may be used
+    after `shutdown()`. Other ranks write into the memory until an operation on it has finished. If the ranks cannot
+    share memory, the tensor gets ordinary memory. On a GPU the memory belongs to this rank alone and is registered with
+    NCCL. Operations in place may then use the links between GPUs without a copy.
 
     Args:
         shape: the length of every dimension.
@@ -52,7 +52,7 @@ def registered_empty(
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgumentError(
-            f"registered_empty: dtype={dtype!r} is no dtype of torch. Give one such as torch.float32."
+            f"registered_empty: dtype={dtype!r} is not a torch dtype. Give for example torch.float32."
         )
     engine_dtype("registered_empty", torch.empty(0, dtype=paired((), dtype)[1]))
     size = _size(shape, dtype)
@@ -71,26 +71,27 @@ def registered_empty(
 
 
 def _gpu(ctx: Context, asked: torch.device | str | int | None) -> Device | None:
-    """This rank's GPU; None for memory on the CPU."""
+    """Return this rank's GPU; None for memory on the CPU."""
     try:
         place = torch.device("cpu" if asked is None else asked)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgumentError(
-            f"registered_empty: device={asked!r} is no device of torch. Give None or 'cuda'."
+            f"registered_empty: device={asked!r} is not a torch device. Give None or 'cuda'."
         ) from error
     if place.type == "cpu":
         return None
     if place.type != "cuda":
         raise InvalidArgumentError(
-            f"registered_empty: device={asked!r}, and memory is registered on CPUs and NVIDIA's GPUs. Give None or 'cuda'."
+            f"registered_empty: device={asked!r} is not supported; only memory of the CPU and of NVIDIA GPUs can be registered. "
+            "Give None or 'cuda'."
         )
     device = ctx.part(RankGpu).device
     if device is None:
         return open_device(ctx, torch.cuda.current_device() if place.index is None else place.index)
     if place.index not in (None, device.ordinal):
         raise InvalidArgumentError(
-            f"registered_empty: device={asked!r}, and this rank's operations run on cuda:{device.ordinal}, which its "
-            "first tensor chose. Give device='cuda'."
+            f"registered_empty: device={asked!r}, but this rank uses cuda:{device.ordinal}, the GPU of its first GPU tensor. "
+            "Give device='cuda'."
         )
     return device
 
@@ -105,7 +106,7 @@ def _size(shape: int | Iterable[int], dtype: torch.dtype) -> torch.Size:
         raise InvalidArgumentError(
             f"registered_empty: the shape is {shape!r}; every length must be an integer of 0 or more."
         )
-    # Lengths of 0 count as 1: torch's strides must be possible too.
+    # Count a length of 0 as 1, because torch computes the strides with it and they must not overflow either.
     num_bytes = math.prod(max(length, 1) for length in lengths) * dtype.itemsize
     if num_bytes > _MAX_BYTES:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Interpretation of `init(comm=...)`: a rendezvous, ranks of the launcher's job, or a communicator of MPI."""
+"""Interpretation of `init(comm=...)`: a rendezvous, ranks of the launcher's job, or an MPI communicator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.context import context
 
 Comm = Rendezvous | mpi.Communicator | Sequence[int]
-# Its argument collects resources that end with the job.
+# Function that connects the ranks. It registers on its argument the resources to close at the end of the job.
 Join = Callable[[ExitStack], Rendezvous]
 
 
@@ -37,7 +37,7 @@ def way_to_join(comm: Comm | None) -> Join:
     if hasattr(comm, "connect"):
         rendezvous = cast("Rendezvous", comm)
         return lambda _: rendezvous
-    ranks = _ranks(cast("Sequence[int]", comm))  # or refused there
+    ranks = _ranks(cast("Sequence[int]", comm))  # raises an error for anything else
     return lambda cleanup: _among(ranks, cleanup)
 
 
@@ -45,8 +45,8 @@ def check_joined(comm: Comm | None, before: object) -> None:
     """Refuse a communicator or ranks that differ from the job that this process has joined.
 
     Args:
-        comm: of this call.
-        before: of the call that has joined the job.
+        comm: argument of this call.
+        before: argument of the call that joined the job.
 
     Raises:
         InvalidArgumentError: size, rank or processes differ.
@@ -58,17 +58,17 @@ def check_joined(comm: Comm | None, before: object) -> None:
         rank, size = mpi.place_of("init(comm=...)", comm)
         if (rank, size) != (place.rank, place.size):
             raise InvalidArgumentError(
-                f"init(comm=...): this process is rank {rank} of {size} in the communicator, and {joined}. {remedy}"
+                f"init(comm=...): this process is rank {rank} of {size} in the communicator, but {joined}. {remedy}"
             )
         if mpi.is_communicator(before) and mpi.are_others(before, comm):
             raise InvalidArgumentError(
-                f"init(comm=...): the communicator has other processes than that of the call before, and {joined}. {remedy}"
+                f"init(comm=...): the communicator has other processes than the communicator of the first init(), and {joined}. {remedy}"
             )
     elif comm is not None and not hasattr(comm, "connect"):
         ranks = _ranks(cast("Sequence[int]", comm))
         if len(ranks) != place.size:
             raise InvalidArgumentError(
-                f"init(comm={ranks}): these are {len(ranks)} ranks, and {joined}. {remedy}"
+                f"init(comm={ranks}): these are {len(ranks)} ranks, but {joined}. {remedy}"
             )
 
 
@@ -80,13 +80,13 @@ def _ranks(comm: Sequence[int]) -> list[int]:
     items = to_list(f"init(comm={comm!r})", comm, "ranks")
     if any(map(mpi.is_communicator, items)):
         raise InvalidArgumentError(
-            f"init(comm={items!r}): a process has one job. Give the communicator of all its processes as comm, and the others as "
-            "process_sets, such as init(comm=MPI.COMM_WORLD, process_sets=[ProcessSet(part)])."
+            f"init(comm={items!r}): a process can join only one job. Give the communicator of all processes as comm, and the other "
+            "communicators as process_sets, such as init(comm=MPI.COMM_WORLD, process_sets=[ProcessSet(part)])."
         )
     ranks = to_integers(items)
     if ranks is None:
         raise InvalidArgumentError(
-            f"init(comm={items!r}): expected ranks, which are integers. Leave comm out: all ranks of the job take part."
+            f"init(comm={items!r}): expected a list of ranks, which are integers. Leave comm out to use all ranks of the job."
         )
     return ranks
 
@@ -97,7 +97,8 @@ def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
     what = f"init(comm={ranks})"
     if isinstance(world, ElasticRendezvous):
         raise InvalidArgumentError(
-            f"{what}: the ranks of an elastic job change. Leave comm out: all of them take part."
+            f"{what}: a list of ranks is not possible in an elastic job, because its ranks change. Leave comm out to use all "
+            "ranks."
         )
     if ranks == list(range(world.size)):
         return world
@@ -107,13 +108,13 @@ def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
         )
     if world.rank not in ranks:
         raise InvalidArgumentError(
-            f"{what}: this process is rank {world.rank} of the launcher, and is not in the list. Call init() with a list "
-            "that has it, or not at all."
+            f"{what}: this process is the launcher's rank {world.rank}, which is not in the list. Add the rank to the list, or "
+            "do not call init() in this process."
         )
     if not isinstance(world, SocketRendezvous):
         raise InvalidArgumentError(
-            f"{what}: these ranks cannot be a job of their own. Leave comm out, and give process_sets for operations "
-            "among some of them."
+            f"{what}: this launcher does not support a separate job of some ranks. Leave comm out, and give process_sets for "
+            "operations among some of the ranks."
         )
     chosen = world.among(ranks)
     before = rank_context()
@@ -138,11 +139,11 @@ def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
 
 
 def make_current() -> None:
-    """Make "cuda" this rank's GPU in the calling thread, if the launcher assigned one.
+    """Make the GPU that the launcher assigned to this rank, if any, torch's current device in this thread.
 
-    The process may see the GPUs of all ranks of its host, and without this all ranks' tensors would be on the first GPU. Like
-    `torch.cuda.set_device` in a script, it starts CUDA here and takes memory of that GPU, so it is skipped for the first GPU,
-    where it changes nothing. A device that the script has selected stays.
+    The process may see the GPUs of all ranks of its host. Without this call all ranks' tensors would be on the first
+    GPU. Like `torch.cuda.set_device` in a script, the call starts CUDA and takes memory of the GPU. So it is skipped
+    for the first GPU, which is the default anyway. A device that the script has selected does not change.
     """
     place = rank_context()
     own = None if place is None else place.gpu
@@ -154,11 +155,11 @@ def make_current() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Queries of Horovod's programs about frontends and numbers of ranks.
+# Horovod's query functions about frameworks and numbers of ranks.
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """True for "torch", False for other frameworks ("tensorflow", "mxnet")."""
+    """Return True for "torch" and False for other frameworks ("tensorflow", "mxnet")."""
     del verbose
     return ext_base_name == "torch"
 
@@ -166,11 +167,11 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def check_extension(
     ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: object
 ) -> None:
-    """Raise an ImportError unless a framework is supported, by its module such as "horovod.torch"."""
+    """Raise an ImportError unless the framework of a module such as "horovod.torch" is supported."""
     del ext_env_var, pkg_path, args
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):
-        raise ImportError(f"sparkhvd has no frontend for {framework}. It has one for torch.")
+        raise ImportError(f"sparkhvd has no frontend for {framework}. It supports only torch.")
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -179,5 +180,5 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """True for 1, 2, 4, 8, ... ranks, the numbers that Adasum supports."""
+    """Return True for 1, 2, 4, 8, ... ranks, the numbers of ranks that Adasum supports."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0

@@ -15,13 +15,13 @@ from sparkhvd.torch.collectives import Sum, allreduce
 from sparkhvd.torch.context import context, is_initialized
 from sparkhvd.torch.process_sets import ProcessSet, ProcessSets, global_process_set, members, set_id
 
-# Layers are numbered at creation or, if that is impossible, at their first batch.
+# Counters for the layers' names: of layers numbered at creation, and of layers numbered at their first batch.
 MADE = "sync_batch_norm"
 LATE = "sync_batch_norm.late"
 
 HALVES = (torch.float16, torch.bfloat16)
 
-# Programs import it from here.
+# Programs import the class from this module.
 __all__ = ["SyncBatchNorm"]
 
 
@@ -86,7 +86,8 @@ class SyncBatchNorm(_BatchNorm):
             )
         self.process_set = process_set
         self._name: str | None = None
-        self._counted_as = LATE  # the counter of its first batch, if it has no name
+        # The counter that numbers the layer at its first batch, if it has no name.
+        self._counted_as = LATE
         if is_initialized() and (number := _find(process_set).process_set_id) is not None:
             self._name = f"{MADE}.{context().number(MADE, number)}"
 
@@ -96,11 +97,11 @@ class SyncBatchNorm(_BatchNorm):
     ) -> nn.Module:
         """Replace every `BatchNorm1d`, `2d`, `3d` and `torch.nn.SyncBatchNorm` by a layer of this class.
 
-        The new layers share the parameters and buffers of the old ones, so an optimizer may have been built
-        before. A layer that occurs twice is replaced in both places. Every rank must call this, with the same module.
+        The new layers use the parameters and buffers of the old layers, so an optimizer that was built before stays
+        valid. A layer that occurs twice is replaced in both places. Every rank must call this with the same module.
 
         Returns:
-            The module, changed; if it is itself a batch normalization, the layer for it.
+            The changed module; if the module itself is a batch normalization, the new layer.
 
         Raises:
             InvalidArgumentError: a lazy layer has no number of channels yet.
@@ -119,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a batch; in training with all ranks."""
+        """Normalize a batch; in training with the statistics of all ranks' rows."""
         if not self.training:
             return super().forward(input)
         process_set = _find(self.process_set)
@@ -143,7 +144,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, statistics: _Statistics) -> None:
-        """Update the running statistics like torch's own layers."""
+        """Update the running statistics as torch's own layers do."""
         if not self.track_running_stats:
             return
         factor = self.momentum or 0.0
@@ -154,7 +155,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None:
             return
         mean, variance, total = statistics
-        # Without rows on any rank nothing changes; computed without waiting for the device.
+        # The clamp makes the weight 0 if no rank has rows. A comparison on the host would have to wait for the GPU.
         weight = total.clamp(max=1) * factor
         unbiased = variance * (total / (total - 1).clamp(min=1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -164,14 +165,14 @@ class SyncBatchNorm(_BatchNorm):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        # The original may run at the same time. The copy is numbered only when it is trained, so a rank may create
-        # private copies.
+        # The copy needs another name, because it may run at the same time as the original. It is numbered at its first
+        # batch, so a rank may create copies that it does not train.
         if made._name is not None:
             made._name, made._counted_as = None, f"{made._name}.copy"
         return made
 
     def __getstate__(self) -> dict[str, object]:
-        # A process set belongs to this process; its ranks travel.
+        # Save the ranks of the process set, because the object belongs to this process.
         is_global = self.process_set is global_process_set
         return {**self.__dict__, "process_set": None if is_global else self.process_set.ranks}
 
@@ -182,14 +183,14 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Group(NamedTuple):
-    """The ranks whose batches count as one, and the name of the layer's operations."""
+    """The process set over which a layer computes its statistics, and the name of the layer's operations."""
 
     name: str
     process_set: ProcessSet
 
 
 class _Statistics(NamedTuple):
-    """Mean and variance (divided by the total) per channel of all ranks' rows, and the total: values per channel."""
+    """Mean and biased variance per channel of all ranks' rows, and the number of values per channel."""
 
     mean: Tensor
     variance: Tensor
@@ -197,7 +198,7 @@ class _Statistics(NamedTuple):
 
 
 class _NormalizeContext(Protocol):
-    """Autograd's context as `_Normalize` uses it."""
+    """The attributes and methods of autograd's context that `_Normalize` uses."""
 
     bias_dtype: torch.dtype | None
     arguments: tuple[float, _Group]
@@ -209,7 +210,7 @@ class _NormalizeContext(Protocol):
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalize with given statistics; the gradient treats them as functions of all ranks' inputs."""
+    """Normalization with given statistics; its gradient treats the statistics as functions of all ranks' inputs."""
 
     @staticmethod
     def forward(  # noqa: D102
@@ -243,7 +244,7 @@ class _Normalize(torch.autograd.Function):
             everywhere = allreduce(sums, name=name, op=Sum, process_set=group.process_set)
             scale = (variance + eps).rsqrt()
             scale = scale if weight is None else scale * weight.to(scale.dtype)
-            # Without rows there is nothing to divide.
+            # The clamp avoids a division by 0 if no rank has rows.
             average = everywhere * (-scale / total.clamp(min=1))
             of_input = _affine(input, mean, variance, average[1], average[0], eps)
             of_input.addcmul_(gradient, scale.view(-1, *[1] * (input.dim() - 2)))
@@ -270,11 +271,12 @@ def _affine(
 def _gradient_sums(
     gradient: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float
 ) -> Tensor:
-    """Sum, per channel of this rank's rows, the gradient and its products with the normalized input."""
+    """Sum the gradient, and its products with the normalized input, over this rank's rows for each channel."""
     if input.numel() == 0:
         return mean.new_zeros(2, len(mean))
-    # The CPU's kernel takes the running statistics, a GPU's the saved ones. The weight is for the input's gradient, which
-    # is not requested; a GPU's sums have its type.
+    # The CPU kernel reads the running statistics, and the GPU kernel reads the saved statistics, so both get the same
+    # values. The weight would matter only for the input's gradient, which is not requested, but the GPU kernel gives
+    # its sums the weight's type.
     saved = mean, (variance + eps).rsqrt()
     _, products, plain = torch.ops.aten.native_batch_norm_backward(
         gradient, input, mean, mean, variance, *saved, False, eps, [False, True, True]
@@ -284,32 +286,32 @@ def _gradient_sums(
 
 @torch.no_grad()
 def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
-    """Statistics of all ranks' rows. Every rank gets the same bits.
+    """Compute the statistics of all ranks' rows; every rank gets the same bits.
 
     Raises:
         InvalidArgumentError: there is only one value per channel; raised on every rank.
     """
     channels = input.shape[1]
     local = _local_statistics(input.detach())
-    # A sum of rows, of which each rank fills its own: faster than an allgather for small operations, and
-    # ranks that have joined count as ranks without rows.
+    # Each rank fills its own row of zeros, and a sum collects the rows. For small operations this is faster than an
+    # allgather, and ranks that wait in `hvd.join()` count as ranks without rows.
     ranks = members(group.process_set)
     rows = local.new_zeros(len(ranks), len(local))
     rows[ranks.index(context().engine.topology.rank)] = local
     name = f"{group.name}.forward"
     parts = allreduce(rows, name=name, op=Sum, process_set=group.process_set)
-    # In float64, so that ranks with equal means of float32 get that mean, whatever their counts.
+    # Compute in float64, so that equal float32 means of all ranks give exactly that mean, whatever the counts are.
     means, variances, counts = parts.double().split([channels, channels, 1], dim=1)
     total = counts.sum()
-    # The device is waited for only where this rank's rows are not enough to know.
+    # Read the total, which waits for the GPU, only if this rank has at most 1 value per channel.
     if input.numel() <= channels and total.item() == 1:
         raise InvalidArgumentError(
             "SyncBatchNorm: Expected more than 1 value per channel when training, got input size "
             f"{tuple(input.shape)} on this rank and 1 value per channel on all {len(parts)} ranks together. "
             "Give more rows, or call eval()."
         )
-    # Mean and variance of the union of samples, from differences of means instead of sums of squares, which
-    # would cancel (Chan, Golub, LeVeque 1979).
+    # Combine the ranks' means and variances by differences of means (Chan, Golub, LeVeque 1979), because differences of
+    # large sums of squares would lose precision.
     divisor = total.clamp(min=1)
     mean = (counts * means).sum(0) / divisor
     variance = (counts * (variances + (means - mean).square())).sum(0) / divisor
@@ -317,14 +319,14 @@ def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
 
 
 def _local_statistics(input: Tensor) -> Tensor:
-    """Mean and variance of this rank's rows per channel, then the number of values per channel."""
+    """Return the mean and variance of this rank's rows for each channel, then the number of values per channel."""
     channels = input.shape[1]
     dtype = torch.float32 if input.dtype in HALVES else input.dtype
     if input.numel() == 0:
         return input.new_zeros(2 * channels + 1, dtype=dtype)
     running: tuple[Tensor | None, Tensor | None] = (None, None)
     if input.dtype in HALVES:
-        # Running statistics of float32 make the CPU's kernel compute in float32.
+        # Pass float32 running statistics, because they make the CPU kernel compute in float32.
         running = input.new_zeros(channels, dtype=dtype), input.new_zeros(channels, dtype=dtype)
     mean, variance = torch.batch_norm_update_stats(input, *running, 0.0)
     return torch.cat([mean, variance, mean.new_full((1,), input.numel() // channels)])
@@ -344,7 +346,10 @@ def _dense(input: Tensor) -> Tensor:
 
 
 def _find(process_set: ProcessSet) -> ProcessSet:
-    """Find the registered set of the same ranks, if any, because a copy and a new `init()` create new objects."""
+    """Return the registered set with the same ranks, if any.
+
+    A copied layer and a new `init()` have a new object for the same ranks.
+    """
     if process_set is global_process_set:
         return process_set
     return context().part(ProcessSets).by_ranks.get(tuple(process_set.ranks or ()), process_set)
@@ -382,7 +387,7 @@ def _converted(
         layer.affine,
         layer.track_running_stats,
         process_set=process_set,
-        device="meta",  # allocates nothing, because its tensors come from the old layer
+        device="meta",  # without memory, because the tensors come from the old layer
     )
     made._parameters.update(layer._parameters)
     made._buffers.update(layer._buffers)

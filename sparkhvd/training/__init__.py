@@ -1,8 +1,7 @@
-"""Train a model on the ranks: the loop, its checkpoints, and the user's code. Plain PyTorch around `sparkhvd.torch`, without
-Spark.
+"""Train a model on the ranks: the loop, its checkpoints, and the user's code. Uses `sparkhvd.torch`, and no Spark.
 
-The driver checks and pickles the `program`; every rank rebuilds it from a `spec` and runs `train`. All ranks raise the error
-of one rank (`rank_sync`), so that no rank waits for an ended rank.
+The driver checks and pickles the `program`; every rank rebuilds it from a `spec` and runs `train`. If a rank has an
+error, all ranks raise it (`rank_sync`), so that no rank waits for a rank that has ended.
 
 Each module imports only those above it:
 
@@ -17,12 +16,12 @@ Each module imports only those above it:
     early_stopping   best epoch, and early stopping
     loss_functions   the user's losses, checked
     to_device        moves of losses, optimizers and batches to the device of a rank, and of state to the CPU
-    modules          modules apart from their weights
+    modules          modules and their weights, pickled separately
     schedule         steps of the scheduler
     loss_state       state of losses and metrics
     model            the user's model, built and checked
     profile          time spent in each part of a training
-    row_pairs        losses and metrics tried on permuted labels
+    row_pairs        tests of losses and metrics with permuted labels
     optimizer        the user's optimizer, its groups, compression
     user_code        the user's callbacks, functions and loops
     spec             input and result of a rank

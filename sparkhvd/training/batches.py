@@ -29,11 +29,11 @@ from sparkhvd.training.spec import TrainSpec
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Step of the optimizer, known on every rank without communication.
+    """An optimizer step; every rank computes the same plan without communication.
 
     Attributes:
-        number: counts from 0 in each epoch.
-        num_batches: batches on every rank whose gradients are accumulated.
+        number: number of the step, from 0 in each epoch.
+        num_batches: number of batches on every rank whose gradients are accumulated.
         num_rows: rows of all ranks in these batches.
     """
 
@@ -44,11 +44,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Done:
-    """Part of an epoch done by earlier ranks.
+    """Part of an epoch that was done before the ranks of an elastic job changed.
 
     Attributes:
-        rows: of all ranks, in the epoch's order.
-        steps: of the optimizer.
+        rows: number of rows done by all ranks, the first rows in the epoch's order.
+        steps: number of optimizer steps done.
     """
 
     rows: int = 0
@@ -60,9 +60,9 @@ class Data:
 
     Attributes:
         num_steps: optimizer steps of an epoch.
-        schema: of the columns for model and loss.
-        skipped: rows skipped and rows in total, of "training" and "validation".
-        skips: decoders skip rows of batches.
+        schema: schema of the columns for model and loss.
+        skipped: for "training" and "validation" the number of skipped rows and the total number of rows.
+        skips: whether decoders may skip rows of batches.
         waited_s: seconds that the loop has waited for training batches since `steps` began.
     """
 
@@ -74,13 +74,13 @@ class Data:
         pin_memory: bool = False,
         spans: Spans | None = None,
     ) -> None:
-        """Open the data without reading much. A collective call: the ranks may share the search for usable rows.
+        """Open the data without reading most of it; all ranks must call it, because they may share work.
 
         Args:
-            spec: of the run.
+            spec: spec of the run.
             functions: the user's decoders and collate functions.
             pin_memory: put batches into page-locked memory, for copies that overlap with the GPU's work.
-            spans: of this rank, for a timeline.
+            spans: records of this rank for a timeline.
         """
         self._spec = spec
         self._spans = spans or Spans()
@@ -138,12 +138,12 @@ class Data:
             return
         cause = ", and drop_last leaves out a step that is not full" if self._spec.drop_last else ""
         raise InvalidArgumentError(
-            f"There are no {name} steps: {reader.num_rows} of {manifest.num_rows} rows are {name} rows{cause}."
+            f"There are no {name} steps, because {reader.num_rows} of {manifest.num_rows} rows are {name} rows{cause}."
         )
 
     @property
     def num_scheduled(self) -> int:
-        """Steps per epoch for building a scheduler; in an elastic job, the steps at its minimum of ranks."""
+        """Number of steps per epoch for a scheduler; in an elastic job the number with the fewest allowed ranks."""
         spec = self._spec
         if not spec.least_ranks or spec.keeps_global_batch:
             return self.num_steps
@@ -200,19 +200,19 @@ class Data:
             yield batch
 
     def planned_rows(self, epoch: int, done: Done = Done()) -> int:
-        """The training rows of all ranks in the steps of an epoch, including rows skipped by decoders."""
+        """The number of training rows of all ranks in an epoch, including rows skipped by decoders."""
         plans = step_plans(self._spec, self.training, epoch, done)
         return done.rows + sum(plan.num_rows for plan in plans)
 
     def steps_in_all(self, epoch: int, done: Done) -> int:
-        """The steps of an epoch, including steps done by earlier sets of ranks."""
+        """The number of steps of an epoch, including steps done before the ranks changed."""
         if not done.rows:
             return self.num_steps
         return done.steps + len(step_plans(self._spec, self.training, epoch, done))
 
     @property
     def planned_validation_rows(self) -> int:
-        """The validation rows of all ranks, including rows skipped by decoders."""
+        """The number of validation rows of all ranks, including rows skipped by decoders."""
         if self.validation is None:
             return 0
         plan = self.validation.plan(0)
@@ -226,7 +226,7 @@ class Data:
                 yield from itertools.islice(batches, self._spec.validation_steps_per_epoch)
 
     def first_batch(self) -> Batch | None:
-        """Read this rank's first training batch with rows; None if it has no rows."""
+        """Read this rank's first training batch that has rows; None if the rank has no rows."""
         with _closing(self.training.epoch(0)) as batches:
             return next((batch for batch in batches if batch.num_rows), None)
 
@@ -240,15 +240,15 @@ class Data:
 
 
 def _closing(batches: Iterator[Batch]) -> contextlib.closing[Any]:
-    """End a reader's background thread after the last batch."""
+    """Close the iterator at the end of the block, which ends the reader's background thread."""
     return contextlib.closing(cast("Any", batches))
 
 
 def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done()) -> list[StepPlan]:
     """Group the batches of an epoch into optimizer steps of `accumulate` batches.
 
-    They hold the rows of the steps of one process with batch size * batch_size * accumulate. The last group may
-    be smaller: `drop_last` drops it, or with `short_steps` drops only its partial batches.
+    A step has the same rows as a step of one process with the batch size ranks * batch_size * accumulate. The last step
+    may be smaller: `drop_last` drops it, or with `short_steps` drops only its partial batches.
     """
     plan = reader.plan(epoch, done.rows)
     starts = range(0, plan.num_steps, spec.accumulate)
@@ -265,7 +265,7 @@ def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done())
 
 
 def usable_rows(store: Store, manifest: Manifest) -> Rows | None:
-    """Numbers of the rows kept by `handle_invalid="skip"`; None for all. A collective call.
+    """Return the numbers of the rows that `handle_invalid="skip"` keeps, or None for all; all ranks must call it.
 
     Materialized data hold only usable rows. For external files each rank checks its share of the files, and all
     ranks get the same numbers.

@@ -1,4 +1,4 @@
-"""The user's functions and callbacks in training; checked on the driver before any job."""
+"""Checks of the user's functions and callbacks, on the driver before any job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UserCode:
     """The user's functions and callbacks; pickled with the model.
 
     Attributes:
-        train_step: (model, batch, ctx) -> loss, or None for the declarative step.
+        train_step: (model, batch, ctx) -> loss; None if the Params `loss` and `label_cols` define the step.
         validation_step: the same for validation.
         train_fn: (ctx), the whole loop, or None.
         callbacks: called at points of the loop.
@@ -42,28 +42,28 @@ class UserCode:
 
     @property
     def steps(self) -> dict[str, object]:
-        """The functions that compute losses in our loop, by name."""
+        """The user's functions that compute losses in our loop, by name."""
         return {"train_step": self.train_step, "validation_step": self.validation_step}
 
     @property
     def computes_loss(self) -> bool:
-        """True if the user's function computes the training loss and `loss` is not needed."""
+        """Whether the user's function computes the training loss, so that `loss` is not needed."""
         return self.train_step is not None or self.train_fn is not None
 
     def uses_loss(self, *, has_validation: bool) -> bool:
-        """Whether the loop computes the Param `loss` of outputs and labels, in training or validation."""
+        """Whether the loop calls the Param `loss`, in training or in validation."""
         if self.train_fn is not None:
             return False
         return self.train_step is None or (has_validation and self.validation_step is None)
 
     @property
     def feeds_model(self) -> bool:
-        """True if the user's loop calls the model, so that the columns need not fit its `forward`."""
+        """Whether the user's code calls the model, so that the columns need not fit its `forward`."""
         return getattr(self.train_fn, "feeds_model", False)
 
     @property
     def changes_columns(self) -> bool:
-        """True if the model never receives the original columns and cannot be tried on them."""
+        """Whether the user's functions change the columns, so that the model cannot be tried on the original columns."""
         return getattr(self.train_fn, "changes_columns", False)
 
     @property
@@ -77,7 +77,7 @@ class UserCode:
         return self.train_step is not None or bool(self.callbacks)
 
     def describe(self) -> dict[str, object]:
-        """Name functions and callback classes, for comparison with a resumed run."""
+        """Return the names of the functions and callback classes, to compare them with a resumed run's."""
         functions = {n: v for n, v in vars(self).items() if callable(v)}
         names = {n: getattr(f, "__qualname__", type(f).__qualname__) for n, f in functions.items()}
         if self.callbacks:
@@ -88,14 +88,15 @@ class UserCode:
 def check_user_code(
     params: Mapping[str, Any], with_train_fn: Mapping[str, str] = MappingProxyType({})
 ) -> UserCode:
-    """Check the user's code among the params that differ from their default.
+    """Check the user's functions and callbacks.
 
     Args:
-        params: their values by name.
+        params: values, by name, of the params that differ from their default.
         with_train_fn: effect of a param with `train_fn`: "not seen", or "of the optimizer".
 
     Raises:
-        InvalidArgumentError: a function does not accept its arguments, an object is no callback, or a param would have no effect.
+        InvalidArgumentError: a function does not accept its arguments, an object is not a callback, or a param would
+            have no effect.
     """
     for name in ("train_step", "validation_step"):
         if name in params:
@@ -136,17 +137,17 @@ def _check_effect(params: Mapping[str, object], with_train_fn: Mapping[str, str]
     validates, has_step = bool(params.get("validation")), "validation_step" in params
     if has_step and not validates:
         raise InvalidArgumentError(
-            "validation_step is given, and there are no validation rows. Set validation, for example 0.1."
+            "validation_step is given, but there are no validation rows. Set validation, for example 0.1."
         )
     if "train_step" not in params:
         return
     if validates and not has_step and not {"loss", "loss_constructors"} & params.keys():
         raise InvalidArgumentError(
-            "validation is given with train_step, and there is neither validation_step nor loss to validate with. "
-            "Give one of them."
+            "validation is given with train_step, but there is neither validation_step nor loss to validate with. "
+            "Give validation_step or loss."
         )
     if "metrics" in params and (has_step or not validates):
         raise InvalidArgumentError(
-            "metrics would have no effect: with train_step they are taken of validation rows, unless there is a "
+            "metrics would have no effect: with train_step they are computed only for validation rows, and only without "
             "validation_step. Report them with ctx.log(name, value)."
         )

@@ -1,6 +1,6 @@
-"""Device of a rank: its GPU or the CPU, decided once.
+"""Choice of a rank's device, its GPU or the CPU.
 
-Only `choose_device` decides; all other code receives a `torch.device` and runs the same on any.
+Only `choose_device` decides; all other code receives a `torch.device` and runs the same on every device.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _CPU = torch.device("cpu")
 
 
 def choose_device(place: RankContext | None, *, looks: bool) -> tuple[torch.device, str]:
-    """Return the device of this rank, and why it cannot use its assigned GPU, or "".
+    """Return the device of this rank, and the reason why it cannot use its assigned GPU, or "".
 
     Args:
-        place: of this process in its job; None if no runner started it.
-        looks: use_gpu is not given and Spark assigns no GPUs: use a GPU if torch sees one per rank of this host.
+        place: rank and local rank of this process in its job; None if no runner started it.
+        looks: True if use_gpu is not given and Spark assigns no GPUs; then use a GPU if torch sees a GPU for each rank
+            of this host.
     """
     index = place.gpu if place is not None else None
     is_given = index is not None
@@ -58,7 +59,7 @@ def agree(device: torch.device, problem: str) -> None:
     """Check that all ranks compute on devices of one kind; all ranks must call it.
 
     Raises:
-        InvalidArgumentError: kinds differ, or a rank cannot use its GPU; on all ranks.
+        InvalidArgumentError: the kinds differ, or a rank cannot use its GPU; raised on all ranks.
     """
     devices = hvd.allgather_object((device.type, problem), name="device")
     for rank, (_, text) in enumerate(devices):
@@ -73,7 +74,7 @@ def agree(device: torch.device, problem: str) -> None:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU of a device, to read its load; None for the CPU, or if the load is unavailable."""
+    """Return the GPU of a device, to read its load; None for the CPU, or if the load is unavailable."""
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -81,7 +82,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# `compile=True`: torch.compile of the model, if every rank's machine can.
+# `compile=True`: torch.compile of the model, if every rank's machine has the necessary tools.
 
 
 def compile_model(model: nn.Module) -> nn.Module:
@@ -97,20 +98,20 @@ def compile_model(model: nn.Module) -> nn.Module:
     for rank, missing in enumerate(hvd.allgather_object(missing_tools(device), name="compile")):
         if missing:
             raise_on_all_ranks(
-                f"compile=True: torch.compile needs a C++ compiler and Python's headers on every executor, on GPUs Triton "
-                f"too, and on rank {rank} {missing}. Install them there, set CXX to the compiler, or set compile=False."
+                f"compile=True: torch.compile needs a C++ compiler and Python's headers on every executor, and Triton for "
+                f"GPUs, but on rank {rank} {missing}. Install them there, set CXX to the compiler, or set compile=False."
             )
-    # Not `model.compile()`: it silently compiles nothing for classes of torch.nn, such as Sequential.
+    # `model.compile()` would silently compile nothing for classes of torch.nn, such as Sequential.
     return cast("nn.Module", torch.compile(model))
 
 
-# Triton compiles for GPUs of this major number and later (Volta, of 2017).
+# Triton supports GPUs of this major compute capability and later (Volta, of 2017).
 _LEAST_CAPABILITY = 7
 
 
 def missing_tools(device: torch.device) -> str:
-    """Name the tool missing for torch.compile on this machine and device, in words, or return ""."""
-    import torch._inductor.config  # a second, and 800 modules
+    """Describe which tool of torch.compile is missing on this machine for this device; "" if none is missing."""
+    import torch._inductor.config  # the import takes a second and loads 800 modules
 
     cxx = torch._inductor.config.cpp.cxx
     names = [name for name in (cxx if isinstance(cxx, (list, tuple)) else [cxx]) if name]
@@ -127,5 +128,5 @@ def _missing_for_gpu(device: torch.device) -> str:
         return "the module triton was not found"
     major, minor = torch.cuda.get_device_capability(device)
     if major < _LEAST_CAPABILITY:
-        return f"the GPU has the compute capability {major}.{minor}, and Triton needs {_LEAST_CAPABILITY}.0"
+        return f"the GPU has the compute capability {major}.{minor}, but Triton needs {_LEAST_CAPABILITY}.0"
     return ""

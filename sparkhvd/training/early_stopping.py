@@ -1,4 +1,4 @@
-"""Best epoch and early stopping: pure functions of the history.
+"""Best epoch and early stopping, computed from the history.
 
 The history is equal on all ranks and part of every checkpoint, so all ranks decide alike, and so does a resumed run.
 """
@@ -14,10 +14,10 @@ from sparkhvd.training.types import Value
 
 @dataclass(frozen=True)
 class Monitor:
-    """Number of each epoch to compare, and its better direction.
+    """The number by which epochs are compared, and whether less or more is better.
 
     Attributes:
-        name: its key in the history.
+        name: key of the number in the history.
         mode: "min" or "max".
     """
 
@@ -25,7 +25,7 @@ class Monitor:
     mode: str = "min"
 
     def value(self, record: Mapping[str, Value]) -> float:
-        """The number in the record of an epoch.
+        """Return the number from the record of an epoch.
 
         Raises:
             InvalidArgumentError: the record does not have it.
@@ -34,7 +34,7 @@ class Monitor:
         if not isinstance(value, (int, float)):
             known = ", ".join(repr(k) for k, v in record.items() if isinstance(v, (int, float)))
             raise InvalidArgumentError(
-                f"monitor is {self.name!r}, which the record of an epoch does not have as a number. It has {known}."
+                f"monitor is {self.name!r}, but the record of an epoch has no number of that name. It has {known}."
             )
         return float(value)
 
@@ -65,9 +65,9 @@ class EarlyStopping:
 def best_epoch(
     history: Sequence[Mapping[str, Value]], monitor: Monitor, saved: Collection[int] | None = None
 ) -> int:
-    """The epoch with the best value, the first of equals; the last epoch if every value is NaN.
+    """Return the first epoch with the best value; the last epoch if every value is NaN.
 
-    With `saved`, only these epochs: a custom loop need not save each.
+    With `saved` only these epochs are compared, because a custom loop need not save every epoch.
     """
     candidates = [r for r in history if saved is None or r["epoch"] in saved]
     best, epoch = None, _epoch(candidates[-1]) if candidates else len(history)
@@ -85,7 +85,7 @@ def _epoch(record: Mapping[str, Value]) -> int:
 def reason_to_stop(
     history: Sequence[Mapping[str, Value]], early_stopping: EarlyStopping | None
 ) -> str:
-    """Say why the fit stops after these epochs; "" to continue."""
+    """Return the reason for stopping after these epochs; "" to continue."""
     if early_stopping is None:
         return ""
     best: float | None = None
@@ -106,7 +106,7 @@ def reason_to_stop(
         return (
             f"{monitor.name} has not improved for {waited} epoch{plural} (its best is {best:.6g})"
         )
-    # A small improvement does not count, so the reference need not be the best value.
+    # Show the reference instead of the best value: an improvement of at most min_delta does not change the reference.
     return (
         f"{monitor.name} has not improved by more than min_delta={min_delta:g} for {waited} epoch{plural} (it was "
         f"{best:.6g} before, and is {value:.6g})"

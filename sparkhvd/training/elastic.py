@@ -1,12 +1,13 @@
 """Elastic training: the loop of ranks that join and leave.
 
 Ranks join and leave at the end of a step. If the rest of an epoch cannot be divided again (data beyond memory, groups, and
-metrics whose states do not add up), they do so at the end of an epoch. When a rank is lost, the others go back to the beginning
-of the epoch, or to the last step at which ranks joined or `checkpoint_interval_s` had passed. Every rank has the state of that
-moment in memory, so the store is not read. A joining rank receives it from rank 0. If no rank has it, the store's newest
-checkpoint is used.
+metrics whose states do not add up), ranks join and leave at the end of an epoch. When a rank is lost, the other ranks
+return to the beginning of the epoch, or to the last step at which they kept a copy of the state: when ranks joined, or
+when `checkpoint_interval_s` had passed. Every rank has this copy in memory, so the store is not read. A joining rank
+receives the copy from rank 0. If no rank has a copy, the store's newest checkpoint is used.
 
-`_train` holds all collective work and runs once for each set of ranks, so a joining rank begins at the same place as the others.
+`_train` does all collective work. It runs once for each set of ranks, so a joining rank makes the same collective calls
+as the other ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def train_elastically(spec: TrainSpec) -> TrainResult:
 
 @dataclass(frozen=True)
 class _Within:
-    """Position inside an epoch: its completed part, sums of all ranks, and seconds."""
+    """Position inside an epoch: the completed part, the sums of all ranks, and the seconds spent."""
 
     done: Done
     sums: TotalsState
@@ -78,11 +79,11 @@ class _Within:
 
 
 class _Training(State, LoopHooks):
-    """State that a rank keeps between sets of ranks."""
+    """State that a rank keeps when the ranks change."""
 
     def __init__(self, spec: TrainSpec) -> None:
         super().__init__()
-        # Inside an epoch there would be as many rank states as there were ranks.
+        # Write no checkpoints inside an epoch, because they hold a state for each rank and the ranks may change.
         self.spec = replace(spec, checkpoint_interval_s=_NEVER_S)
         place = context()
         if place is not None:
@@ -105,17 +106,18 @@ class _Training(State, LoopHooks):
         self.moment = TrainingClock()
         self.state: TrainingState | None = None
         self.schedule: Schedule | None = None
-        # State restored after a loss, its position in the epoch, and the number of ranks that scaled its learning rates.
+        # The copy of the state to restore after a loss, its position in the epoch, and the number of ranks by which its
+        # learning rates are scaled.
         self._held: Checkpoint | None = None
         self._within: _Within | None = None
         self._scaled_by = 0
-        self._rows = 0  # of this epoch
+        self._rows = 0  # rows of this epoch done so far
         self._is_divisible = False
         self._interval_s = spec.checkpoint_interval_s
         self._cadence, self._until_asked = Cadence(self._interval_s, time.monotonic()), 1
 
     def keep(self, history: History, within: _Within | None = None) -> None:
-        """Keep a copy of the state after these epochs and a part of the next."""
+        """Keep a copy of the state after these epochs and, with `within`, after a part of the next epoch."""
         assert self.state is not None
         weights = self.program.model.state_dict()
         own = self.state.changes.own_attributes(self.state.watch)
@@ -145,7 +147,7 @@ class _Training(State, LoopHooks):
             raise interrupt
 
     def _is_due(self) -> bool:
-        """Whether to keep the state now, equal on every rank; rank 0 decides."""
+        """Whether to keep a copy of the state now; rank 0 decides for all ranks."""
         self._until_asked -= 1
         if self._until_asked:
             return False
@@ -157,18 +159,18 @@ class _Training(State, LoopHooks):
         return bool(is_due)
 
     def end_epoch(self, history: History) -> None:
-        """Keep the state of a finished epoch."""
+        """Keep a copy of the state after a finished epoch."""
         again = [e for e in self.profile.generations if e["epoch"] == len(history)]
         history[-1]["ranks"] = hvd.size()
         history[-1]["repeated_rows"] = sum(each["repeated_rows"] for each in again)
         self.keep(history)
 
     def after_checkpoint(self) -> None:
-        """Let ranks join and leave."""
+        """Let ranks join and leave between epochs."""
         self.check_host_updates()
 
     def begin(self, data: Data) -> ResumePoint:
-        """Send rank 0's state to every rank of a new set; return the position to continue from."""
+        """Send rank 0's state to every rank after a change of the ranks; return the position to continue from."""
         model, held = self.program.model, self._held
         start = find_start(self.spec, self.checkpoints, model, held, self.others)
         if self.state is None:
@@ -180,7 +182,8 @@ class _Training(State, LoopHooks):
             load_weights(model, held.model, "The state in memory does")
             self.state.changes.regroup(held.changes.get("groups"))
             self.state.optimizer.load_state_dict(held.optimizer)
-        # Which method a rank calls depends on its number.
+        # Select the callbacks again, because this process may have become rank 0, and some callbacks run on rank 0
+        # only.
         ctx = CallbackContext(self.spec, self.state, self.moment)
         self.state.callbacks = Callbacks(self.program.user.callbacks, ctx, self.others)
         assert self.schedule is not None
@@ -203,7 +206,7 @@ class _Training(State, LoopHooks):
         return position
 
     def _profile(self, epochs_done: int) -> dict[str, Any]:
-        """The times of the training so far, on rank 0, with the start position of this set of ranks."""
+        """Return the times of the training so far, on rank 0, with the position at which these ranks start."""
         found = self.profile.state() if self._held is not None else self.checkpoints.profile()
         place, member, within = context(), rendezvous(), self._within
         generation = {
@@ -228,13 +231,13 @@ class _Training(State, LoopHooks):
             scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
 
     def save(self) -> None:
-        """Do nothing: `keep` saves once per epoch."""
+        """Do nothing, because `keep` copies the state."""
 
     def restore(self) -> None:
-        """Do nothing: `begin` restores together with the other ranks."""
+        """Do nothing, because `begin` restores the state together with the other ranks."""
 
     def sync(self) -> None:
-        """Do nothing: `begin` synchronizes every set of ranks."""
+        """Do nothing, because `begin` sends rank 0's state to all ranks."""
 
 
 def _added(states: Sequence[TotalsState]) -> TotalsState:
@@ -286,6 +289,6 @@ def _train(training: _Training) -> TrainResult:
         widths = tried_widths(spec, program, data, device)
     buckets = [] if state.optimizer is None else state.optimizer.describe_buckets()
     gathered = profile.gather(device, buckets)
-    hvd.barrier()  # no rank ends before the last checkpoint is written
+    hvd.barrier()  # wait until rank 0 has written the last checkpoint
     warning = training.checkpoints.warning
     return TrainResult(history, epoch, order, stopped, skipped, warning, widths, gathered)

@@ -1,7 +1,7 @@
-"""Rows and frozen parameters that the ranks of a host hold once.
+"""Rows and frozen parameters in memory that the ranks of a host share.
 
-Each rank reads a part of the rows into its own memory and copies it into memory that the engine shares among the ranks
-of the host; then all of them have all rows. That memory has no name: it is freed with the last process that maps it.
+Each rank reads a part of the rows and copies it into memory that the engine shares among the ranks of the host. Then
+all ranks of the host have all rows. The memory has no name, so the system frees it with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from sparkhvd.engine.work import Buffer
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.torch.context import context
 
-# Each array begins at a cache line of its own.
+# Each array begins at a multiple of a cache line.
 _ALIGNMENT = 64
-# Each rank leaves a mark at the end of the memory, which proves to the others that it shares it.
+# Each rank writes a mark at the end of the memory. If a rank does not see all marks, the ranks do not share the memory.
 _MARK = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Arrays of a rank's part, announced before memory is shared.
+    """Description of a rank's part, which the ranks exchange before they allocate shared memory.
 
     Attributes:
         leaves: (shape, dtype) of each array.
@@ -50,7 +50,7 @@ class _Part:
 
 
 class HostRows:
-    """Shares the rows of one reader among the ranks of this host.
+    """Shares the rows of a reader among the ranks of this host.
 
     Attributes:
         part: (number, count) of this rank's part of the rows.
@@ -64,14 +64,14 @@ class HostRows:
         """
         self._label = label
         self._engine = context().engine
-        self._here = contextvars.copy_context()  # a reader gathers in its own thread
+        self._here = contextvars.copy_context()  # a reader calls `gather` in another thread
         place = self._engine.topology
         self._rank, self._hosts = place.rank, place.hosts
         self.part = place.local_rank, place.local_size
 
     @property
     def is_shared(self) -> bool:
-        """True if any host has several ranks; the same on all ranks."""
+        """Whether any host has several ranks; the same on all ranks."""
         return len(set(self._hosts)) < len(self._hosts)
 
     def gather(
@@ -79,12 +79,12 @@ class HostRows:
     ) -> dict[str, Values] | None:
         """Join the parts of all ranks of the host, in order, in shared memory. All ranks must call it.
 
-        A rank waits here for ranks that still read their part, at most `stall_shutdown_s`; 0 waits forever. The
-        error names the operation, which begins with the label, and the missing ranks.
+        A rank waits for ranks that still read their part, at most `stall_shutdown_s` (0 means without a limit). The
+        error names the missing ranks and the operation, whose name begins with the label.
 
         Args:
             values: this rank's part; None if it could not be read.
-            error: the reason.
+            error: the error of the failed read.
 
         Returns:
             All rows; None, on all ranks of a host, if they cannot share memory.
@@ -111,7 +111,7 @@ class HostRows:
             )
         except (
             InvalidArgumentError
-        ):  # a host lacks memory or forbids sharing; all ranks get this error
+        ):  # a host has too little memory or forbids sharing; all ranks get this error
             return None
         memory = _Memory(buffer)
         here = self._parts_on(parts, self._hosts[self._rank])
@@ -120,7 +120,7 @@ class HostRows:
         marks = memory.array(_Place(buffer.num_bytes - len(parts), (len(here),), _MARK))
         marks[self.part[0]] = 1
         self._engine.barrier(name=f"{self._label}.copied").wait()
-        if not marks.all():  # an engine limited to sockets gave each rank its own memory
+        if not marks.all():  # the engine uses sockets only, and gave each rank private memory
             return None
         arrays = iter(whole)
         return {name: _rebuilt(value, arrays) for name, value in values.items()}
@@ -130,12 +130,12 @@ class HostRows:
 
 
 def read_flags_once(store: Store, manifest: Manifest, usable: Rows | None) -> Flags:
-    """Read the validation column, split among the ranks of each host. All ranks must call it.
+    """Read the validation column once per host, a part on each rank; all ranks must call it.
 
     Args:
-        store: of the files.
-        manifest: with a validation column.
-        usable: ascending numbers of the rows that count; None means all.
+        store: store of the files.
+        manifest: manifest with a validation column.
+        usable: numbers of the rows to use, ascending; None means all.
 
     Returns:
         The flags of all usable rows.
@@ -152,7 +152,7 @@ def read_flags_once(store: Store, manifest: Manifest, usable: Rows | None) -> Fl
 
 
 def read_groups_once(store: Store, manifest: Manifest) -> Rows:
-    """Read the group numbers of all rows, as `read_flags_once` reads flags."""
+    """Read the group numbers of all rows once per host, a part on each rank; all ranks must call it."""
 
     def read(source: Source, part: tuple[int, int]) -> Rows:
         return read_groups(source, manifest, part)
@@ -181,7 +181,7 @@ def _read_once(
 
 
 def _copy(values: Mapping[str, Values], whole: Sequence[Array], before: Sequence[_Part]) -> None:
-    """Copy rows after those of earlier ranks, shifting the starts of ragged rows."""
+    """Copy rows into the shared arrays, after the rows of earlier ranks; shift the starts of ragged rows."""
     for number, (leaf, target) in enumerate(zip(_leaves(values), whole, strict=True)):
         start = sum(part.leaves[number][0][0] for part in before)
         target[start : start + len(leaf)] = leaf
@@ -212,7 +212,7 @@ def _leaves(values: Mapping[str, Values]) -> Iterator[Array]:
 
 
 def _rebuilt(value: Values, arrays: Iterator[Array]) -> Values:
-    """Make rows of the same kind from other arrays."""
+    """Build rows of the same kind from the shared arrays."""
     if isinstance(value, np.ndarray):
         return next(arrays)
     ragged = [Ragged(next(arrays), next(arrays), next(arrays), r.inner) for r in _ragged(value)]
@@ -231,7 +231,7 @@ class _Place:
 
     @property
     def end(self) -> int:
-        """The byte behind the array."""
+        """The offset after the array's last byte."""
         return self.begin + math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -251,7 +251,7 @@ def _size(places: Sequence[_Place]) -> int:
 
 
 class _Memory:
-    """Registered memory as arrays. Each array keeps it alive."""
+    """View of registered memory as arrays; each array keeps the memory alive."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._bytes = (ctypes.c_uint8 * buffer.num_bytes).from_address(buffer.address)
@@ -263,12 +263,13 @@ class _Memory:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Frozen parameters held once per host.
-# Weights of a large model are a file that every rank maps. Other weights, built by each rank or sent by rank 0, are private
-# memory of each rank. The first rank of a host copies such parameters into a file in memory, and all ranks map it. The
-# mapping is private: a write by user code copies its pages.
+# Frozen parameters in memory that the ranks of a host share.
+# The weights of a large model are in a file that every rank maps. Other weights, which each rank builds or rank 0
+# sends, are at first in private memory of each rank. The first rank of a host copies such frozen parameters into a file
+# in memory, and all ranks map the file. The mapping is copy-on-write, so a write by user code does not change other
+# ranks' parameters.
 
-# Smaller parameters are not worth a message and a mapping.
+# Parameters are shared only from this total size on, because sharing costs a message and a mapping.
 SHARED_BYTES = 8 << 20
 
 
@@ -278,8 +279,8 @@ def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None
     A parameter stays private on a rank that cannot map the first rank's, such as a rank in another container.
 
     Args:
-        model: on the CPU; does nothing on other devices.
-        names: of the parameters held by each rank; None means all.
+        model: the module; only parameters on the CPU are shared.
+        names: names of the parameters to share; None means all.
     """
     place = context().engine.topology
     if len(set(place.hosts)) == place.size:
@@ -290,17 +291,18 @@ def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None
     with contextlib.ExitStack() as kept:
         path = ""
         if place.local_rank == 0:
-            with contextlib.suppress(OSError, RuntimeError):  # forbidden here, or too little memory
+            # The system forbids it, or has too little memory.
+            with contextlib.suppress(OSError, RuntimeError):
                 path = _written(frozen, kept)
         paths = hvd.allgather_object(path, name="frozen.memory")
         first = paths[place.hosts.index(place.hosts[place.rank])]
         if first:
             _map_equal(frozen, first)
-        hvd.barrier()  # all ranks have opened the file
+        hvd.barrier()  # keep the file until all ranks have opened it
 
 
 def _frozen(model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Parameter]:
-    """The named frozen parameters with memory of their own."""
+    """Return the named frozen parameters that do not share their memory with other tensors."""
     state = model.state_dict(keep_vars=True)
     tensors = {id(t): t for t in state.values() if isinstance(t, Tensor)}
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
@@ -317,7 +319,7 @@ def _frozen(model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Par
 
 
 def _written(frozen: dict[str, nn.Parameter], kept: contextlib.ExitStack) -> str:
-    """Write parameters to a file in memory that lives as long as `kept`; return its path for processes of this host."""
+    """Write parameters to a file in memory that `kept` closes; return a path for other processes of this host."""
     descriptor = new_memfd("sparkhvd-frozen")
     kept.callback(os.close, descriptor)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -326,7 +328,7 @@ def _written(frozen: dict[str, nn.Parameter], kept: contextlib.ExitStack) -> str
 
 
 def _map_equal(frozen: dict[str, nn.Parameter], path: str) -> None:
-    """Map parameters from a file where the values are equal."""
+    """Replace the memory of parameters by a mapping of the file, where the values are equal."""
     try:
         mapped = torch.load(path, weights_only=True, mmap=True)
     except Exception:  # noqa: BLE001 - a path of another container, which may be any file
@@ -338,7 +340,7 @@ def _map_equal(frozen: dict[str, nn.Parameter], path: str) -> None:
 
 
 def _is_equal(own: Tensor, other: object) -> bool:
-    """Compare bits: NaNs equal themselves here."""
+    """Compare the bits of two tensors, so that equal NaNs are equal."""
     if not isinstance(other, Tensor) or (own.shape, own.stride(), own.dtype) != (
         *(other.shape, other.stride()),
         other.dtype,
@@ -349,6 +351,6 @@ def _is_equal(own: Tensor, other: object) -> bool:
 
 
 def release() -> None:
-    """Give freed memory back to the system. A rank would otherwise keep it for its next allocations."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+    """Return freed memory to the system, because the allocator would otherwise keep it for later allocations."""
+    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The user's losses: one function per label, checked on the driver."""
+"""Checks of the user's losses, one function per label, on the driver."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from sparkhvd.training.types import Loss
 
 
 def construct_losses(loss: object, constructors: object, model: nn.Module) -> object:
-    """Return the Param `loss`, or what `loss_constructors` make: one function or a list with one per label.
+    """Return the Param `loss`, or the losses that `loss_constructors` make: one function, or a list with one per label.
 
-    A constructor is called on the driver, with `model=` if it accepts that.
+    A constructor is called on the driver, with `model=` if it has this argument.
 
     Raises:
-        InvalidArgumentError: both are given, or a constructor is no function or fails.
+        InvalidArgumentError: both params are given, or a constructor is not a function or fails.
     """
     if constructors is None:
         return loss
     if loss is not None:
-        raise InvalidArgumentError("loss and loss_constructors are both given. Give one of them.")
+        raise InvalidArgumentError(
+            "loss and loss_constructors are both given. Give only one of them."
+        )
     entries = constructors if isinstance(constructors, (list, tuple)) else [constructors]
     made = [_construct(entry, model) for entry in entries]
     return made if len(made) > 1 else made[0]
@@ -65,10 +67,11 @@ def resolve_losses(
     Args:
         loss: a function or module, or a list with one per label.
         num_labels: number of label columns.
-        per_row: sample weights are used: every loss must return a value per row.
+        per_row: True with sample weights, when every loss must return a value per row.
 
     Raises:
-        InvalidArgumentError: it is missing, not callable, not one per label, or not able to return values per row.
+        InvalidArgumentError: a loss is missing, cannot be called, or cannot return a value per row; or the number of
+            losses is not the number of labels.
     """
     if loss is None:
         raise InvalidArgumentError(
@@ -77,7 +80,7 @@ def resolve_losses(
     entries = list(loss) if isinstance(loss, (list, tuple)) else [loss] * num_labels
     if len(entries) != num_labels:
         raise InvalidArgumentError(
-            f"loss has {len(entries)} entries and label_cols {num_labels}. Give one loss, or one per label."
+            f"loss has {len(entries)} entries, but label_cols has {num_labels}. Give one loss, or one loss per label."
         )
     losses = [_checked(entry, per_row=per_row) for entry in entries]
     if per_row:
@@ -85,8 +88,8 @@ def resolve_losses(
     is_sum = tuple(getattr(entry, "reduction", "") == "sum" for entry in losses)
     if any(is_sum) and not all(is_sum):
         raise InvalidArgumentError(
-            "loss: some of the losses have reduction='sum' and some do not, so their sizes depend on the batch "
-            "in different ways. Give all of them one reduction."
+            "loss: some of the losses have reduction='sum' and some do not, so their values depend on the batch size "
+            "in different ways. Give all losses the same reduction."
         )
     return tuple(ClassMean.of(entry) or entry for entry in losses), is_sum
 
@@ -99,7 +102,7 @@ def _checked(loss: object, *, per_row: bool) -> Loss:
         )
     if isinstance(loss, nn.Module) and getattr(loss, "reduction", "") == "none" and not per_row:
         raise InvalidArgumentError(
-            f"loss is {type(loss).__name__} with reduction='none', which gives no single number. Use "
+            f"loss is {type(loss).__name__} with reduction='none', but a loss must return one number. Use "
             "reduction='mean'."
         )
     return loss
@@ -107,7 +110,7 @@ def _checked(loss: object, *, per_row: bool) -> Loss:
 
 @dataclass(frozen=True)
 class PerRow:
-    """Loss function with an argument `reduction`, called for one value per row."""
+    """Calls a loss function with reduction="none", for one value per row."""
 
     function: Loss
 
@@ -123,28 +126,28 @@ def _per_row(loss: Loss) -> Loss:
         return changed
     if not _takes(loss, "reduction"):
         raise InvalidArgumentError(
-            f"loss: sample_weight_col needs a loss that gives one value per row, and {loss!r:.100} has no "
+            f"loss: sample_weight_col needs a loss that can return one value per row, but {loss!r:.100} has no "
             "argument 'reduction'. Give a torch.nn loss, or a function of (output, label, reduction)."
         )
     return PerRow(loss)
 
 
 # ----------------------------------------------------------------------------------------------------
-# Means of cross-entropy and NLL: over rows that are not ignored, weighted by class.
+# Denominators of cross-entropy and NLL, which are means over the rows that are not ignored, weighted by class.
 
 _FUNCTIONS = (F.cross_entropy, F.nll_loss)
-# Torch's default; rows with this label are ignored unless the user sets another.
+# Torch's default of `ignore_index`: rows with this label are ignored.
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
 class ClassMean:
-    """Loss that is a weighted mean over classes of rows, with its denominator.
+    """Loss that is a mean over rows weighted by their classes, with the computation of its denominator.
 
     Attributes:
-        loss: the user's.
+        loss: the user's loss.
         ignore_index: the label of ignored rows.
-        weight: of each class, or None.
+        weight: weight of each class, or None.
     """
 
     loss: Loss
@@ -155,7 +158,7 @@ class ClassMean:
         """Call the loss.
 
         Raises:
-            InvalidArgumentError: a label is not a class of the output; not on a GPU, where torch ends the process.
+            InvalidArgumentError: a label is not a class of the output. (On a GPU torch ends the process instead.)
         """
         try:
             return self.loss(output, label)
@@ -182,12 +185,15 @@ class ClassMean:
         return cls(loss, options.get("ignore_index", _IGNORED), options.get("weight"))
 
     def count(self, label: Tensor) -> float | None:
-        """The denominator of the mean over these labels; None for probabilities of classes: their mean counts rows."""
+        """Return the denominator of the mean over these labels; None for labels that are probabilities of classes.
+
+        The mean over probabilities of classes counts all rows.
+        """
         if label.is_floating_point():
             return None
         is_counted = label != self.ignore_index
         if self.weight is None:
             return float(torch.count_nonzero(is_counted))
-        # The loss itself reports a class that does not exist.
+        # Clamp labels that are not classes, because the loss itself reports them.
         classes = label[is_counted].long().clamp(0, len(self.weight) - 1)
         return float(self.weight[classes.to(self.weight.device)].sum())

@@ -1,6 +1,7 @@
-"""State of the user's losses and metrics: parameters trained beside the model's, buffers, and states of objects.
+"""State of the user's losses and metrics: parameters, buffers, and states of objects.
 
-A loss may be a module, hold one, or be a function that names one: everything found by `references`, except parts of the model.
+A loss may be a module, hold a module, or be a function whose code refers to a module. All objects that `references`
+finds belong to the state, except parts of the model.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class LossState:
     """Parameters, buffers and states of the losses and metrics of a fit, by names that are equal in every process.
 
     Attributes:
-        parameters: by name, except the model's; includes tensors that require a gradient.
-        trained: parameters for a function that makes an optimizer: those that losses are or have, not those merely named by
-        functions.
+        parameters: parameters by name, except the model's; includes tensors that require a gradient.
+        trained: parameters to pass to a function that makes an optimizer: parameters of the losses themselves, but not
+            parameters that only the code of a function refers to.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class LossState:
         *,
         trains: bool = True,
     ) -> None:
-        """Find them.
+        """Find the state.
 
         Args:
-            losses: one per label.
-            metrics: only functions are searched; torchmetrics are reset in each pass.
-            model: of the fit.
+            losses: one loss per label.
+            metrics: metrics; only functions are searched, because torchmetrics are reset in each pass.
+            model: model of the fit.
             steps: the user's functions that compute losses, by name.
-            trains: the losses train the model.
+            trains: whether the losses train the model.
         """
         functions = {f"loss{i}": loss for i, loss in enumerate(losses)}
         functions |= {f"metric {m.name}": m.function for m in metrics if isinstance(m, Metric)}
@@ -70,9 +71,10 @@ class LossState:
         )
         for name, function in functions.items():
             self._add(name, function, trains=trains and name.startswith("loss"))
-        # Versions of frozen parameters: the program has the values of unchanged ones.
+        # Versions of frozen parameters. Checkpoints omit unchanged frozen parameters, because the program has their
+        # values.
         self._versions: dict[str, int] = {}
-        # Initial buffers: a class weight unchanged by training equals the program's.
+        # Initial buffers. Checkpoints omit buffers, such as class weights, that training has not changed.
         self._first_buffers: dict[str, Tensor] = {}
         self._loaded: set[str] = set()
 
@@ -110,15 +112,17 @@ class LossState:
         return bool(self.parameters or self._roots or self._objects)
 
     def holders(self) -> Iterator[tuple[str, object]]:
-        """Yield by name the objects behind losses, metrics and steps.
+        """Yield by name the objects to which losses, metrics and steps refer and which training may change.
 
-        Training may change these: the user's objects, functions with attributes, dicts, lists and sets. Modules, parameters, classes, objects with their own state, and objects of libraries are excluded.
+        These are the user's objects, functions with attributes, dicts, lists and sets. Modules, parameters, classes,
+        objects with their own state, and objects of libraries are excluded.
         """
         yield from self._holders.items()
 
     def untrained(self, held: Collection[int]) -> list[str]:
-        """Names of parameters that a training loss may use and no optimizer steps, except in modules in evaluation
-        mode.
+        """Return the names of trainable parameters that a training loss may use but the optimizer does not have.
+
+        Modules in evaluation mode are skipped.
 
         Args:
             held: ids of the parameters of the optimizer.
@@ -134,7 +138,7 @@ class LossState:
         ]
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules by name, each once, except the model's."""
+        """Yield each module by name once, without modules of the model."""
         seen = set(self._of_model)
         for root, module in self._roots:
             for path, part in module.named_modules():
@@ -143,7 +147,7 @@ class LossState:
                     yield f"{root}.{path}" if path else root, part
 
     def buffers(self) -> dict[str, Tensor]:
-        """The current buffers, saved by state dicts or not."""
+        """Return the current buffers by name, also buffers that state dicts do not contain."""
         return {
             f"{name}.{leaf}": value
             for name, part in self.modules()
@@ -152,7 +156,7 @@ class LossState:
         }
 
     def load_buffers(self, values: Mapping[str, Tensor | None]) -> None:
-        """Set buffers to these values; None empties a buffer."""
+        """Set buffers to these values; None removes a buffer's value."""
         parts = dict(self.modules())
         with torch.no_grad():
             for name, value in values.items():
@@ -168,7 +172,7 @@ class LossState:
         return next((each.device for each in tensors), torch.device("cpu"))
 
     def extra_states(self) -> State:
-        """The extra states of modules, on the CPU."""
+        """Return the extra states of modules, on the CPU."""
         return {
             name: to_cpu(part.get_extra_state())
             for name, part in self.modules()
@@ -192,7 +196,7 @@ class LossState:
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """The state for a checkpoint, possibly {}.
+        """Return the state for a checkpoint; {} if losses and metrics have no state.
 
         Raises:
             InvalidArgumentError: the state of an object cannot be read back.
@@ -223,7 +227,7 @@ class LossState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any], what: str) -> None:
-        """Load the state of a checkpoint; missing entries are unchanged, and entries of other functions are ignored.
+        """Load the state of a checkpoint; ignore entries of unknown functions, and keep values without an entry.
 
         Raises:
             InvalidArgumentError: a parameter has another shape, or does not exist.
@@ -239,8 +243,8 @@ class LossState:
             if own is None or own.shape != value.shape:
                 found = "none" if own is None else f"{tuple(own.shape)}"
                 raise InvalidArgumentError(
-                    f"{what} not fit this loss: parameter {name!r} has shape {tuple(value.shape)} there and {found} here. Give the same "
-                    "loss, or another run_id."
+                    f"{what} not fit this loss: parameter {name!r} has shape {tuple(value.shape)} there, but {found} in this loss. Give the "
+                    "same loss, or another run_id."
                 )
         with torch.no_grad():
             for name, value in parameters.items():
@@ -253,7 +257,7 @@ class LossState:
             self._objects[name].load_state_dict(state["objects"][name])
 
     def rank_state(self) -> State:
-        """The state that may differ between ranks inside an epoch, on the CPU; {} if nothing can differ."""
+        """Return the state that may differ between ranks inside an epoch, on the CPU; {} if nothing can differ."""
         state = {
             "buffers": to_cpu(self.buffers()),
             "extra": self.extra_states(),
@@ -268,9 +272,10 @@ class LossState:
     # -- ranks ---------------------------------------------------------------------------------------
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Send rank 0's state to all ranks; all ranks must call it, before the first step.
+        """Send rank 0's state to all ranks; all ranks must call it before the first step.
 
-        Checkpoints omit parameters that are not in the optimizer and never change afterwards: the program has them.
+        Checkpoints will omit parameters that are not in the optimizer and do not change after this, because the program
+        has their values.
         """
         if not self:
             return
@@ -286,12 +291,12 @@ class LossState:
         }
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-        """The parameters in an optimizer, with names distinct from the model's."""
+        """Return the parameters that an optimizer has, with names that differ from the model's."""
         stepped = _stepped(optimizer)
         return [(f".{name}", p) for name, p in self.parameters.items() if id(p) in stepped]
 
     def share(self) -> None:
-        """Send rank 0's buffers and states, changed by its own batches, to all ranks; all ranks must call it."""
+        """Replace all ranks' buffers and states by rank 0's, because each rank's batches changed them; all must call it."""
         if not (self._roots or self._objects):
             return
         state = self.rank_state() if hvd.rank() == 0 else None
@@ -305,8 +310,8 @@ class LossState:
 def _readable(name: str, state: State) -> State:
     if kind := unreadable_type(state):
         raise InvalidArgumentError(
-            f"The {name} has a {kind} in its state_dict(), which a checkpoint cannot be read with. It may hold numbers, texts, "
-            "lists, dicts and tensors."
+            f"The {name} has a {kind} in its state_dict(), so a checkpoint with it could not be read. A state may hold numbers, "
+            "texts, lists, dicts and tensors."
         )
     return state
 
@@ -324,11 +329,11 @@ def returned_loss(
     Losses without state are not copied.
 
     Args:
-        losses: as the user gave them.
-        model: of the user.
-        module: the trained module, to which a loss refers instead of the model.
-        state: of a checkpoint.
-        is_changed: their attributes have changed too, so they are copied even without state.
+        losses: the losses that the user gave.
+        model: the user's model.
+        module: the trained module; copies of losses refer to it instead of the model.
+        state: state of losses and metrics in a checkpoint.
+        is_changed: whether the losses' attributes have changed too; then they are copied even without state.
     """
     made = losses
     if (state and LossState(losses, (), model)) or is_changed:
@@ -368,5 +373,5 @@ def _may_change(value: object) -> bool:
 
 
 def _is_constant(module: nn.Module) -> bool:
-    """True for a torch loss, because its buffers are options: the weights of classes."""
+    """Whether a module is a torch loss, whose buffers (class weights) are options and do not change."""
     return type(module).__module__ == "torch.nn.modules.loss"

@@ -1,9 +1,9 @@
-"""Loss of a rank's rows: a mean, and its weight in the global batch.
+"""Loss of a rank's rows: a mean over the rows, and the weight of this mean in the global batch.
 
-The weight is the denominator of the mean: rows, sample weights, or rows that the loss does not ignore.
-With one label the sum of the ranks' weights is needed only after `backward`, because one factor corrects the gradients.
-With several labels whose losses may ignore different rows no single factor exists: the weight of each label in the whole
-step is summed from the labels alone, while the model runs.
+The weight is the denominator of the mean: the number of rows, the sum of sample weights, or the number of rows that the
+loss does not ignore. With one label the sum of the ranks' weights is needed only after `backward`, because one factor
+corrects all gradients. With several labels whose losses may ignore different rows, no single factor is correct. Then
+the ranks sum the weights of each label in the whole step while the model runs; the labels alone determine the weights.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class Counts:
     """Weights of the labels' losses in a whole step, over all ranks and batches.
 
     Attributes:
-        num_rows: of the step.
-        sums: one weight per label, available after `wait`.
+        num_rows: number of rows of the step.
+        sums: one weight per label; available after `wait`.
     """
 
     num_rows: int
     sums: Handle[Tensor]
 
     def shares(self, weights: Sequence[float], num_rows: int) -> list[float]:
-        """Return factors of the means over this rank's batch, in a step that weights the batch by its rows."""
+        """Return the factor of each label's mean over this rank's batch; the step multiplies the batch by its rows."""
         sums = self.sums.wait().tolist()
         pairs = zip(weights, sums, strict=True)
         return [w / num_rows * (self.num_rows / total) if w else 0.0 for w, total in pairs]
 
 
 def counts_apart(program: Program) -> bool:
-    """Check whether several labels have losses that may ignore different rows and so need separate weights."""
+    """Check whether the labels need separate weights, because their losses may ignore different rows."""
     return len(program.losses) > 1 and any(isinstance(x, ClassMean) for x in program.losses)
 
 
 def counts_of(spec: TrainSpec, program: Program, labels: Sequence[Tensor]) -> list[float]:
-    """The weight of each label's loss in a batch: 1.0 per row without ignored labels or weights."""
+    """Return the weight of each label's loss in a batch: 1.0 per row without ignored labels or class weights."""
     return [_count(spec, program, i, label) for i, label in enumerate(labels)]
 
 
@@ -56,8 +56,8 @@ def _count(spec: TrainSpec, program: Program, index: int, label: Tensor) -> floa
     count = loss.count(label) if isinstance(loss, ClassMean) else None
     if count is None:
         return float(num_rows)
-    # Rows of equal width: a batch without ignored labels is weighted by its rows, and needs no correction.
-    # If each batch has its own width, only the elements can be added up.
+    # If all rows have the same number of elements, count rows: then a batch without ignored labels needs no correction.
+    # If the number may differ between batches, count elements.
     name = spec.labels.columns[index]
     if spec.transformed is not None or name in program.functions.collate:
         return count
@@ -74,8 +74,8 @@ def mean_loss(
 ) -> Forward:
     """Compute the user's losses: a mean over rows, or (mean, weight).
 
-    With `counts_apart`, `counts` is of the training step; `counted` are the labels on the CPU, so that counting does not
-    wait for a GPU.
+    With `counts_apart`, `counts` are the weights of the training step, and `counted` are the labels on the CPU, so that
+    counting does not wait for a GPU.
     """
     counted = counted or labels
     if counts_apart(program):
@@ -89,7 +89,7 @@ def mean_loss(
             if len(result) != 2 or len(program.losses) > 1:
                 raise InvalidArgumentError(
                     f"loss returned {len(result)} values for {len(program.losses)} labels. With one label it may "
-                    "return (mean, weight); else it must return one number."
+                    "return (mean, weight); otherwise it must return one number."
                 )
             result, weight = result[0], float(result[1])
         elif isinstance(loss_fn, ClassMean) and not labels[i].is_floating_point():
@@ -110,7 +110,7 @@ def _apart_loss(
     counts: Counts | None,
     counted: tuple[Tensor, ...],
 ) -> Forward:
-    """Add up the losses of several labels, each by its share of the whole step."""
+    """Add up the losses of several labels, each multiplied by its share of the whole step."""
     num_rows = len(outputs[0])
     weights = counts_of(spec, program, counted)
     shares = [1.0] * len(weights) if counts is None else counts.shares(weights, num_rows)
@@ -120,7 +120,7 @@ def _apart_loss(
         result = loss_fn(outputs[i], labels[i])
         value = _scalar(spec, program, i, result, outputs[i], labels[i])
         parts.append((value.detach(), weights[i]))
-        if not weights[i]:  # a mean over nothing is NaN, and adds nothing
+        if not weights[i]:  # skip a mean over no rows, which is NaN
             continue
         value = value if shares[i] == 1.0 else value * shares[i]
         total = value if total is None else total + value
@@ -133,7 +133,7 @@ def _apart_loss(
 def _scalar(
     spec: TrainSpec, program: Program, index: int, value: object, output: Tensor, label: Tensor
 ) -> Tensor:
-    """Return one label's loss as a term of the sum."""
+    """Check one label's loss, and return it with its factor as a term of the sum."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise InvalidArgumentError(
             f"loss returned {_shape_of(value)} for an output of shape {tuple(output.shape)} and a label of shape "
@@ -157,7 +157,7 @@ def weighted_loss(
     labels: tuple[Tensor, ...],
     weights: Tensor,
 ) -> Forward:
-    """Compute the mean of the rows' losses by their weights, which are on the CPU, and the sum of the weights."""
+    """Compute the mean of the rows' losses weighted by `weights` (on the CPU), and the sum of the weights."""
     sum_of_weights = float(weights.double().sum())
     weights = weights.to(outputs[0].device)
     total: Tensor | None = None
@@ -165,8 +165,8 @@ def weighted_loss(
         per_row = loss_fn(outputs[i], labels[i])
         if not isinstance(per_row, Tensor) or per_row.ndim == 0 or len(per_row) != len(weights):
             raise InvalidArgumentError(
-                f"loss gave {_shape_of(per_row)} for {len(weights)} rows; with sample_weight_col it must "
-                "give one value per row when called with reduction='none'."
+                f"loss returned {_shape_of(per_row)} for {len(weights)} rows; with sample_weight_col it must "
+                "return one value per row when called with reduction='none'."
             )
         per_row = per_row.reshape(len(weights), -1).mean(dim=1)
         value = (per_row * weights.to(per_row.dtype)).sum() * spec.loss_weights[i]
@@ -177,16 +177,16 @@ def weighted_loss(
 
 
 def check_weights(spec: TrainSpec, totals: Totals, part: str, num_steps: int | None) -> None:
-    """Reject rows whose sample weights are all 0: their mean is undefined.
+    """Raise an error if all sample weights of a pass are 0, because the mean loss is undefined.
 
     Args:
-        spec: of the run.
-        totals: of all ranks, after a pass over the rows.
+        spec: spec of the run.
+        totals: totals of all ranks, after a pass over the rows.
         part: "training" or "validation".
-        num_steps: number of steps to which the pass was cut, so that other passes may have weights; None for a whole pass.
+        num_steps: limit of steps that cut the pass, so that other passes may have weights; None for a whole pass.
 
     Raises:
-        InvalidArgumentError: they are; on all ranks.
+        InvalidArgumentError: all weights are 0; raised on all ranks.
     """
     if spec.sample_weight is None or num_steps is not None or totals.weight:
         return

@@ -1,4 +1,4 @@
-"""Metrics of an epoch: summed over rows on each rank, and over ranks once per epoch."""
+"""Metrics of an epoch; each rank adds up its rows, and the ranks combine their sums once per epoch."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.page import OF_EPOCH
 
 # ----------------------------------------------------------------------------------------------------
-# Numbers logged by user code with `ctx.log`: summed on each rank, combined over ranks once per epoch.
+# Numbers that user code logs with `ctx.log`. Each rank adds up its numbers, and the ranks combine the sums once per
+# epoch.
 
-# Names written by the loop into an epoch's record.
+# Names that the loop itself writes into an epoch's record.
 RESERVED = ("loss", *OF_EPOCH)
 
 
 class Logs:
-    """Numbers logged by user code during an epoch, summed by rows on each rank, then combined."""
+    """Sums of the numbers that user code has logged on this rank during an epoch, weighted by rows."""
 
     def __init__(self) -> None:
-        # Sum of values times weights, and of weights. Tensor sums stay tensors, to avoid waiting for a GPU.
+        # By name: the sum of values times weights, and the sum of weights. A sum of tensors stays a tensor, because a
+        # conversion would wait for the GPU.
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
 
     def add(self, name: str, value: object, weight: float) -> None:
         """Add a value with a weight, in rows.
 
         Raises:
-            InvalidArgumentError: the name is not a text or is taken, or the value is not one number.
+            InvalidArgumentError: the name is not a text or is reserved, or the value is not one number.
         """
         if not isinstance(name, str) or not name or name in RESERVED or name.startswith("val_"):
             raise InvalidArgumentError(
-                f"ctx.log({name!r}, ...): the name is taken or no text. Give a text other than "
+                f"ctx.log({name!r}, ...): the name is reserved or not a text. Give a text other than "
                 f"{', '.join(RESERVED)} that does not begin with 'val_'."
             )
         number: Tensor | float
@@ -65,12 +67,12 @@ class Logs:
         self._sums = dict(sums)
 
     def sums(self) -> dict[str, tuple[float, float]]:
-        """This rank's sum of values times weights, and of weights, by name."""
+        """Return, by name, this rank's sum of values times weights, and its sum of weights."""
         return {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
 
 
 def combined(by_rank: Sequence[dict[str, tuple[float, float]]], prefix: str) -> dict[str, float]:
-    """Combine each rank's (sum, weight) by name to means; a name need not be on every rank."""
+    """Combine the ranks' (sum, weight) pairs to means by name; a name may be missing on some ranks."""
     result = {}
     for name in dict.fromkeys(name for sums in by_rank for name in sums):
         pairs = [sums[name] for sums in by_rank if name in sums]
@@ -80,23 +82,23 @@ def combined(by_rank: Sequence[dict[str, tuple[float, float]]], prefix: str) -> 
 
 
 # ----------------------------------------------------------------------------------------------------
-# Metrics of torchmetrics: every rank updates its own state, and the states are merged once per pass.
-# Each state is merged by its own reduction (sum, min, max, concatenation, or a function of the metric), over the
-# ranks that had rows, so that a rank without rows adds nothing.
+# Metrics of torchmetrics. Every rank updates its own states, and the ranks merge the states once per pass.
+# Each state has its own reduction (sum, min, max, concatenation, or a function of the metric). Only the states of ranks
+# that had rows are merged.
 
-# A state of torchmetrics: a tensor, or a list with an entry per update.
+# Value of a torchmetrics state: a tensor, or a list with an entry per update.
 _StateValue: TypeAlias = "Tensor | list[object]"
 
 
 class MetricState(TypedDict):
-    """States of one metric by name, and its number of updates."""
+    """States of a metric by name, and its number of updates."""
 
     count: int
     values: dict[str, _StateValue]
 
 
 class TorchMetric(Protocol):
-    """Part of torchmetrics.Metric used here; torchmetrics need not be installed."""
+    """The parts of torchmetrics.Metric that this module uses; torchmetrics need not be installed."""
 
     device: torch.device
     sync_on_compute: bool
@@ -141,10 +143,10 @@ def is_metric_collection(value: object) -> TypeGuard[Mapping[str, object]]:
 
 @dataclass(frozen=True)
 class StateMetric:
-    """Metric whose state accumulates over batches.
+    """A torchmetrics metric of a fit; its state accumulates over batches.
 
     Attributes:
-        name: its key in the history.
+        name: key of the metric in the history.
         metric: the torchmetrics object.
         label: index of the output and label that it compares.
     """
@@ -155,7 +157,7 @@ class StateMetric:
 
     @property
     def kind(self) -> str:
-        """Class, numbers and texts of the metric; equal in every process."""
+        """Description of the metric by its class, numbers and texts; the same in every process."""
         parts = []
         for part in _parts(self.metric):
             options = (
@@ -177,7 +179,10 @@ class StateMetric:
         return StateMetric(self.name, metric, self.label)
 
     def update(self, output: Tensor, label: Tensor) -> None:
-        """Add a batch: (rows, 1) becomes (rows,), and classes become integers even if the loss takes floats."""
+        """Add a batch to the state.
+
+        Tensors (rows, 1) become (rows,), and classes become integers even if the loss takes floats.
+        """
         output, label = column(output), column(label)
         if label.is_floating_point() and type(self.metric).__module__.startswith(
             "torchmetrics.classification"
@@ -186,7 +191,7 @@ class StateMetric:
         self.metric.update(output, label)
 
     def state_dict(self) -> list[MetricState]:
-        """This rank's states, for a checkpoint."""
+        """Return this rank's states for a checkpoint."""
         return [_state(part) for part in _parts(self.metric)]
 
     def load_state_dict(self, state: list[MetricState]) -> None:
@@ -207,7 +212,7 @@ class StateMetric:
             _merge(part, [state for state in states if state["count"]])
 
     def values(self) -> dict[str, float]:
-        """The metric by name: `name`, or `name_0`, `name_1`, ... of several elements, or `name_<key>` of a dict.
+        """Return the values by name: `name`, or `name_0`, `name_1`, ... of several elements, or `name_<key>` of a dict.
 
         NaN if no rank had rows.
         """
@@ -222,7 +227,7 @@ def column(tensor: Tensor) -> Tensor:
 
 
 def _parts(metric: TorchMetric) -> list[TorchMetric]:
-    """The metric and the metrics it wraps, because these hold the state of a wrapper."""
+    """Return the metric and the metrics it wraps, because a wrapper's state is in them."""
     return [part for part in metric.modules() if is_state_metric(part)]
 
 
@@ -233,7 +238,7 @@ def _state(metric: TorchMetric) -> MetricState:
 
 
 def _copied(value: _StateValue, device: torch.device) -> _StateValue:
-    """Copy a state: later updates write into tensors and append to lists."""
+    """Copy a state, because later updates change tensors and lists in place."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
     return [v.to(device) if isinstance(v, Tensor) else v for v in value]
@@ -246,7 +251,7 @@ def _merge(metric: TorchMetric, states: list[MetricState]) -> None:
     for name, reduction in metric._reductions.items():
         values = [state["values"][name] for state in states]
         if not values:
-            continue  # keep the empty state
+            continue  # no rank had rows, so keep the empty state
         if isinstance(values[0], list):
             merged: _StateValue = [item for value in values for item in value]
             if reduction is not None and merged:
@@ -270,41 +275,41 @@ def _flat(name: str, value: object) -> dict[str, float]:
     if isinstance(value, (Tensor, float, int)):
         return {name: float(value)}
     raise InvalidArgumentError(
-        f"metric {name!r} gave {type(value).__name__}; the history of a fit holds numbers. Give a metric whose "
+        f"metric {name!r} returned {type(value).__name__}, but the history of a fit holds only numbers. Give a metric whose "
         "compute() returns a tensor or a dict of tensors."
     )
 
 
 # ----------------------------------------------------------------------------------------------------
-# Metrics of classes by name: F1 and the area under the ROC curve, exact over all rows of an epoch.
-# Neither is a mean over rows, so each rank keeps a state and the states are merged once per pass. F1 keeps three counts per
-# class. The area keeps the score and the class of every row: 5 bytes (9 for a float64 model) on the rank of the row, and 17 more
-# while the ranks merge.
+# Built-in metrics of classes: F1 and the area under the ROC curve (AUC), exact over all rows of an epoch.
+# These metrics are not means over rows, so each rank keeps a state, and the ranks merge the states once per pass. F1
+# keeps three counts per class. AUC keeps the score and the class of every row: 5 bytes (9 for a float64 model) on the
+# rank of the row, and 17 more bytes while the ranks merge.
 
 Array = npt.NDArray[Any]
 # Scores and classes of rows.
 Rows: TypeAlias = tuple[Tensor, Tensor]
 
-# Batches joined into one tensor, because each tensor has a fixed cost.
+# Number of batches that are joined into one tensor, because each tensor has a fixed cost.
 _JOINED = 256
-# Sampled scores per rank and class, from which the ranks choose the limits between their ranges of scores.
+# Number of scores that each rank samples per class. From the samples the ranks choose the range of scores of each rank.
 _SAMPLES = 256
-# Scores looked up at once.
+# Number of scores looked up at once.
 _BLOCK = 1 << 20
 _SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 
 
 @dataclass
 class F1:
-    """F1 of the positive class; for more than two classes, or several labels per row, the mean over occurring classes.
+    """F1 of the positive class; for more classes, or several labels per row, the mean over classes that occur.
 
-    It is 0, with a warning, if no class occurs: neither a label nor a prediction is positive.
+    It is 0, with a warning, if no label and no prediction is positive.
 
     Attributes:
-        name: its key in the history.
+        name: key of the metric in the history.
         label: index of the output and label that it compares.
         link: relation of outputs and probabilities.
-        counts: (3, classes) of rows: correctly predicted, predicted, labelled.
+        counts: (3, classes) numbers of rows that are correctly predicted, predicted, labelled.
         num_batches: number of added batches.
     """
 
@@ -338,7 +343,7 @@ class F1:
         self.counts = counts if isinstance(counts, Tensor) else None
 
     def combine(self) -> None:
-        """Add up the counts of all ranks; every rank must call it."""
+        """Add up the counts of all ranks; every rank must call this."""
         states = hvd.allgather_object(self.state_dict(), name=f"metric.{self.name}")
         counts = [s[0]["values"]["counts"] for s in states if s[0]["count"]]
         self.counts = sum(counts) if counts else None
@@ -359,7 +364,7 @@ class F1:
 
 
 def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor] | None:
-    """The predicted and the labelled class of each row; None if an output is a number, or has several labels."""
+    """Return the predicted and the labelled class of each row; None for outputs that are not scores of classes."""
     if output.ndim > 1 and output.shape[1] > 1 and label.ndim < output.ndim:
         return output.argmax(dim=1), label
     if link == SOFTMAX and output.ndim > 1 and output.shape == label.shape:
@@ -369,12 +374,12 @@ def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor
 
 
 def positives_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor]:
-    """For each number, whether it predicts, and whether it is labelled, the positive class."""
+    """Return for each number whether the positive class is predicted, and whether it is labelled."""
     return output > (0.0 if link == SIGMOID else 0.5), label.reshape(output.shape) > 0.5
 
 
 def _counts(name: str, output: Tensor, label: Tensor, link: str) -> Tensor:
-    """Count rows by class: correctly predicted, predicted, labelled; for two classes only the second.
+    """Count the rows of each class that are correctly predicted, predicted, labelled; of two classes only the second.
 
     Does not wait for a GPU.
     """
@@ -412,12 +417,13 @@ class Auc:
     """Area under the ROC curve of two classes; equal scores count one half. NaN if one class does not occur.
 
     Attributes:
-        name: its key in the history.
+        name: key of the metric in the history.
         label: index of the output and label that it compares.
         link: relation of outputs and probabilities.
-        pieces: scores and classes of this rank's rows, several batches each.
-        batches: batches not yet in a piece.
-        sums: after `combine`: correctly ranked pairs of rows, positive rows, negative rows, of all ranks.
+        pieces: scores and classes of this rank's rows; a piece has several batches.
+        batches: batches that are not in a piece yet.
+        sums: after `combine` the numbers of correctly ranked pairs of rows, positive rows and negative rows of all
+            ranks.
     """
 
     name: str
@@ -453,9 +459,10 @@ class Auc:
         self.pieces, self.batches = [(scores, classes)], []
 
     def combine(self) -> None:
-        """Rank the rows of all ranks; every rank must call it.
+        """Sort the rows of all ranks by score and count correctly ranked pairs; every rank must call this.
 
-        Each rank receives the scores of all ranks between two limits, so no rank holds more than its part, unless most are equal.
+        Each rank receives the scores of all ranks in a range. The ranges have similar numbers of rows, unless most
+        scores are equal.
         """
         parts = self._by_class()
         self.pieces, self.batches = [], []
@@ -479,7 +486,7 @@ class Auc:
             mine.append(np.sort(received.numpy()))
         sums = hvd.allgather(_ranked(*mine)[None], name=f"{name}.sums")
         self.sums = sums.sum(dim=0)
-        # Every positive row of a rank ranks above the negative rows of all ranks before it.
+        # Every positive row in a rank's range is above the negative rows in the ranges of all earlier ranks.
         self.sums[0] += (sums[:, 1] * (sums[:, 2].cumsum(0) - sums[:, 2])).sum()
 
     def values(self) -> dict[str, float]:
@@ -490,7 +497,7 @@ class Auc:
         return {self.name: rightly / pairs if pairs else math.nan}
 
     def _by_class(self) -> tuple[Array, Array]:
-        """Scores of this rank's positive and negative rows, ascending."""
+        """Return the scores of this rank's positive rows and of its negative rows, ascending."""
         scores, classes = self._rows()
         positive, negative = (scores[classes == number].numpy() for number in (1, 0))
         positive.sort()
@@ -498,7 +505,7 @@ class Auc:
         return positive, negative
 
     def _rows(self) -> Rows:
-        """Scores and classes of this rank's rows, on the CPU."""
+        """Return the scores and classes of this rank's rows, on the CPU."""
         rows = [*self.pieces, *self.batches]
         if not rows:
             return torch.empty(0), torch.empty(0, dtype=torch.int8)
@@ -512,7 +519,7 @@ def _joined(rows: list[Rows]) -> Rows:
 
 
 def _scores(name: str, output: Tensor, label: Tensor, link: str) -> Rows:
-    """A ranking score per row, and its class: 1, 0, or below 0 if it is ignored."""
+    """Return a score and a class for each row; the class is 1 or 0, or negative for an ignored row."""
     classes = classes_of(output, label, link)
     if classes is not None and output.ndim == 2 and output.shape[1] == 2:
         actual = classes[1].reshape(-1)
@@ -520,14 +527,17 @@ def _scores(name: str, output: Tensor, label: Tensor, link: str) -> Rows:
         return output[:, 1] - output[:, 0], actual.where(is_counted, -1).to(torch.int8)
     if output.numel() != len(output) or output.numel() != label.numel():
         raise InvalidArgumentError(
-            f"metric {name!r} is of two classes, and gets an output of shape {tuple(output.shape)} and a label of shape "
-            f"{tuple(label.shape)}. Give one score per row, or two; for more classes metrics of torchmetrics."
+            f"metric {name!r} is for two classes, but gets an output of shape {tuple(output.shape)} and a label of shape "
+            f"{tuple(label.shape)}. Give one or two scores per row; for more classes use torchmetrics."
         )
     return output.reshape(-1), (label.reshape(-1) > 0.5).to(torch.int8)
 
 
 def _ranked(positive: Array, negative: Array) -> Tensor:
-    """Count pairs of a positive and a negative row ranked correctly by ascending scores, and the rows of each class."""
+    """Count correctly ranked pairs of a positive and a negative row, and the rows of each class.
+
+    `positive` and `negative` are the scores, ascending.
+    """
     twice = 0
     for start in range(0, len(positive), _BLOCK):
         block = positive[start : start + _BLOCK]
@@ -542,27 +552,27 @@ ClassMetric: TypeAlias = F1 | Auc
 CLASS_METRICS: Mapping[str, type[ClassMetric]] = {"f1": F1, "auc": Auc}
 
 
-# Torch only warns about (rows, 1) against (rows,), which learns the mean of the labels.
+# Begin of torch's warning about a loss of (rows, 1) and (rows,), which would only learn the mean of the labels.
 _BROADCAST = "Using a target size"
 _unwatched = contextlib.nullcontext()
 
 
 # ----------------------------------------------------------------------------------------------------
-# Metrics of a run, and their sums over a pass.
+# Metrics of a run, and their sums over a pass over the data.
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Outputs and loss of a rank's rows of a step.
+    """Outputs and loss of a batch on this rank.
 
     Attributes:
-        outputs: of the model, one per label.
-        labels: as the loss receives them.
-        loss: a mean over the rows.
+        outputs: outputs of the model, one per label.
+        labels: the labels that the loss receives.
+        loss: mean over the rows.
         weight: denominator of the mean: the number of rows, the sum of sample weights, or a number returned by the loss.
-        is_weighted: True if only this rank knows the weight.
-        num_rows: of this rank.
-        parts: each label's mean and weight, if weights may differ; else empty.
+        is_weighted: True if other ranks cannot compute the weight beforehand.
+        num_rows: number of rows on this rank.
+        parts: mean and weight of each label, if the weights may differ; otherwise empty.
     """
 
     outputs: tuple[Tensor, ...]
@@ -576,10 +586,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class Metric:
-    """Number per row, averaged over an epoch.
+    """A metric that is a mean over the rows of an epoch.
 
     Attributes:
-        name: its key in the history.
+        name: key of the metric in the history.
         function: (output, label) -> mean over the rows of a batch, or one value per row; or a name in `BUILT_IN`.
         label: index of the output and label that it compares.
         link: relation of outputs and probabilities, for a built-in metric.
@@ -609,7 +619,7 @@ class Metric:
             return value * num_rows
         if len(value) != num_rows:
             raise InvalidArgumentError(
-                f"metric {self.name!r} returned shape {tuple(value.shape)} for {num_rows} rows. Return the mean "
+                f"metric {self.name!r} returned the shape {tuple(value.shape)} for {num_rows} rows. Return the mean "
                 "over the rows, or one value per row."
             )
         return value.sum() * num_rows / value.numel()
@@ -617,14 +627,15 @@ class Metric:
 
 @contextlib.contextmanager
 def no_broadcast(name: str, labels: str = "") -> Iterator[None]:
-    """Turn torch's warning of a label that broadcasts over the output into an error.
+    """Turn torch's warning about a label that broadcasts over the output into an error.
 
     Args:
-        name: of the function, in the message.
-        labels: shape of its labels of one number per row, in words; "" as for losses.
+        name: name of the function in the block, for the message.
+        labels: in words, the shape in which the function receives labels of one number per row; "" for the shape for
+            losses.
 
     Raises:
-        InvalidArgumentError: a function called inside, `name` in the message, has made torch warn.
+        InvalidArgumentError: torch warned in the block.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=_BROADCAST)
@@ -635,7 +646,7 @@ def no_broadcast(name: str, labels: str = "") -> Iterator[None]:
                 raise
             labels = labels or "(rows, 1), like an output of that width"
             raise InvalidArgumentError(
-                f"{name} broadcasts: {' '.join(str(e).split())} It gets labels of one number per row as {labels}. Give both the same shape, for example output.reshape(label.shape)."
+                f"{name} broadcasts: {' '.join(str(e).split())} It gets labels of one number per row as {labels}. Give output and label the same shape, for example with output.reshape(label.shape)."
             ) from e
 
 
@@ -643,7 +654,7 @@ AnyMetric: TypeAlias = Metric | StateMetric | ClassMetric
 
 
 def _accuracy(output: Tensor, label: Tensor, link: str) -> Tensor:
-    # Several labels per row are counted separately.
+    # With several labels per row each label counts separately.
     predicted, actual = classes_of(output, label, link) or positives_of(output, label, link)
     return (predicted == actual).double()
 
@@ -667,7 +678,8 @@ def _difference(name: str, output: Tensor, label: Tensor) -> Tensor:
     return output.double() - label.double().reshape(output.shape)
 
 
-# Each returns one or several values per row: their sums are exact, a mean times the rows would be rounded.
+# Functions that return one or several values per row, because a sum of values is exact and a mean times the rows is
+# not.
 BUILT_IN: Mapping[str, Callable[[Tensor, Tensor, str], Tensor]] = {
     "accuracy": _accuracy,
     "mse": _mse,
@@ -680,21 +692,20 @@ def resolve_metrics(
 ) -> tuple[AnyMetric, ...]:
     """Make the metrics of a fit from names, functions, groups of them, or a dict by name.
 
-    Torchmetrics are recognized by their class. With several labels each metric is computed for every label,
-    and its name begins with the label's. A nested list is a group as in Horovod: one function per label, None for a label without
-    a metric, or one function for all. Equal names are numbered.
+    Torchmetrics are recognized by their class. With several labels each metric is computed for every label, and its
+    name begins with the label's name. A nested list is a group as in Horovod: one function per label (None for a label
+    without a metric), or one function for all labels. Equal names are numbered.
 
     Raises:
-        InvalidArgumentError: an entry is neither a function nor a known name, a group has neither one function nor one per label,
-        or a
-            name is one of the history's own.
+        InvalidArgumentError: an entry is neither a function nor a known name, a group has neither one function nor one
+            per label, or a name is reserved for the history's own numbers.
     """
     result: list[AnyMetric] = []
     for name, function, index in _assigned(metrics, len(label_cols)):
         full = name if len(label_cols) == 1 else f"{label_cols[index]}_{name}"
         if full in RESERVED:
             raise InvalidArgumentError(
-                f"metrics: the name {full!r} is taken. Give a dict from other names to functions."
+                f"metrics: the name {full!r} is reserved. Give a dict from other names to functions."
             )
         made = _metric(full, function, index, links[index])
         result.append(replace(made, name=_numbered(full, [m.name for m in result])))
@@ -708,8 +719,8 @@ def _metric(name: str, function: object, label: int, link: str) -> AnyMetric:
         return StateMetric(name, function, label)
     if isinstance(function, str) and function not in BUILT_IN:
         raise InvalidArgumentError(
-            f"metrics names {function!r}, which is not built in. Give one of {', '.join([*BUILT_IN, *CLASS_METRICS])}, or a "
-            "function of (output, label)."
+            f"metrics has the name {function!r}, which is not a built-in metric. Give one of {', '.join([*BUILT_IN, *CLASS_METRICS])}, "
+            "or a function of (output, label)."
         )
     if not isinstance(function, str) and not callable(function):
         raise InvalidArgumentError(
@@ -736,8 +747,8 @@ def _assigned(metrics: object, num_labels: int) -> Iterator[tuple[str, object, i
         group = list(entry) * (num_labels if len(entry) == 1 else 1)
         if num_labels > 1 and len(group) != num_labels:
             raise InvalidArgumentError(
-                f"metrics has a group of {len(group)} functions, and there are {num_labels} labels. A list inside the list has one "
-                "function per label (None for a label without one), or one function for all."
+                f"metrics has a group of {len(group)} functions, but there are {num_labels} labels. A list inside the list must have one "
+                "function per label (None for a label without a metric), or one function for all labels."
             )
         for index, member in enumerate(group):
             members = [] if member is None else _entries(member)
@@ -746,7 +757,7 @@ def _assigned(metrics: object, num_labels: int) -> Iterator[tuple[str, object, i
 
 
 def _entries(metrics: object) -> list[tuple[str, object]]:
-    """List functions and groups with their names. A group that is not in a dict has the name "", because its functions have names."""
+    """List functions and groups with their names; a group that is not in a dict has the name ""."""
     if isinstance(metrics, Mapping) or is_metric_collection(metrics):
         return [(str(name), entry) for name, entry in metrics.items()]
     entries = metrics if isinstance(metrics, (list, tuple)) else [metrics]
@@ -766,7 +777,7 @@ def _name(entry: object) -> str:
 def try_metrics(
     metrics: Sequence[AnyMetric], outputs: Sequence[Tensor], labels: Sequence[Tensor]
 ) -> None:
-    """Compute the metrics of some rows by name, on the driver.
+    """Try the metrics on some rows, on the driver.
 
     Raises:
         InvalidArgumentError: a metric does not fit the shapes.
@@ -790,7 +801,7 @@ class TotalsState(TypedDict):
 
 
 class Totals:
-    """Sums of one pass over the data on a rank: loss, its weight, rows and metrics."""
+    """Sums of a pass over the data on this rank: loss, weight of the loss, rows and metrics."""
 
     def __init__(
         self,
@@ -802,10 +813,10 @@ class Totals:
         """Start at zero.
 
         Args:
-            metrics: measured besides the loss.
+            metrics: metrics besides the loss.
             logs: numbers logged by user code in this pass, or None.
-            num_parts: number of labels with separate loss weights; 0 if they share one.
-            device: of the batches, which accumulate there without waiting; None means the CPU.
+            num_parts: number of labels with separate loss weights; 0 if the labels share a weight.
+            device: device of the batches, where the sums are kept to avoid waiting for it; None means the CPU.
         """
         self._logs = logs
         self._is_first = True
@@ -813,19 +824,20 @@ class Totals:
         self._means = [m for m in metrics if isinstance(m, Metric)]
         self._states = [m.fresh(device) for m in metrics if not isinstance(m, Metric)]
         self._names = [m.name for m in metrics]
-        # loss * weight, weight, rows, then the metrics; float64 so that a million rows add up.
+        # Sums of loss * weight, weight, and rows, then of the metrics; in float64, for precise sums of millions of
+        # rows.
         self.values = torch.zeros(3 + len(self._means), dtype=torch.float64, device=device)
-        # Per label loss * weight and weight.
+        # Sums of loss * weight, and of weight, for each label.
         self.parts = torch.zeros(num_parts, 2, dtype=torch.float64, device=device)
 
     @property
     def adds_up(self) -> bool:
-        """Whether the ranks' states can be added up: no metric has a state of its own."""
+        """Whether the ranks' totals can be added up, because no metric has a state of its own."""
         return not self._states
 
     @property
     def weight(self) -> float:
-        """Denominator of the mean loss: rows, the sum of sample weights, or of numbers returned by the loss."""
+        """Denominator of the mean loss: the rows, the sum of sample weights, or the sum of weights from the loss."""
         return float(self.values[1])
 
     @property
@@ -834,7 +846,7 @@ class Totals:
         return int(self.values[2])
 
     def state_dict(self) -> TotalsState:
-        """The sums of this rank so far, for a checkpoint."""
+        """Return the sums of this rank so far, for a checkpoint."""
         return {
             "values": self.values.to("cpu", copy=True),
             "parts": self.parts.to("cpu", copy=True),
@@ -852,8 +864,8 @@ class Totals:
             self._logs.load(state["logs"])
 
     def add(self, batch: Forward) -> None:
-        """Count one batch."""
-        if batch.weight:  # a mean over nothing may be NaN
+        """Add a batch."""
+        if batch.weight:  # skip a mean over no rows, which may be NaN
             self.values[0] += batch.loss.detach().double() * batch.weight
             self.values[1] += batch.weight
         for part, (value, weight) in zip(self.parts, batch.parts, strict=True):
@@ -873,7 +885,7 @@ class Totals:
         return no_broadcast(f"metric {name!r}", labels) if self._is_first else _unwatched
 
     def combine(self) -> None:
-        """Sum the totals of all ranks, on the CPU; every rank must call it, once, after the last batch."""
+        """Sum the totals of all ranks, on the CPU; every rank must call this once, after the last batch."""
         self.values, self.parts = self.values.cpu(), self.parts.cpu()
         hvd.allreduce_(self.values, name="totals", op=hvd.Sum)
         if len(self.parts):
@@ -884,7 +896,7 @@ class Totals:
             self._logged = hvd.allgather_object(self._logs.sums(), name="totals.logs")
 
     def means(self, prefix: str = "") -> dict[str, float]:
-        """Mean loss and metrics by name; NaN without rows."""
+        """Return the mean loss and the metrics by name; NaN without rows."""
         means = self._own_means()
         values = {metric.name: {metric.name: means[metric.name]} for metric in self._means}
         values |= {state.name: state.values() for state in self._states}
@@ -894,12 +906,12 @@ class Totals:
         return result | combined(self._logged, prefix)
 
     def means_so_far(self) -> dict[str, float]:
-        """This rank's mean loss, logged numbers and means over rows before `combine`; NaN without rows."""
+        """Return this rank's mean loss, logged numbers and metrics so far, before `combine`; NaN without rows."""
         logged = [self._logs.sums()] if self._logs is not None else []
         return self._own_means() | combined(logged, "")
 
     def _own_means(self) -> dict[str, float]:
-        """Mean loss and means over rows by name."""
+        """Return the mean loss, and the metrics that are means over rows, by name."""
         total, weight, num_rows, *sums = self.values.tolist()
         loss = total / weight if weight else float("nan")
         if self.parts.any():

@@ -1,4 +1,4 @@
-"""Model given by the user, or made by a function: built alike on all ranks, and checked on the driver."""
+"""The user's model, or the model from the user's function: the same on all ranks, and checked on the driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.modules.attributes import views
 from sparkhvd.training.modules.modes import check_modes
 
-# torch has one generator per process, and fits may run in several threads.
+# Guards torch's generator, because a process has only one and fits may run in several threads.
 _generator_lock = threading.Lock()
 
 
@@ -38,7 +38,7 @@ def build_model(model: object, seed: int = 0) -> object:
         except Exception as e:
             raise InvalidArgumentError(
                 f"model: calling the function failed: {type(e).__name__}: {e}. Give a torch.nn.Module, or a function "
-                "without arguments that returns one."
+                "without arguments that returns a torch.nn.Module."
             ) from e
         finally:
             random.setstate(others[0])
@@ -68,10 +68,11 @@ def is_lazy(model: nn.Module) -> bool:
 
 
 def check_model(model: object) -> nn.Module:
-    """Return `model` if it can be trained; runs on the driver.
+    """Check that a model can be trained, and return it; runs on the driver.
 
     Raises:
-        InvalidArgumentError: it is missing, no module, has nothing to train, or its `train` or `eval` sets no mode.
+        InvalidArgumentError: the model is missing, is not a module, has nothing to train, or its `train` or `eval` does
+            not set the mode.
     """
     if model is None:
         raise InvalidArgumentError("model is required: give the torch.nn.Module to train.")
@@ -80,28 +81,28 @@ def check_model(model: object) -> nn.Module:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type == "meta":
             raise InvalidArgumentError(
-                f"model: {name!r} is on the meta device and has no values. Give a function that makes the module and fills it, for example "
-                "by module.to_empty(device='cpu') and reset_parameters() of its layers."
+                f"model: {name!r} is on the meta device and has no values. Give a function that makes the module and initializes it, for "
+                "example with module.to_empty(device='cpu') and reset_parameters() of its layers."
             )
         if tensor.device.type != "cpu":
             raise InvalidArgumentError(
-                f"model: {name!r} is on {tensor.device}. Give the model on the CPU, by model.cpu(): every rank moves its "
-                "copy to its own GPU."
+                f"model: {name!r} is on {tensor.device}. Give model.cpu(), because every rank moves its own copy of the model to "
+                "its GPU."
             )
         if tensor.layout != torch.strided:
             raise InvalidArgumentError(
-                f"model: {name!r} has the layout {tensor.layout}, and ranks share dense parameters and buffers only. "
-                "Register its indices and values, or the tensor as .to_dense(); one that never changes may be a plain "
+                f"model: {name!r} has the layout {tensor.layout}, but ranks can share only dense parameters and buffers. "
+                "Register its indices and values, or the tensor as .to_dense(). A tensor that never changes may be a plain "
                 "attribute instead of a buffer."
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidArgumentError(
-            "model has no parameter that requires a gradient: nothing to train."
+            "model has no parameter that requires a gradient, so there is nothing to train."
         )
     check_modes(model, "model")
     for attribute, shared in views(dict(model.named_modules())):
         raise InvalidArgumentError(
-            f"model: the attribute {attribute!r} shares its memory with {shared!r}. Ranks and the model that fit returns are copies, in which it "
-            "would not follow. Compute it in forward or in a property, or give a .clone() of it."
+            f"model: the attribute {attribute!r} shares its memory with {shared!r}. Ranks train copies of the model, in which the attribute "
+            f"would not follow changes of {shared!r}. Compute it in forward or in a property, or give a .clone() of it."
         )
     return model

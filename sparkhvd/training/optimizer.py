@@ -1,4 +1,4 @@
-"""User's optimizer: checked on the driver, built on the ranks, its groups changed by Params."""
+"""The user's optimizer: checked on the driver, built on the ranks, and changed by Params."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def check_optimizer(
 
     Args:
         optimizer: the Param.
-        model_param: the Param `model`: the module, or a function that makes one in each rank.
+        model_param: the Param `model`: the module, or a function that makes the module on each rank.
         model: the module.
-        others: parameters of the losses.
+        others: state of the losses, with their parameters.
 
     Returns:
         The optimizer, or the function's result for a copy of the model.
 
     Raises:
-        InvalidArgumentError: it is missing, of another kind, or not over this model's parameters.
+        InvalidArgumentError: the optimizer is missing, is of another kind, or does not hold this model's parameters.
     """
     if optimizer is None:
         raise InvalidArgumentError(
@@ -46,7 +46,7 @@ def check_optimizer(
         _check_instance(optimizer, model_param, model, others or LossState())
         built = optimizer
     elif callable(optimizer):
-        # A copy, because an optimizer may attach hooks to its parameters.
+        # Use a copy of the model, because an optimizer may attach hooks to parameters.
         built = build_optimizer(optimizer, light_copy(model), _light(others))
     elif isinstance(optimizer, (list, tuple)):
         built = joined(optimizer)
@@ -54,7 +54,7 @@ def check_optimizer(
         optimizer = built
     else:
         raise InvalidArgumentError(
-            f"optimizer is {optimizer!r:.200}; it must be a torch.optim.Optimizer, a list of these, or a function of the "
+            f"optimizer is {optimizer!r:.200}; it must be a torch.optim.Optimizer, a list of optimizers, or a function of the "
             "model's parameters."
         )
     if others is not None:
@@ -63,16 +63,17 @@ def check_optimizer(
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """Several optimizers of different parameters that step together, such as `SparseAdam` of tables and `Adam` of the rest.
+    """Several optimizers of different parameters that step together, such as `SparseAdam` and `Adam`.
 
-    They share their groups and their state with it, so that schedulers, checkpoints and `DistributedOptimizer` see one optimizer.
+    They share their groups and their state with this object, so that schedulers, checkpoints and `DistributedOptimizer`
+    see a single optimizer.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Join copies of the optimizers, so that these keep their own state.
+        """Join copies of the optimizers, so that the given optimizers keep their own state.
 
         Raises:
-            ValueError: two have the same parameter.
+            ValueError: two optimizers have the same parameter.
         """
         self.optimizers = [_shallow(each) for each in optimizers]
         super().__init__([group for each in optimizers for group in each.param_groups], {})
@@ -90,7 +91,7 @@ class OptimizerList(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set state and groups, also when a state dict is loaded."""
         super().__setstate__(state)
-        if "optimizers" in vars(self):  # not in a shallow copy, which has groups only
+        if "optimizers" in vars(self):  # a shallow copy has only groups
             self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,7 +123,7 @@ class OptimizerList(torch.optim.Optimizer):
 
 
 def _shallow(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    # By `copy.copy` it would lose its attributes but state, groups and defaults.
+    # `copy.copy` would keep only state, groups and defaults, and lose other attributes.
     made = object.__new__(type(optimizer))
     vars(made).update(vars(optimizer))
     return made
@@ -132,7 +133,8 @@ def joined(optimizers: Sequence[object]) -> OptimizerList:
     """Join the optimizers of a list.
 
     Raises:
-        InvalidArgumentError: an element is no optimizer or needs several losses per step, or two have the same parameter.
+        InvalidArgumentError: an element is not an optimizer or needs several losses per step, or two elements have the
+            same parameter.
     """
     checked: list[torch.optim.Optimizer] = []
     for number, each in enumerate(optimizers):
@@ -142,12 +144,12 @@ def joined(optimizers: Sequence[object]) -> OptimizerList:
             )
         if needs_closure(each):
             raise InvalidArgumentError(
-                f"optimizer[{number}] is {type(each).__name__}, which evaluates the loss several times per step and so cannot be in a list. "
-                "Give it alone, or write a train_fn."
+                f"optimizer[{number}] is {type(each).__name__}, which evaluates the loss several times per step, so it cannot be in a "
+                "list. Give it alone, or write a train_fn."
             )
         checked.append(each)
     if not checked:
-        raise InvalidArgumentError("optimizer is an empty list; it must have an optimizer.")
+        raise InvalidArgumentError("optimizer is an empty list; it must contain an optimizer.")
     try:
         return OptimizerList(checked)
     except ValueError as e:
@@ -168,12 +170,12 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def looks_twice(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether `step` takes the gradient, moves the weights and evaluates the loss a second time, as SAM does."""
+    """Check whether `step` evaluates the loss a second time at moved weights, as SAM does."""
     return all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step"))
 
 
 def set_mode(optimizer: object, *, is_training: bool) -> None:
-    """Switch an optimizer with modes, such as a schedule-free optimizer: it evaluates with averaged weights."""
+    """Switch the mode of an optimizer that has modes, such as a schedule-free optimizer with averaged weights."""
     method = getattr(optimizer, "train" if is_training else "eval", None)
     if callable(method):
         method()
@@ -182,7 +184,7 @@ def set_mode(optimizer: object, *, is_training: bool) -> None:
 def check_clipping(
     model: nn.Module, norm: float | None, value: float | None, others: Sequence[Tensor] = ()
 ) -> None:
-    """Reject the clipping of gradients that torch cannot clip.
+    """Raise an error if clipping is requested for gradients that torch cannot clip.
 
     Args:
         model: to train.
@@ -210,7 +212,7 @@ def check_clipping(
         names, kind = {0: "of the loss"}, "complex"
     if names:
         raise InvalidArgumentError(
-            f"{param} is given, and the gradient of parameter {next(iter(names.values()))!r} is {kind}, which torch does not clip. Leave "
+            f"{param} is given, but the gradient of parameter {next(iter(names.values()))!r} is {kind}, which torch cannot clip. Leave "
             f"{param} out{', or make the layer with sparse=False' if kind == 'sparse' else ''}."
         )
 
@@ -219,15 +221,15 @@ def _warn_of_untrained(
     optimizer: torch.optim.Optimizer, others: LossState, *, is_made: bool
 ) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if is_made:  # over light copies
+    if is_made:  # its parameters are light copies
         held |= {id(p) for p in others.trained}
     names = others.untrained(held)
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
-            f"The optimizer does not hold parameters that require a gradient and to which the loss refers: {', '.join(names[:3])}{more}. They "
-            "are not trained. Give an optimizer over the model's parameters and these, or make the loss an nn.Module that has them; call "
-            "requires_grad_(False) on them if they are fixed.",
+            f"The loss refers to parameters that require a gradient but are not in the optimizer: {', '.join(names[:3])}{more}. They are not "
+            "trained. Give an optimizer with the model's parameters and these parameters, or make the loss an nn.Module that has them. If "
+            "they are fixed, call requires_grad_(False) on them.",
             stacklevel=3,
         )
 
@@ -237,8 +239,8 @@ def _check_instance(
 ) -> None:
     if model_param is not model:
         raise InvalidArgumentError(
-            f"optimizer is an instance of {type(optimizer).__name__}, which holds the parameters of one model, and model is "
-            "a function, by which each rank makes its own. Give a function of the parameters, for example "
+            f"optimizer is an instance of {type(optimizer).__name__} with the parameters of one model, but model is a function, "
+            "with which each rank makes its own model. Give a function of the parameters, for example "
             f"lambda parameters: torch.optim.{type(optimizer).__name__}(parameters, lr=0.1)."
         )
     parameters = {id(p) for p in itertools.chain(model.parameters(), others.parameters.values())}
@@ -247,22 +249,22 @@ def _check_instance(
             if id(parameter) not in parameters:
                 raise InvalidArgumentError(
                     f"optimizer: parameter group {number} holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that the model does not have: it is tied to another model. Build "
-                    "it from this model's parameters(), or give a function of the parameters. Those of the loss may be in it, too."
+                    f"{tuple(parameter.shape)} that the model does not have, so it belongs to another model. Build the optimizer "
+                    "from this model's parameters() and the loss's parameters, or give a function of the parameters."
                 )
 
 
 def _light(others: LossState | None) -> list[Tensor]:
-    """The parameters of losses as new objects over the same memory."""
+    """Return the parameters of losses as new objects that use the same memory."""
     return list(light_copy(nn.ParameterList(others.trained)).parameters()) if others else []
 
 
 def build_optimizer(
     optimizer: MakeOptimizer, model: nn.Module, trained: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer for this model: the instance, or the function's result for its parameters.
+    """Return the optimizer for this model: the instance, or the function's result for the model's parameters.
 
-    `trained` are parameters of losses, appended to the model's.
+    `trained` are parameters of losses, which are appended to the model's parameters.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -281,10 +283,11 @@ def build_optimizer(
         return joined(built)
     if not isinstance(built, torch.optim.Optimizer):
         raise InvalidArgumentError(
-            f"optimizer: calling it with the model's parameters gave {built!r:.200}; it must give a "
-            "torch.optim.Optimizer, or a list of these."
+            f"optimizer: calling it with the model's parameters returned {built!r:.200}; it must return a "
+            "torch.optim.Optimizer, or a list of optimizers."
         )
-    # A class around another optimizer may leave out the constructor that makes these, and `state_dict` needs them.
+    # Add attributes that `state_dict` needs, because a class that wraps another optimizer may not call torch's
+    # constructor.
     for name, value in vars(torch.optim.SGD([torch.zeros(1)])).items():
         if name.startswith("_"):
             vars(built).setdefault(name, value)
@@ -296,8 +299,8 @@ class Overrides:
     """Changes of the optimizer's groups by Params.
 
     Attributes:
-        learning_rate: of all groups; None leaves them unchanged.
-        weight_decay: of all groups; None leaves them unchanged.
+        learning_rate: learning rate of all groups; None leaves the groups unchanged.
+        weight_decay: weight decay of all groups; None leaves the groups unchanged.
         lr_scaling: "linear" multiplies learning rates by the number of ranks; None does not.
 
     Raises:
@@ -315,11 +318,11 @@ class Overrides:
                 raise InvalidArgumentError(f"{name} is {value}; it must be 0 or more.")
         if self.lr_scaling not in (None, "linear"):
             raise InvalidArgumentError(
-                f"lr_scaling is {self.lr_scaling!r}; it must be 'linear', or not given: then learning rates are used as given."
+                f"lr_scaling is {self.lr_scaling!r}; it must be 'linear'. Leave it out to use learning rates unchanged."
             )
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise InvalidArgumentError if the optimizer has nothing to override; nothing is changed."""
+        """Raise an InvalidArgumentError if the optimizer does not have an option that would be set."""
         for name, value in (
             ("lr", self.learning_rate),
             ("lr", self.lr_scaling),
@@ -328,11 +331,11 @@ class Overrides:
             if value is not None and any(name not in g for g in optimizer.param_groups):
                 param = name if name != "lr" else "learning_rate or lr_scaling"
                 raise InvalidArgumentError(
-                    f"{param} is given, and {type(optimizer).__name__} has no {name!r} to set. Leave it out."
+                    f"{param} is given, but {type(optimizer).__name__} has no {name!r} to set. Leave {param} out."
                 )
 
     def apply(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:
-        """Set the groups of an optimizer before a scheduler is attached."""
+        """Change the groups of an optimizer; call this before a scheduler is attached."""
         factor = world_size if self.lr_scaling == "linear" else 1
         for group in optimizer.param_groups:
             if self.weight_decay is not None:
@@ -353,9 +356,9 @@ def check_compression(compression: object) -> Compression:
     """Return the Param `gradient_compression`; `Compression.none` if it is None.
 
     Raises:
-        InvalidArgumentError: it cannot compress.
+        InvalidArgumentError: the value has no compress() and decompress().
     """
     if compression is None:
         return hvd.Compression.none
     arguments.check_compression("gradient_compression", compression)
-    return cast("Compression", compression)  # of any class with the two methods
+    return cast("Compression", compression)  # any class with the two methods

@@ -19,38 +19,38 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 
 
 def check_precision(precision: str, model: nn.Module) -> None:
-    """Reject a mixed precision without effect.
+    """Raise an error if a mixed precision would have no effect.
 
     Raises:
-        InvalidArgumentError: no parameter is float32, the only dtype that autocast narrows.
+        InvalidArgumentError: no parameter is float32, the only dtype that autocast converts.
     """
     if PRECISIONS[precision] is None or any(p.dtype == torch.float32 for p in model.parameters()):
         return
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     raise InvalidArgumentError(
-        f"precision is {precision!r} and the model's parameters are {', '.join(dtypes)}: mixed precision keeps "
-        "parameters in float32 and computes in 16 bits. Call model.float(), or leave precision at '32', which uses "
-        "the model's dtype as it is."
+        f"precision is {precision!r}, but the model's parameters are {', '.join(dtypes)}. Mixed precision needs parameters "
+        "in float32, and computes in 16 bits. Call model.float(), or leave precision at '32', which computes in "
+        "the model's own dtype."
     )
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """A context in which `forward` computes in this precision."""
+    """Return a context manager in which `forward` computes in this precision."""
     dtype = PRECISIONS[precision]
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """None except for float16: its small gradients would vanish."""
+    """Return a loss scaler for float16, whose small gradients would become 0; None for other precisions."""
     if precision != "16-mixed":
         return None
     scaler = torch.amp.GradScaler(device.type)
-    # The first loss initializes the scale, and a rank may have no rows in its first step.
+    # Initialize the scale now: the first loss would do it, but a rank may have no rows in its first step.
     scaler.scale(torch.zeros((), device=device))
     return scaler
 
 
 def widened(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Widen 16-bit outputs to float32, so that labels, losses and metrics are not rounded to 8 or 11 bits."""
+    """Convert 16-bit outputs to float32, so that losses and metrics are not rounded to 16 bits."""
     narrow = (torch.float16, torch.bfloat16)
     return tuple(o.float() if o.dtype in narrow else o for o in outputs)

@@ -1,6 +1,6 @@
-"""Time spent in a training, by phase on this rank and by epoch on all ranks, for the fit's report.
+"""Times of a training for the fit's report: by phase on this rank, and by epoch on all ranks.
 
-It costs two readings of a clock per step, a thread that reads the load of the process once per second, and per epoch one
+Cost: two clock readings per step, a thread that reads the load of the process once per second, and in each epoch an
 allgather of about a hundred numbers and the load samples of each rank.
 """
 
@@ -38,12 +38,12 @@ from sparkhvd.training.modules.weights import PIECE_BYTES
 
 
 def waits(waited_s: Tensor) -> dict[str, float | int]:
-    """Split the waiting of an epoch into communication and stragglers.
+    """Split the waiting time of an epoch into communication and waiting for slower ranks.
 
-    The last rank at a reduction waits only for the bytes; the others wait longer, for this rank.
+    The rank that is last at a reduction waits only for the communication. Other ranks also wait for this rank.
 
     Args:
-        waited_s: (ranks,) seconds that each has waited for reduced gradients.
+        waited_s: (ranks,) seconds that each rank has waited for reduced gradients.
 
     Returns:
         "comm_wait_s": seconds of the rank with the shortest wait; "rank_wait_s": how much longer the longest wait was;
@@ -58,30 +58,30 @@ def waits(waited_s: Tensor) -> dict[str, float | int]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Timeline of a run: operations of the engine and the loop's own work, of all ranks, in one file of the run's folder.
-#     runs/<run_id>/timeline.json    of the first steps of the latest launch
-# Failure: no training fails for its timeline; a file that cannot be written is a warning of rank 0. After an error of a rank the
-# file has the events of rank 0's engine.
+# Timeline of a run: the engine's operations and the loop's own work on all ranks, in a file in the run's folder.
+#     runs/<run_id>/timeline.json    the first steps of the latest launch
+# Failure: a training never fails because of its timeline. If the file cannot be written, rank 0 warns. After an error
+# of a rank the file has only the events of rank 0's engine.
 
 
 class RunTimeline:
-    """Timeline of a rank's first steps; a context manager that ends it.
+    """Timeline of a rank's first steps; the timeline ends with the `with` block at the latest.
 
     Attributes:
-        spans: of this rank.
+        spans: this rank's records for the timeline.
     """
 
     def __init__(self, store: Store | None = None, run_dir: str = "", num_steps: int = 0) -> None:
-        """Prepare a timeline of `num_steps` steps, started by `begin`; disabled by default."""
+        """Prepare a timeline of `num_steps` steps, which `begin` starts; 0 steps disable it."""
         self.spans = Spans()
         self._store = store
         self._path = f"{run_dir}/{TIMELINE_NAME}"
         self._left = num_steps
-        self._folder = ""  # folder of rank 0's file, until it is in the store
+        self._folder = ""  # local folder of rank 0's file, until the file is in the store
         self._is_open = False
 
     def begin(self) -> None:
-        """Start after `init`; every rank must call it."""
+        """Start the timeline, after `init`; every rank must call this."""
         if not self._left:
             return
         engine = context().engine
@@ -94,7 +94,7 @@ class RunTimeline:
             self._give_up(str(e))
 
     def step(self) -> None:
-        """Count a finished step; the last step ends the timeline. Every rank must call it after each step."""
+        """Count a finished step, and end the timeline after the last; every rank must call this after each step."""
         if self._is_open:
             self._left -= 1
             if not self._left:
@@ -164,7 +164,8 @@ class RunTimeline:
     ) -> None:
         if error is None:
             self.end()
-        elif self._is_open:  # the other ranks may be gone; a second error would hide the first
+        elif self._is_open:
+            # After an error do not communicate: other ranks may be gone, and a second error would hide it.
             self._is_open = False
             with contextlib.suppress(Exception):
                 timeline.abandon(context().engine)
@@ -172,14 +173,14 @@ class RunTimeline:
             self._remove()
 
 
-# Histogram of step times: from 16 us on, four bins per factor of two, up to nine minutes.
+# Bins of the histogram of step times: from 16 us up to nine minutes, with four bins per factor of two.
 _FIRST_S, _PER_OCTAVE, _NUM_BINS = 16e-6, 4, 100
-# Beyond this, every second epoch is dropped: the file is rewritten after each.
+# If there are more epochs, every second epoch is dropped, because each epoch rewrites the whole file.
 _MOST_EPOCHS = 200
-# Numbers of a rank and an epoch before the bins; the number of load samples and the samples follow.
+# The first numbers that a rank sends for an epoch. The bins, the number of load samples, and the samples follow.
 _NUMBERS = ("gradient_wait_s", "data_wait_s", "seconds", "rows")
 _HEAD, _WIDTH = len(_NUMBERS) + _NUM_BINS + 1, len(Sample._fields)
-# Samples kept per rank; beyond this, every second sample of the older half is dropped.
+# Number of samples kept per rank. If there are more, every second sample of the older half is dropped.
 _MOST_SAMPLES = 240
 
 
@@ -188,14 +189,15 @@ _MOST_SAMPLES = 240
 
 
 class Profile:
-    """Times of a training: this rank's own, and after each epoch those of all ranks.
+    """Times of a training on this rank, and the times of all ranks after each epoch.
 
     Attributes:
-        phases: seconds of this rank in this launch: "connect", "load", "first step", "train" (including it), "validate",
-        "checkpoint".
-        timeline: of the first steps, if there is one.
-        sampler: of this process.
-        generations: [{"attempt", "generation", "epoch", "repeated_rows"}] of an elastic job: start of each set of ranks.
+        phases: seconds that this rank spent in this launch in "connect", "load", "first step", "train" (includes the
+            first step), "validate", "checkpoint".
+        timeline: timeline of the first steps, if any.
+        sampler: sampler of this process's load.
+        generations: for each set of ranks of an elastic job its start as {"attempt", "generation", "epoch",
+            "repeated_rows"}.
     """
 
     def __init__(self, timeline: RunTimeline | None = None) -> None:
@@ -204,9 +206,9 @@ class Profile:
         self.timeline = timeline or RunTimeline()
         self.spans = self.timeline.spans
         self._epochs: list[dict[str, Any]] = []
-        self._every = 1  # one of this many epochs is kept
-        self._steps = torch.zeros(_NUM_BINS, dtype=torch.float64)  # of all ranks
-        self._own = [0] * _NUM_BINS  # of this rank, in this epoch
+        self._every = 1  # of this number of epochs one is kept
+        self._steps = torch.zeros(_NUM_BINS, dtype=torch.float64)  # histogram of all ranks' steps
+        self._own = [0] * _NUM_BINS  # histogram of this rank's steps in this epoch
         self._began = time.perf_counter()
         self.sampler = LoadMonitor()
         self.generations: list[dict[str, int]] = []
@@ -214,23 +216,23 @@ class Profile:
         self._samples: list[list[list[float]]] = []  # by rank
 
     def resume(self, saved: Mapping[str, Any], num_epochs: int) -> None:
-        """Continue after the first epochs of an interrupted run's `state`, or {}; a damaged state is ignored."""
+        """Continue from the `state` of an interrupted run, {} for a new run; a damaged state is ignored."""
         self.generations = list(saved.get("generations", ()))
         try:
             counts = torch.tensor(saved["steps"]["counts"], dtype=torch.float64)
             epochs = [e for e in saved["epochs"] if e["epoch"] <= num_epochs]
             every = int(saved["every"])
         except (KeyError, TypeError, ValueError):
-            return  # it only reports: the training need not fail
+            return  # the profile is only for a report, so the training continues without it
         if counts.shape == (_NUM_BINS,) and every > 0:
             self._steps, self._every, self._epochs = counts, every, epochs
 
     def meet_others(self) -> None:
-        """Reset the load of ranks for a new set of ranks; every rank must call this."""
+        """Reset the loads of the ranks after a change of the ranks; every rank must call this."""
         self._hosts, self._samples = [], []
 
     def lap(self, name: str) -> None:
-        """End a phase, which began at the previous lap or with this object."""
+        """End a phase that began at the last call of `lap`, or when this object was created."""
         now, now_ns = time.perf_counter(), time.monotonic_ns()
         seconds, self._began = now - self._began, now
         self.phases[name] = seconds
@@ -273,11 +275,11 @@ class Profile:
         """Gather the times of an epoch; every rank must call it.
 
         Args:
-            epoch: counted from 1.
-            rows: of this rank.
-            seconds: of this rank's steps.
-            data_wait_s: part of them spent waiting for batches; NaN if unknown.
-            gradient_wait_s: part spent waiting for reduced gradients; NaN if unknown.
+            epoch: the epoch, counted from 1.
+            rows: rows of this rank.
+            seconds: duration of this rank's steps.
+            data_wait_s: part of `seconds` spent waiting for batches; NaN if unknown.
+            gradient_wait_s: part of `seconds` spent waiting for reduced gradients; NaN if unknown.
 
         Returns:
             The result of `waits`.
@@ -295,7 +297,7 @@ class Profile:
         return waits(found[:, 0])
 
     def _gather(self, own: Sequence[float]) -> torch.Tensor:
-        """Return the numbers of every rank, a row of each, and record the samples of its load."""
+        """Gather the numbers of every rank, one row per rank, and record the ranks' load samples."""
         if not self._hosts:
             self._hosts = hvd.allgather_object(socket.gethostname(), name="profile.hosts")
             self._samples = [[] for _ in self._hosts]
@@ -314,7 +316,7 @@ class Profile:
         return torch.stack(rows)
 
     def state(self) -> dict[str, Any]:
-        """The state for a resumed run as JSON values: epochs, steps of all ranks by duration, and the load of ranks."""
+        """Return the state for a resumed run as JSON values: epochs, a histogram of steps, and the loads of ranks."""
         counts = {"first_s": _FIRST_S, "per_octave": _PER_OCTAVE, "counts": self._steps.tolist()}
         load = [
             {"host": host, **_columns(samples)}
@@ -326,11 +328,14 @@ class Profile:
     def gather(
         self, device: torch.device, buckets: Sequence[Mapping[str, str | int]]
     ) -> dict[str, Any]:
-        """The state with counters, phases and device of every rank, on rank 0; {} on others. Every rank must call it.
+        """Gather the state with counters, phases and device of every rank on rank 0; every rank must call this.
 
         Args:
-            device: of this rank.
-            buckets: of gradients, equal on all ranks.
+            device: device of this rank.
+            buckets: buckets of gradients; the same on all ranks.
+
+        Returns:
+            The gathered state on rank 0; {} on other ranks.
         """
         counters = hvd.metrics(show=False).counters
         names = ("sent_bytes", "received_bytes", "shared_bytes", "stall_warnings")
@@ -350,7 +355,7 @@ class Profile:
 
 
 def _columns(samples: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
-    """Samples by the name of the number; None for an unknown number."""
+    """Return the samples as a list for each number's name; None stands for an unknown number."""
     columns = zip(*samples, strict=True) if samples else ((),) * _WIDTH
     return {
         name: [None if math.isnan(value) else round(value, 3) for value in column]
@@ -361,18 +366,23 @@ def _columns(samples: Sequence[Sequence[float]]) -> dict[str, list[float | None]
 # ----------------------------------------------------------------------------------------------------
 # Progress within an epoch, for the driver.
 
-# Seconds between two reports of rank 0.
+# Shortest time between two reports of rank 0.
 _INTERVAL_S = 0.5
-# Another rank reports when its share of waiting changed by this much, at most once per interval.
+# Other ranks report when their share of waiting has changed by this much, at most once per interval.
 _CHANGE, _OTHERS_INTERVAL_S = 0.05, 1.0
-# Unchanged shares are repeated after this time: a report may be lost, and the first of a connection always is.
+# An unchanged share is reported again after this time, because reports may be lost, as the first of a connection always
+# is.
 _REPEAT_S = 5.0
 # A report has the loss and at most this many metrics, fewer if their names are long: it must fit into one pipe write.
 _MOST_MEANS, _MOST_BYTES = 9, 4000
 
 
 class StepReporter:
-    """Reporter within an epoch: rank 0 at most twice per second, other ranks their waits on a change or after some time."""
+    """Reports progress within an epoch to the driver.
+
+    Rank 0 reports at most twice per second. Other ranks report their share of waiting when it changes, or after some
+    time.
+    """
 
     def __init__(self, epoch: int, epochs: int, num_steps: int) -> None:
         """Begin an epoch, counted from 1, with this many steps; 0 if unknown."""
@@ -393,10 +403,11 @@ class StepReporter:
         """Count a step.
 
         Args:
-            number: of the step, from 1.
-            num_rows: of all ranks in it.
-            means: returns "loss" and metrics of the epoch on this rank. It waits for a GPU to reach this step, once per report.
-            waited_s: seconds of the epoch in which this rank has waited for reduced gradients.
+            number: number of the step, from 1.
+            num_rows: rows of all ranks in the step.
+            means: returns "loss" and metrics of the epoch so far on this rank. It waits for the GPU, so it is called
+                only for a report.
+            waited_s: seconds of the epoch that this rank has waited for reduced gradients.
         """
         self._rows += num_rows
         self._steps += 1

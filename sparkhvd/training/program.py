@@ -1,7 +1,7 @@
 """Program of a fit: model, optimizer, losses and metrics, pickled on the driver for the ranks.
 
-It is one pickle, so that an optimizer instance still refers to the parameters of its model on the other side, with its parameter
-groups and state. The weights of a large model are a separate file, written and read without a second copy in memory.
+All objects are in one pickle, so that on the ranks an optimizer instance still refers to the parameters of its model.
+The weights of a large model are in a separate file, which is written and read without a second copy in memory.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ WEIGHTS_NAME = "program-weights.pt"
 
 @dataclass(frozen=True)
 class Program:
-    """User's objects.
+    """The user's objects of a fit.
 
     Attributes:
-        model: the module to train; the pickle may hold the function that makes it.
-        optimizer: an optimizer over its parameters, or a function of parameters that makes one; None if `train_fn` has its own.
-        losses: one per label; with sample weights they return a value per row.
-        is_sum: per loss, True if it sums over rows instead of averaging.
-        metrics: measured besides the loss.
+        model: the module to train; the pickle may hold the function that makes the module.
+        optimizer: an optimizer of its parameters, or a function of parameters that makes an optimizer; None if
+            `train_fn` has its own optimizer.
+        losses: one loss per label; with sample weights they return a value per row.
+        is_sum: for each loss, whether it sums over rows instead of averaging.
+        metrics: metrics besides the loss.
         lr_scheduler: a function of (optimizer) or (optimizer, total_steps), or None.
-        compression: of gradients between ranks; of `hvd.Compression`.
+        compression: compression of gradients between ranks, from `hvd.Compression`.
         functions: decoders and collate functions.
         user: the user's functions and callbacks.
     """
@@ -63,7 +64,7 @@ class Program:
     user: UserCode = field(default_factory=UserCode)
 
     def others(self) -> LossState:
-        """Find the state of losses and metrics, once the model exists."""
+        """Find the state of losses and metrics; `model` must be a module."""
         user = self.user
         trains = not user.computes_loss
         return LossState(self.losses, self.metrics, self.model, user.steps, trains=trains)
@@ -85,10 +86,10 @@ def dump_program(program: Program) -> tuple[bytes, str]:
 
 @contextlib.contextmanager
 def naming_unpicklable(name: str, value: object) -> Iterator[None]:
-    """Name the part of a Param's value that cannot be copied in the block.
+    """Replace an error of pickle or copy in the block by an error that names the part of a Param's value.
 
     Raises:
-        InvalidArgumentError: in place of the TypeError of pickle and copy.
+        InvalidArgumentError: a part of the value cannot be pickled or copied.
     """
     try:
         yield
@@ -108,7 +109,7 @@ def _not_sent(name: str, part: object, error: Exception) -> InvalidArgumentError
 
 
 def _fails(value: object) -> bool:
-    """Whether a value cannot be pickled. Tensors can, as far as known, and a module's tensors are not copied."""
+    """Whether a value cannot be pickled; assumes that tensors can, and does not copy a module's tensors."""
     try:
         if not isinstance(value, Tensor):
             dump_shell(value if isinstance(value, nn.Module) else nn.Module(), value)
@@ -118,11 +119,11 @@ def _fails(value: object) -> bool:
 
 
 def _stored_apart(model: object) -> nn.Module:
-    """The module with tensors outside the pickle: the model if it is large, else an empty module."""
+    """Return the module whose tensors are not in the pickle: a large model, or an empty module for a small model."""
     if not isinstance(model, nn.Module):
         return nn.Module()
     tensors = model.state_dict(keep_vars=True).values()
-    # Other kinds of tensors could not be read back without trust.
+    # Keep other classes of tensors in the pickle, because the file of weights is read without trust.
     if not all(type(t) in (Tensor, nn.Parameter) for t in tensors if isinstance(t, Tensor)):
         return nn.Module()
     return (
@@ -137,7 +138,7 @@ def store_program(store: Store, run_dir: str, data: bytes, model: object) -> Wei
         store: the run's store.
         run_dir: the run's folder.
         data: the program.
-        model: of the program: a module, or the function that makes it.
+        model: the program's model: a module, or the function that makes it.
 
     Returns:
         The file of the weights; None if they are part of the program.
@@ -153,7 +154,7 @@ def store_program(store: Store, run_dir: str, data: bytes, model: object) -> Wei
 
 
 def _unpicklable(program: Program) -> tuple[str, object]:
-    """The Param that cannot be pickled, and its value."""
+    """Return the name and value of the Param that cannot be pickled."""
     if (found := _unpicklable_of_parameters(program.model)) is not None:
         return found
     parts = {f.name: getattr(program, f.name) for f in fields(program)}
@@ -172,7 +173,7 @@ def _unpicklable(program: Program) -> tuple[str, object]:
 
 
 def _unpicklable_of_parameters(model: object) -> tuple[str, object] | None:
-    """The hook or attributes of a parameter that cannot be pickled, with the parameter's name."""
+    """Return the hook or attributes of a parameter that cannot be pickled, with a name for the message."""
     for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
         hooks = hooks_of(parameter)
         for value in (vars(parameter), *(hooks.backward + hooks.accumulated if hooks else ())):
@@ -198,7 +199,7 @@ def load_program(
     if digest != sha256:
         raise StoreError(
             f"{store.full_url(path)} is not what the driver wrote: its SHA-256 is {digest} instead of {sha256}. It is "
-            "damaged, or something else writes to the run's folder. Fit again: the file is written again."
+            "damaged, or another program writes to the run's folder. Fit again; this writes the file again."
         )
     program = load_shell(data, {} if weights is None else weights.load())
     assert isinstance(program, Program)
@@ -206,14 +207,14 @@ def load_program(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Description of a program, compared with a checkpoint.
+# Description of a program, which a checkpoint must match.
 
-# Implementation choices of a step, and entries of a group that are not options.
+# Entries of a group to ignore: choices between implementations of a step, and entries that are not options.
 _NO_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 def describe_program(program: Program) -> dict[str, object]:
-    """Describe the structure of model and optimizer and the kinds of the rest, which a checkpoint must share.
+    """Describe the program: structure of model and optimizer, and kinds of the other objects.
 
     Equal programs have equal descriptions in all processes.
     """
@@ -241,7 +242,7 @@ def describe_program(program: Program) -> dict[str, object]:
         "optimizer options": None if optimizer is None else _options(optimizer),
         "parameter groups": groups,
         "loss": [_loss_name(loss) for loss in program.losses],
-        # Their sums are saved in this order.
+        # Include the order, because checkpoints hold the metrics' sums in this order.
         "metrics": {m.name: [i, m.kind] for i, m in enumerate(program.metrics)},
         "gradient_compression": _compression_name(program.compression),
         "lr_scheduler": None
@@ -252,7 +253,7 @@ def describe_program(program: Program) -> dict[str, object]:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """The plain options of all groups: "lr of group 0"."""
+    """Return the plain options of all groups by names such as "lr of group 0"."""
     return {
         f"{name} of group {number}": plain(value)
         for number, group in enumerate(optimizer.param_groups)
@@ -262,7 +263,8 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def _compression_name(compression: Compression) -> str:
-    # PowerSGD's repr has its options; the repr of a user's object may have its address.
+    # PowerSGD's repr has its options. The repr of a user's object may contain an address, which differs between
+    # processes.
     if isinstance(compression, PowerSGD):
         return repr(compression)
     return str(getattr(compression, "__qualname__", type(compression).__name__))

@@ -1,4 +1,4 @@
-"""State and errors that all ranks share: seeds of an epoch, buffers that training changes, errors that all raise together."""
+"""Synchronization of ranks: seeds of an epoch, buffers that training changes, and errors that all ranks raise."""
 
 from __future__ import annotations
 
@@ -30,38 +30,42 @@ def seed_everything(seed: int, epoch: int, rank: int) -> None:
 
 @functools.cache
 def _may_have_devices() -> bool:
-    """False if torch has the CPU only: there `manual_seed` formats two stacks of calls, 0.7 ms."""
+    """Whether torch may have a device besides the CPU; without, seeding can avoid 0.7 ms in `manual_seed`."""
     accelerator = getattr(torch, "accelerator", None)  # torch 2.6
     return accelerator is None or bool(accelerator.is_available())
 
 
 def raise_on_all_ranks(message: str, cause: Exception | None = None) -> NoReturn:
     """Raise InvalidArgumentError on every rank; every rank must call it with the same message."""
-    # A rank that exits now would hide the message from a slower rank, which would only see its loss.
+    # Wait for all ranks first. If a rank exited now, a slower rank would report the loss of that rank, not this
+    # message.
     with contextlib.suppress(CollectiveError):
         hvd.barrier()
     raise InvalidArgumentError(message) from cause
 
 
 class BufferSync:
-    """Gives all ranks rank 0's buffers before each step, as DistributedDataParallel does, if training changes them.
+    """Broadcasts rank 0's buffers before each step, as DistributedDataParallel does, if training changes them.
 
-    A codebook of moving averages, for example, must be one for all ranks, because `forward` reads it. Running statistics of
-    normalization layers are left out: `forward` reads them in evaluation only, and an epoch ends with rank 0's.
+    A codebook of moving averages, for example, must be equal on all ranks, because `forward` reads it. Running
+    statistics of normalization layers are left out, because in training `forward` does not read them, and each epoch
+    ends with rank 0's statistics on all ranks.
 
-    Cost: a broadcast of the changed buffers per step, of all buffers in the first step of an epoch, and none for a model without them.
+    Cost: in each step a broadcast of the changed buffers (of all buffers in the first step of an epoch); nothing for a
+        model
+    without buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Prepare for the buffers of a model."""
         self._model = model
         self._names: list[str] | None = (
-            None  # of changed buffers; None in the first step of an epoch
+            None  # names of changed buffers; None in the first step of an epoch
         )
         self._before: dict[str, tuple[int, int]] = {}
 
     def begin_epoch(self) -> None:
-        """Find the changed buffers in the next step."""
+        """Find out in the next step which buffers change."""
         self._names = None
 
     def before_step(self) -> None:
@@ -88,13 +92,13 @@ class BufferSync:
         self._names = [name for name, is_changed in _common(kinds) if is_changed]
 
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers that `forward` may read in training."""
+        """Return the buffers that `forward` may read in training."""
         return {
             f"{path}.{name}".lstrip("."): buffer
             for path, module in self._model.named_modules()
             if not isinstance(module, _NormBase)
             for name, buffer in module._buffers.items()
-            # Unsaved buffers may have another shape on each rank, which a resumed run would see otherwise.
+            # Leave out unsaved buffers, because their shapes may differ between ranks.
             if buffer is not None and name not in module._non_persistent_buffers_set
         }
 
@@ -104,9 +108,9 @@ def _kind(buffer: Tensor) -> tuple[Any, ...]:
 
 
 def _common(kinds: Mapping[str, tuple[Any, ...]]) -> list[tuple[str, bool]]:
-    """Find the buffers with one shape and dtype on all ranks, and whether any rank has changed them.
+    """Return the buffers with the same shape and dtype on all ranks, and for each whether a rank has changed it.
 
-    Always a collective: a rank without rows may lack buffers that `forward` registers.
+    Every rank must call it, also without buffers, because `forward` may register buffers only on ranks with rows.
     """
     every: list[Mapping[str, tuple[Any, ...]]] = hvd.allgather_object(dict(kinds), name="buffers")
     return [

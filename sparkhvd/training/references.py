@@ -1,4 +1,4 @@
-"""Find the objects referenced by a user's loss, metric or step function: itself, its parts, and names in its code."""
+"""Search for all objects to which a user's loss, metric or step function refers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import cloudpickle
 from torch import Tensor, nn
 
-# Objects of these libraries are not searched: data, sessions, loggers. Modules are, for the parts that torch knows.
+# Objects of these libraries (data, sessions, loggers) are not searched. Only torch modules are, for their registered
+# parts.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchmetrics", "sparkhvd", "cloudpickle"}
 _LIBRARIES |= {"numpy", "pandas", "polars", "pyarrow", "pyspark", "py4j", "lightning_utilities"}
 _DEEPEST = 16
@@ -24,7 +25,7 @@ _MOST_OBJECTS = 10_000
 _MOST_ENTRIES = 1_000
 _SEQUENCES = (list, tuple, collections.deque)
 _MAPPINGS = (dict, types.MappingProxyType)
-# Searched although of the standard library.
+# Classes of the standard library whose objects are searched.
 _OPEN = (
     types.FunctionType,
     types.MethodType,
@@ -38,18 +39,18 @@ _OPEN = (
 )
 _OF_MODULES = frozenset(vars(nn.Module()))
 
-# Name and object.
+# Name and object of a part.
 _Part = tuple[str, object]
 
 
 class Reference(NamedTuple):
-    """Object referenced by a callable.
+    """An object to which a callable refers.
 
     Attributes:
-        path: from the callable to the object, equal in every process: "" for the callable, else names of attributes, keys and
-        variables.
+        path: names of attributes, keys and variables from the callable to the object, the same in every process; "" for
+            the callable itself.
         value: the object.
-        is_own: the callable is or has the object; False if the code of a function names it.
+        is_own: True if the object is the callable or a part of it; False if only the code of a function refers to it.
     """
 
     path: str
@@ -58,7 +59,7 @@ class Reference(NamedTuple):
 
 
 def references(root: object, left_out: Collection[int] = ()) -> Iterator[Reference]:
-    """Yield the objects referenced by a callable, itself first, each once; its parts before names in its code.
+    """Yield the callable, then its parts, then the objects to which its code refers; each object once.
 
     The search follows closures, default arguments, globals that a pickle holds by value, attributes, slots, and entries of lists
     and dicts, but not sets, which have no order. A module is yielded without the parts registered with torch: its parameters,
@@ -92,7 +93,7 @@ def references(root: object, left_out: Collection[int] = ()) -> Iterator[Referen
 
 
 def _free(path: str, name: str, taken: set[str]) -> str:
-    """Join a name to a path, numbered if taken: keys 1 and "1" of a dict. Without a name it is the path itself."""
+    """Join a name to a path; add a number if the result is taken, as for the keys 1 and "1" of a dict."""
     if not name:
         return path
     numbers = (f"{_joined(path, name)}_{i}" for i in itertools.count(2))
@@ -123,7 +124,7 @@ def _is_of_library(value: types.FunctionType | type) -> bool:
 
 
 def _is_our_wrapper(value: object) -> bool:
-    """True for this package's callable wrapper around a user's function."""
+    """Whether a value is this package's wrapper around a user's function."""
     return callable(value) and _home(type(value)).startswith("sparkhvd.")
 
 
@@ -202,7 +203,7 @@ def _plain(attributes: dict[str, object]) -> Iterator[_Part]:
 
 
 def _class_attributes(kind: type) -> Iterator[_Part]:
-    """Yield attributes and methods of a class and its bases that a pickle holds."""
+    """Yield attributes and methods of a class and its bases, if a pickle holds the class by value."""
     for base in kind.__mro__:
         if _is_looked_at(base):
             parts = [
@@ -218,7 +219,7 @@ def _is_method(value: object) -> bool:
 
 
 def _names(value: object) -> Iterator[_Part]:
-    """Yield the objects named by the code of a function, or of the methods of a class."""
+    """Yield the objects to which the code of a function, or of a class's methods, refers by name."""
     if isinstance(value, types.MethodType):
         yield "", value.__func__
     elif isinstance(value, type):
@@ -230,7 +231,7 @@ def _names(value: object) -> Iterator[_Part]:
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents
-            except ValueError:  # empty
+            except ValueError:  # an empty closure cell
                 continue
         defaults = value.__defaults__ or ()
         taken = code.co_varnames[: code.co_argcount]
@@ -241,20 +242,20 @@ def _names(value: object) -> Iterator[_Part]:
 
 
 def named_globals(function: types.FunctionType) -> dict[str, object]:
-    """Include names in nested functions."""
+    """Return the globals that a function and its nested functions use, by name."""
     names = _global_names(function.__code__) & {*function.__globals__}
     return {name: function.__globals__[name] for name in names}
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    # `co_names` includes names of attributes.
+    # Read the instructions, because `co_names` also has names of attributes.
     own = {i.argval for i in dis.get_instructions(code) if i.opname.endswith("_GLOBAL")}
     inner = (_global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
     return own.union(*inner)
 
 
 def is_by_value(value: Any) -> bool:
-    """Whether a pickle holds a function with its globals, or a class with its attributes, by value.
+    """Whether a pickle holds a function or a class by value, with its globals or attributes.
 
     Args:
         value: a function, also one with a cache, or a class.

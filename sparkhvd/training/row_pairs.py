@@ -1,11 +1,12 @@
 """Check that losses and metrics compare each row's output with the label of that row.
 
-`((output.squeeze() - label) ** 2).mean()` with labels (rows, 1) broadcasts to (rows, rows) and learns the mean of the labels.
-Such a function returns the same number when the labels of a batch are permuted, unlike a function that pairs rows.
+`((output.squeeze() - label) ** 2).mean()` with labels (rows, 1) broadcasts to (rows, rows), so the model learns the
+mean of the labels. Such a function returns the same number when the labels of a batch are permuted. A correct function
+does not.
 
-A weight or mask that broadcasts, as in `weights[label][:, None] * cross_entropy(output, label, reduction="none")`, leaves the
-loss dependent on the labels. It is found by watching torch's operations: an operation on (rows,) and (rows, 1) makes all pairs,
-and the result changes if both operands have shape (rows,).
+A weight or mask that broadcasts, as in `weights[label][:, None] * cross_entropy(output, label, reduction="none")`, does
+not show in this test. It is found by watching torch's operations: an operation on (rows,) and (rows, 1) makes all pairs
+of rows, and the result changes if both operands get the shape (rows,).
 """
 
 from __future__ import annotations
@@ -35,34 +36,35 @@ from sparkhvd.training.modules.lookups import is_lookup
 from sparkhvd.training.references import named_globals
 from sparkhvd.training.types import Loss
 
-# Larger outputs are not made up.
+# Outputs with more elements are not tried.
 _MOST_ELEMENTS = 1 << 23
-# Numbers of rows unlikely as other axes of a function, unlike 12 quantiles.
+# Numbers of rows that are unlikely as lengths of other axes (12 would be likely, as a number of quantiles).
 _FEW_ROWS, _MANY_ROWS = 5, 17
 _NUM_PERMUTATIONS = 3
 _HALF = (torch.float16, torch.bfloat16)
-# Globals that are not copied: a loss cannot change them, or they belong to a session or data.
+# Types of globals that are not copied, because a loss cannot change them or they hold a session or data.
 _UNCHANGING = (types.ModuleType, type, types.BuiltinFunctionType, np.ndarray)
 _LARGE = {"pyspark", "py4j", "pandas", "pyarrow"}
-# A smaller function is copied for each call, to undo changes of its state.
+# A function with less state is copied for each call, to undo changes of the state.
 _SMALL_BYTES = 1 << 20
 
 Function = Callable[[Tensor, Tensor], object]
-# Makes outputs or labels of the shape and dtype of an example.
+# Function that makes outputs or labels with the shape and dtype of an example.
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """Loss or metric to try on made-up rows.
+    """A loss or metric to try on made-up rows.
 
     Attributes:
-        name: in messages.
-        function: the user's.
-        output: an example of shape, dtype and device.
-        label: an example, as the function receives it.
-        is_metric: it may be a number that is right for all shapes.
-        labels: shape of its labels of one number per row, in words; "" as for losses.
+        name: name for messages.
+        function: the user's function.
+        output: an output with the shape, dtype and device of the model's outputs.
+        label: a label that the function would receive.
+        is_metric: True for a metric, which may be correct although it does not pair rows.
+        labels: in words, the shape in which the function receives labels of one number per row; "" for the shape for
+            losses.
     """
 
     name: str
@@ -79,9 +81,10 @@ def unpaired(
     outputs: Sequence[Tensor],
     labels: Sequence[Tensor],
 ) -> str:
-    """Compute losses and metrics of made-up rows; describe functions that do not pair rows, or return "".
+    """Try losses and metrics on made-up rows; return a description of functions that do not pair rows, or "".
 
-    The functions are copied and random numbers restored, so nothing changes. A function that raises is left to the training.
+    The functions are copied and random numbers restored, so nothing changes. A function that raises is skipped; the
+    training reports its error.
 
     Args:
         losses: one per label.
@@ -104,8 +107,7 @@ def unpaired(
     if not found:
         return ""
     return (
-        " ".join(found)
-        + " Where a function compares whole batches by intention, set pairs_rows=False."
+        " ".join(found) + " If a function is meant to compare whole batches, set pairs_rows=False."
     )
 
 
@@ -116,7 +118,7 @@ def check_ends(
     names: Sequence[str],
     ranges: Mapping[str, tuple[int, int]],
 ) -> None:
-    """Call the user's losses with the smallest and the largest label of the data, as in `unpaired` on copies.
+    """Call copies of the user's losses with the smallest and the largest label of the data.
 
     Args:
         losses: one per label.
@@ -126,7 +128,8 @@ def check_ends(
         ranges: smallest and largest value of columns of integers.
 
     Raises:
-        InvalidArgumentError: a loss takes 0, and raises torch's error of an index out of range for an end.
+        InvalidArgumentError: a loss accepts the label 0, but raises torch's error of an index out of range for one of
+            these.
     """
     for loss, output, label, name in zip(losses, outputs, labels, names, strict=True):
         if _is_torchs(loss) or name not in ranges or label.is_floating_point():
@@ -147,17 +150,18 @@ def check_ends(
 
 
 def takes_only_integers(loss: Loss, num_outputs: int, dtype: torch.dtype) -> bool:
-    """Whether a loss raises for labels of floats and takes the same labels as int64: they are class indices.
+    """Whether a loss needs integer labels, which are class indices: it raises for floats and accepts int64.
 
-    Two rows of zeros are tried, as in `unpaired` on a copy. A loss that raises for both, or that cannot be copied, returns False.
+    Two rows of zeros are tried on a copy of the loss. The result is False if the loss raises for both types or cannot
+    be copied.
 
     Args:
-        loss: of one label.
-        num_outputs: elements of the model's output per row.
-        dtype: of the output, and of floating labels.
+        loss: loss of one label.
+        num_outputs: number of elements of the model's output per row.
+        dtype: dtype of the output and of floating labels.
     """
     output = torch.zeros(2, num_outputs, dtype=torch.float32 if dtype in _HALF else dtype)
-    # As `LabelBinding.match` reshapes it.
+    # The shape that `LabelBinding.match` gives labels.
     label = output.new_zeros(2, 1) if num_outputs == 1 else output.new_zeros(2)
     with _randomness_kept(), torch.no_grad(), contextlib.suppress(_LeftAlone):
         call = _caller(loss)
@@ -193,7 +197,7 @@ def _of_metric(metric: AnyMetric, output: Tensor, label: Tensor) -> _Tried:
         return _Tried(name, metric.function, output, label, is_metric=True)
 
     def compute(output: Tensor, label: Tensor) -> object:
-        own = metric.metric  # of the copy of this function
+        own = metric.metric  # a copy, because this function was copied with its closure
         own.to(output.device)
         own.sync_on_compute = False
         own.reset()
@@ -204,8 +208,8 @@ def _of_metric(metric: AnyMetric, output: Tensor, label: Tensor) -> _Tried:
 
 
 def _problem(tried: _Tried) -> str:
-    """Describe why a function does not pair rows, or return ""."""
-    # On the CPU: a made-up label out of range would destroy a GPU's context.
+    """Return a description of how a function fails to pair rows, or ""."""
+    # Try on the CPU, because on a GPU a made-up label out of range would make CUDA unusable.
     tried = replace(tried, output=tried.output.cpu(), label=tried.label.cpu())
     num_rows = _num_rows(tried.output, tried.label)
     if num_rows == 0:
@@ -216,8 +220,8 @@ def _problem(tried: _Tried) -> str:
             return _text(tried.name, tried.output, tried.label)
         if operation := _crossing(call, tried, num_rows):
             return (
-                f"{tried.name} compares all pairs of rows in the operation {operation!r}, which takes numbers of the rows as (rows,) and others "
-                "as (rows, 1), so that it makes (rows, rows) of them. Give both the same shape, for example by squeeze(1)."
+                f"{tried.name} compares all pairs of rows in the operation {operation!r}: one operand has the shape (rows,) and another "
+                "(rows, 1), so the result has the shape (rows, rows). Give both the same shape, for example with squeeze(1)."
             )
     return ""
 
@@ -228,14 +232,14 @@ def _text(name: str, output: Tensor, label: Tensor) -> str:
     if output.shape == label.shape and label.ndim == 2 and label.shape[1] == 1:
         line = "output, label = output.squeeze(1), label.squeeze(1)"
     return (
-        f"{name} gives the same number when the labels of a batch are permuted: it does not compare each row's output with the label of "
-        f"that row. It gets the output as {shapes[0]} and the label as {shapes[1]}; if it removes or adds an axis of one alone, "
-        f"they broadcast to all pairs of rows. Begin it with `{line}`."
+        f"{name} returns the same number when the labels of a batch are permuted, so it does not compare each row's output with the label "
+        f"of that row. It gets the output as {shapes[0]} and the label as {shapes[1]}. If it changes the shape of only one of them, they "
+        f"broadcast to all pairs of rows. Begin the function with `{line}`."
     )
 
 
 def _is_torchs(loss: object) -> bool:
-    """True for a loss of torch itself, because its shapes are matched."""
+    """Whether a loss is torch's own, which needs no check because the loop gives it matching shapes."""
     while isinstance(loss, (functools.partial, ClassMean)):
         loss = loss.func if isinstance(loss, functools.partial) else loss.loss
     kind = loss if isinstance(loss, types.FunctionType) else type(loss)
@@ -243,7 +247,7 @@ def _is_torchs(loss: object) -> bool:
 
 
 def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
-    """False if a function depends on the labels, but in no trial on their assignment to rows."""
+    """Whether a function pairs rows; False if it depends on the labels, but never on their assignment to rows."""
     depends = False
     for made, examples, draw, generator in _made_up(tried, num_rows):
         given, other = (draw(examples, generator) for _ in range(2))
@@ -251,20 +255,20 @@ def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
         value = _value(call, made, given, tried)
         if value is None:
             continue
-        # Lazily: a loss may be a large network, and the first permutation mostly suffices.
+        # Compute lazily, because a loss may be a large network and mostly the first permutation is enough.
         permuted = (_value(call, made, given[order], tried) for order in orders)
         if not all(_is_close(value, each, made.dtype) for each in permuted):
             return True
-        # The mean error (output - label).mean() is equal for all shapes, so broadcasting is harmless.
+        # A mean error (output - label).mean() has the same value for all shapes, so broadcasting does not matter.
         changed = _value(call, made, _other_axes(given) if tried.is_metric else other, tried)
-        # A sum of errors, which does not pair rows either, is a multiple for other axes.
+        # A sum of errors does not pair rows either; with broadcasting it is multiplied by the number of rows.
         is_sum = tried.is_metric and _is_close(num_rows * value, changed, made.dtype)
         depends |= not (is_sum or _is_close(value, changed, made.dtype))
     return not depends
 
 
 def _crossing(call: Function, tried: _Tried, num_rows: int) -> str:
-    """Name an operation that makes all pairs of rows, if the result changes without it; else ""."""
+    """Return the name of an operation that makes all pairs of rows and changes the result, or ""."""
     for made, examples, draw, generator in _made_up(tried, num_rows):
         given = draw(examples, generator)
         watched = _Watched(num_rows, made, given, mends=False)
@@ -293,7 +297,7 @@ class _Watched(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_rows = num_rows
         self._mends = mends
-        # Sources of each tensor, held weakly.
+        # From which of output and label each tensor was computed; holds the tensors weakly.
         self._sources: Any = WeakTensorKeyDictionary()
         self._sources[output] = frozenset({"output"})
         self._sources[label] = frozenset({"label"})
@@ -319,7 +323,7 @@ class _Watched(TorchDispatchMode):
         return found
 
     def _crosses(self, given: Sequence[Tensor]) -> bool:
-        """Whether tensors of different axes make pairs of rows, other than pairs of outputs or of labels."""
+        """Whether operands with different axes make pairs of a row's output and another row's label."""
         if any(self._num_row_axes(each.shape) > 1 for each in given):
             return False
         for a, b in itertools.combinations(given, 2):
@@ -346,12 +350,12 @@ def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def _is_shared(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors are views of one tensor, because their pairs are intended."""
+    """Whether two tensors are views of the same tensor; pairs of its rows are intended."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _narrow(tensor: Tensor, beside: Sequence[Tensor]) -> Tensor:
-    """Remove the axes after the rows that the other tensors lack."""
+    """Remove the axes after the rows that the other tensors do not have."""
     least = min(each.ndim for each in beside if each.ndim)
     while tensor.ndim > least and tensor.shape[1] == 1:
         tensor = tensor.squeeze(1)
@@ -359,7 +363,7 @@ def _narrow(tensor: Tensor, beside: Sequence[Tensor]) -> Tensor:
 
 
 def _caller(function: Function) -> Function:
-    """Copy a function. Each call starts from its initial state if that is small."""
+    """Copy a function; if its state is small, each call of the copy starts from the initial state."""
     made, num_bytes = _copied(function)
     if num_bytes > _SMALL_BYTES:
         return made
@@ -367,7 +371,7 @@ def _caller(function: Function) -> Function:
 
 
 class _LeftAlone(Exception):
-    """Raised for a function that cannot be copied and is not called."""
+    """Raised for a function that cannot be copied, and so is not tried."""
 
 
 def _copied(function: Function) -> tuple[Function, int]:
@@ -411,7 +415,7 @@ def _copied_function(
 
 
 def _value(call: Function, output: Tensor, label: Tensor, tried: _Tried) -> float | None:
-    """The function's number, or the mean of its numbers; None if it raises or returns no numbers.
+    """Call a function and return its number, or the mean of its numbers; None if it raises or returns no numbers.
 
     Raises:
         InvalidArgumentError: torch warns that it broadcasts.
@@ -458,7 +462,7 @@ def _randomness_kept() -> Iterator[None]:
 
 
 def _num_rows(output: Tensor, label: Tensor) -> int:
-    """Choose a number of rows distinct from all other axes; 0 if rows cannot be made up."""
+    """Choose a number of rows that differs from all other axes; 0 if rows cannot be made up."""
     if not output.is_floating_point() or not (len(output) and len(label)):
         return 0
     elements = max(math.prod(t.shape[1:]) for t in (output, label))
@@ -487,7 +491,7 @@ def _made_up(
 
 
 def _draws(output: Tensor, label: Tensor) -> Iterator[tuple[Draw, Draw]]:
-    """Yield ways to make up rows, because functions may expect logits, probabilities or values, and compare them with a bound."""
+    """Yield several ways to make up rows, because functions may expect logits, probabilities or other values."""
     if label.is_floating_point():
         yield from (
             (_normal, _normal),
@@ -513,7 +517,7 @@ def _rows_differ(
     drawn = (
         draw(per_row, generator=generator) + draw(tuple(example.shape), generator=generator)
     ) / 2
-    # Sums of these are exact in any order.
+    # Round the numbers, so that their sums are exact in any order.
     return ((drawn * 64).round() / 64).to(example)
 
 

@@ -1,4 +1,4 @@
-"""The learning-rate scheduler of a run: built from the user's function, stepped per epoch or per step."""
+"""The learning-rate scheduler of a run, made by the user's function and stepped per epoch or per step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Schedule:
             InvalidArgumentError: a ReduceLROnPlateau is stepped per step; on all ranks.
         """
         self._is_per_step = interval == "step"
-        # Scheduler steps per optimizer step, and the fraction due.
+        # Number of scheduler steps per optimizer step, and the fraction of a scheduler step that is due.
         self._moves, self._due = 1.0, 0.0
         self._most = math.inf
         self._steps_per_epoch, self._epochs = steps_per_epoch, epochs
@@ -66,12 +66,12 @@ class Schedule:
         self.scheduler = make_scheduler(function, optimizer, total)
         if self._is_per_step and isinstance(self.scheduler, _Plateau):
             raise_on_all_ranks(
-                "lr_scheduler_interval is 'step' and lr_scheduler makes a ReduceLROnPlateau, which looks at a number of "
+                "lr_scheduler_interval is 'step', but lr_scheduler makes a ReduceLROnPlateau, which needs a number of "
                 "each epoch. Leave lr_scheduler_interval at 'epoch'."
             )
 
     def spread(self, num_steps: int) -> None:
-        """Keep the planned number of scheduler steps per epoch when these ranks have another number of optimizer steps."""
+        """Adapt to the current ranks' number of optimizer steps; the number of scheduler steps per epoch stays."""
         self._moves, self._due = self._steps_per_epoch / num_steps, 0.0
         self._most = self._epochs * self._steps_per_epoch
 
@@ -82,12 +82,12 @@ class Schedule:
         self._due += self._moves
         while self._due > 1 - _ROUNDING:
             self._due -= 1
-            # Many schedulers support no more steps.
+            # Do not exceed the total number of steps, because many schedulers then raise an error.
             if getattr(self.scheduler, "last_epoch", 0) < self._most:
                 self.scheduler.step()
 
     def after_epoch(self, record: Record) -> None:
-        """Step a scheduler with interval "epoch"; `record` is equal on all ranks."""
+        """Step a scheduler with interval "epoch"; `record` must be the same on all ranks."""
         if self._is_per_step or self.scheduler is None:
             return
         if isinstance(self.scheduler, _Plateau):
@@ -97,13 +97,13 @@ class Schedule:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Learning-rate schedulers: made by the user's function, and described for comparing two runs.
+# Construction of learning-rate schedulers, and their description for the comparison of two runs.
 
-# `total_steps` for a description: a run's number of steps may change between fits, with `epochs`.
+# Constant `total_steps` for a description, because the number of steps may change between fits with `epochs`.
 _SOME_STEPS = 1_000_000
-# Counts of steps at which a function of the count is sampled.
+# Numbers of steps at which a scheduler's function is sampled.
 _MOVES = (0, 1, 2, 3, 5, 10, 30, 100, 1000)
-# Derived from the optimizer's own rate, or bookkeeping.
+# Attributes that are not arguments: derived from the optimizer's learning rate, or internal.
 _NO_ARGUMENTS = ("base_lrs", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step")
 
 
@@ -128,7 +128,7 @@ def _wants_total(function: MakeScheduler) -> bool:
 def describe_scheduler(
     function: MakeScheduler | None, optimizer: torch.optim.Optimizer
 ) -> dict[str, object] | None:
-    """Describe kind and arguments of the scheduler made by the function; None without a function.
+    """Describe class and arguments of the scheduler that the function makes; None without a function.
 
     The optimizer is not changed, and its parameters are not copied. A function that cannot be called here is
     described by its name.
@@ -141,7 +141,7 @@ def describe_scheduler(
         scheduler = make_scheduler(function, trial, _SOME_STEPS)
     except Exception:  # noqa: BLE001 - the ranks will report it
         return {"function": getattr(function, "__qualname__", type(function).__qualname__)}
-    # Location of the arguments of OneCycleLR and similar schedulers.
+    # OneCycleLR and similar schedulers write their arguments into the optimizer's groups.
     written = {
         f"{key} of group {number}": plain(value)
         for number, (group, old) in enumerate(zip(trial.param_groups, before, strict=True))
@@ -196,7 +196,7 @@ def plain(value: object) -> object:
         return plain(value.item()) if value.numel() == 1 else value
     if hasattr(value, "item") and getattr(value, "size", 0) == 1:
         value = value.item()
-    # NaN does not equal itself, but two equal fits must compare equal.
+    # Replace NaN by a text, because NaN does not equal itself and two equal fits must compare equal.
     return "nan" if isinstance(value, float) and value != value else value
 
 

@@ -19,7 +19,7 @@ from sparkhvd.training.types import Columns, History
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Input of a rank; small, because it is part of the closure.
+    """Input of a rank; kept small, because it is part of the closure that Spark sends.
 
     Attributes:
         store: holds data, checkpoints and metrics.
@@ -27,8 +27,8 @@ class TrainSpec:
         start_from: file in the store with the initial weights; "" for the program's.
         checkpoint_interval_s: at most this many seconds of steps are lost with a rank.
         num_checkpoints: epochs whose checkpoints are kept, at least 1.
-        program_sha256: of `<run_dir>/program.pkl`; checked before it is unpickled.
-        program_weights: the weights of a large model, beside its program; else None.
+        program_sha256: SHA-256 of `<run_dir>/program.pkl`; checked before the file is unpickled.
+        program_weights: the weights of a large model, in a separate file; otherwise None.
         data_dir: folder of the materialized data, or of the list of files that are read in place.
         data_store: holds those files; None means `store`.
         inputs: binding of columns to arguments of the model.
@@ -45,12 +45,12 @@ class TrainSpec:
         drop_last: drop the last step of an epoch if it is not full.
         short_steps: with `drop_last` and `accumulate`, drop only a partial batch: the last step may have fewer batches.
         has_validation: True if there are validation rows.
-        validation: their fraction; None if a column selects them, or if they are separate data.
+        validation: fraction of validation rows; None if a column selects them, or if they are separate data.
         validation_dir: folder of separate validation data, or None.
-        validation_store: as `data_store`, for them.
+        validation_store: as `data_store`, for separate validation data.
         num_workers: threads that run decoders.
         val_num_workers: threads that run decoders in validation.
-        overrides: of the optimizer's groups.
+        overrides: changes of the optimizer's groups.
         precision: a key of `PRECISIONS`.
         accumulate: batches whose gradients are accumulated to one step of the optimizer.
         gradient_clip_norm: largest norm of all gradients together, or None.
@@ -66,13 +66,13 @@ class TrainSpec:
         least_ranks: minimum of ranks of an elastic job; 0 for a fixed number.
         keeps_global_batch: the ranks share batches of `least_ranks * batch_size` rows, instead of `batch_size` on each.
         looks_for_gpu: if Spark assigned no GPU to the rank, use one that torch sees.
-        transformed: the columns as the user's transformations return them; None without transformations.
-        trial: collated columns for two rows, with which the ranks try the model after training because the driver could not;
-            None if it could.
+        transformed: the columns that the user's transformations return; None without transformations.
+        trial: collated columns for two rows. The ranks try the model with them after training, because the driver could
+            not try it; None if the driver could.
         checks_pairs: rank 0 checks that loss and metrics pair rows, because the driver could not.
         timeline: steps of a launch in the run's timeline; 0 for no timeline.
-        torch_settings: of the driver, see `torch_settings`.
-        fingerprint: JSON object shared by the checkpoints of this run.
+        torch_settings: torch settings of the driver, see `torch_settings`.
+        fingerprint: JSON object that the run's checkpoints must match.
     """
 
     store: Store
@@ -128,22 +128,23 @@ class TrainSpec:
 
     @property
     def training_subset(self) -> str:
-        """Subset of `Reader` with the training rows of `data_dir`."""
+        """Name of the subset of `data_dir` with the training rows, for `Reader`."""
         return "train" if self.has_validation and self.validation_dir is None else "all"
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of rank 0; equal on all ranks except times.
+    """Result of a rank; the driver uses rank 0's. All ranks have the same result except times.
 
     Attributes:
         history: one record per epoch: epoch, loss, metrics, val_..., rows_per_s, seconds, data_wait_s (the time that rank 0
             waited for batches), lr.
         epoch: the last, or the best with `return_best`; its checkpoint holds the result.
         order: the order of rows, in words.
-        stopped: why the fit ended before its last epoch, in words, or "".
-        skipped: rows skipped by `handle_invalid` and rows in total, of "training" and "validation", if ranks have checked them.
-        warning: damaged checkpoints, and the training repeated therefore, or "". Of rank 0.
+        stopped: why the fit ended before its last epoch, or "".
+        skipped: for "training" and "validation" the rows skipped by `handle_invalid` and the rows in total, if the
+            ranks checked rows.
+        warning: rank 0's message about damaged checkpoints and the training that was repeated for this reason, or "".
         widths: elements per row of the model's outputs, if the ranks tried the model (`TrainSpec.trial`).
         profile: times of the training, see `Profile.gather`; {} on all ranks except rank 0.
     """

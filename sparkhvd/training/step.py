@@ -2,9 +2,9 @@
 
 **One formula for every kind of loss.** A rank's loss is a mean with a weight: its rows, the sum of sample weights, or a
 number returned by the loss. Before `backward` it is multiplied by its weight and divided by the rows of all ranks and
-batches of the step, which all ranks know beforehand; gradients add up over batches and ranks. If weights are not rows,
-their sum is allreduced once per step, beside the gradients, and these are multiplied by the rows over that sum. Losses of
-several labels with different weights are summed before: see `losses`.
+batches of the step. All ranks know this number beforehand. Gradients add up over batches and ranks. If the weights are
+not numbers of rows, their sum is allreduced once per step, beside the gradients, and the gradients are multiplied by
+the number of rows divided by this sum. Several labels with different weights need another method, see `losses`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Step:
         """Set up the steps of a run.
 
         Args:
-            spec: of the run.
+            spec: spec of the run.
             program: the user's objects.
-            state: holds the distributed optimizer.
+            state: state with the distributed optimizer.
             call: the model, compiled or not.
-            user: the user's functions in place of model and loss.
+            user: calls the user's functions that replace the call of model and loss.
         """
         assert state.optimizer is not None
 
@@ -75,12 +75,12 @@ class Step:
         self.needs_closure = needs_closure(self.optimizer)
         self.user = user
         self.is_sum = program.user.train_step is None and all(program.is_sum)
-        # Sums of this rank's losses times their weights, and of the weights, in the last step.
         self.is_loss_called = False
-        self.warning = ""  # about loss or metrics, on rank 0
+        self.warning = ""  # warning about loss or metrics, on rank 0
+        # In the last step this rank's sum of losses times their weights, and its sum of weights.
         self.last_loss: tuple[Tensor | float, float] = (0.0, 0.0)
-        self.waited_s = 0.0  # for reduced gradients, since an epoch began
-        # True if weights of a step are known only after `forward`; None before the first batch.
+        self.waited_s = 0.0  # seconds spent waiting for reduced gradients in this epoch
+        # Whether the weights of a step are known only after `forward`; None before the first batch.
         self.is_weighted: bool | None = None
         self.counts_apart = counts_apart(program) and not user.takes(is_training=True)
         self.counts: Counts | None = None  # of the current step, if `counts_apart`
@@ -89,13 +89,14 @@ class Step:
         """Run forward and backward of this rank's batches, and one step of the optimizer.
 
         Args:
-            batches: this rank's, `plan.num_batches` of them.
-            plan: of the step, equal on all ranks.
-            totals: of the epoch; the batches are added.
-            where: the step in words, for errors.
+            batches: the `plan.num_batches` batches of this rank.
+            plan: plan of the step, the same on all ranks.
+            totals: totals of the epoch, to which the batches are added.
+            where: description of the step, for errors.
 
         Returns:
-            True if the optimizer stepped. It does not after an overflow of float16 gradients, or if all weights were 0.
+            True if the optimizer stepped. It does not step after an overflow of float16 gradients, or if all weights
+            are 0.
         """
         self.buffers.before_step()
         has_stepped = self.run_batches(batches, plan, totals, where)
@@ -105,7 +106,7 @@ class Step:
     def run_batches(
         self, batches: Iterable[Batch], plan: StepPlan, totals: Totals, where: str
     ) -> bool:
-        """Run a step on synchronized buffers; arguments and result as of `run`."""
+        """Run a step after the buffers are synchronized; arguments and result as for `run`."""
         prepared = self.prepared(batches, plan)
         if self.needs_closure:
             return self.run_closure(list(prepared), plan, totals, where)
@@ -120,14 +121,14 @@ class Step:
         totals: Totals,
         where: str,
     ) -> bool:
-        """Step an optimizer that evaluates the loss several times, such as LBFGS; arguments as of `run`."""
+        """Step an optimizer that evaluates the loss several times, such as LBFGS; arguments as for `run`."""
         counted: list[tuple[Tensor | float, float]] = []
 
         def closure() -> float:
             factor = self.compute_gradients(batches, plan, None if counted else totals, where)
             counted.append(self.last_loss)
             self.scale_and_clip(factor)
-            # Every rank must take the same decisions by the loss.
+            # Sum the loss over ranks, because the optimizer decides by it and every rank must decide alike.
             loss = torch.as_tensor(self.last_loss[0], dtype=torch.float64).cpu()
             total = hvd.allreduce(loss, name="step.loss", op=hvd.Sum)
             return float(total) * factor / (1 if self.is_sum else plan.num_rows)
@@ -154,7 +155,7 @@ class Step:
                 result = self.result(batch, columns)
             if result is None:
                 continue
-            if result.weight:  # a mean over nothing may be NaN, and adds nothing
+            if result.weight:  # skip a mean over no rows, which may be NaN
                 with self.spans.span("backward"):
                     self.backward(result, plan)
                 problem = problem or self.check_loss(result)
@@ -163,7 +164,8 @@ class Step:
             if totals is not None:
                 totals.add(result)
         self.last_loss = (loss, weight)
-        sums = self.send_weight(weight, problem)  # in flight beside the gradients
+        # Runs at the same time as the reduction of gradients.
+        sums = self.send_weight(weight, problem)
         began = time.perf_counter()
         with self.spans.span("wait for gradients"):
             self.optimizer.wait_for_gradients()
@@ -173,9 +175,9 @@ class Step:
     def prepared(
         self, batches: Iterable[Batch], plan: StepPlan
     ) -> Iterator[tuple[Batch, Columns | None]]:
-        """Yield the batches of a step, with their columns if already made.
+        """Yield the batches of a step, with their columns if they are already made.
 
-        If labels have separate weights, their allreduce is in flight before the first batch is yielded.
+        If labels have separate weights, the allreduce of the weights starts before the first batch is yielded.
         """
         if not self.counts_apart:
             yield from ((batch, None) for batch in batches)
@@ -194,7 +196,7 @@ class Step:
         sums.wait()
 
     def early_columns(self, batch: Batch) -> Columns | None:
-        """The columns of a training batch; None if it has no rows, or if `first_forward` will report an error."""
+        """Make the columns of a training batch; None without rows, or if `first_forward` will report an error."""
         if not batch.num_rows:
             return None
         try:
@@ -205,14 +207,14 @@ class Step:
             return None
 
     def result(self, batch: Batch, columns: Columns | None) -> Forward | None:
-        """Run `forward` on this rank's rows; None without rows."""
+        """Run `forward` on this rank's rows; return None without rows."""
         if self.is_weighted is None:
             return self.first_forward(batch, columns)
         with naming_lookups(self.model, batch.columns):
             return self.forward(batch, columns) if batch.num_rows else None
 
     def forward(self, batch: Batch, columns: Columns | None = None) -> Forward:
-        """Run the model and the loss on the rows of this rank, with `columns` if already made."""
+        """Run the model and the loss on this rank's rows; `columns` are the batch's columns if already made."""
         is_training = torch.is_grad_enabled()
         if columns is None:
             columns = self.columns(batch, is_training=is_training)
@@ -225,7 +227,7 @@ class Step:
         with autocast(self.spec.precision, self.device):
             result = self.call(*arguments, **keywords)
         outputs = widened(outputs_of(result, skips_numbers=False))
-        # Weights are computed from the labels on the CPU, to avoid waiting for the device.
+        # Compute weights from the labels on the CPU, to avoid waiting for the device.
         on_cpu = self.spec.labels.apply(columns)
         labels = self.spec.labels.match(outputs, self.move(on_cpu))
         weights = sample_weights(self.spec, columns)
@@ -260,7 +262,7 @@ class Step:
         return () if self.user.takes(is_training=is_training) else self.program.metrics
 
     def totals(self, logs: Logs | None, *, is_training: bool) -> Totals:
-        """Make the totals of a pass over the data."""
+        """Create empty totals for a pass over the data."""
         is_users = self.user.takes(is_training=is_training)
         num_parts = len(self.program.losses) if counts_apart(self.program) and not is_users else 0
         return Totals(self.metrics(is_training=is_training), logs, num_parts, self.device)
@@ -274,7 +276,7 @@ class Step:
         except RuntimeError as e:
             if hint := self.spec.labels.dtype_hint(e):
                 raise InvalidArgumentError(
-                    f"The gradient of loss: {type(e).__name__}: {e}{hint}"
+                    f"backward() of the loss raised {type(e).__name__}: {e}{hint}"
                 ) from e
             raise
 
@@ -288,13 +290,13 @@ class Step:
     def factor(
         self, sums: hvd.Handle[Tensor] | None, plan: StepPlan, problem: str, where: str
     ) -> float:
-        """The factor of the reduced gradients, equal on all ranks.
+        """Return the factor for the reduced gradients, which is the same on all ranks.
 
         Args:
-            sums: of `send_weight`.
-            plan: of the step.
-            problem: of this rank's loss, or "".
-            where: the step in words.
+            sums: result of `send_weight`.
+            plan: plan of the step.
+            problem: problem of this rank's loss, or "".
+            where: description of the step.
         """
         if self.counts_apart and self.counts is not None and not self.counts.sums.wait().any():
             return 0.0  # no rank has a row with weight
@@ -335,7 +337,7 @@ class Step:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
         if self.scaler is not None:
-            # Gradients are equal on all ranks, so all see the same overflow and skip the same steps.
+            # Unscale the reduced gradients, which are equal on all ranks, so that all ranks skip the same steps.
             self.scaler.unscale_(self.optimizer)
         if self.spec.gradient_clip_value is not None:
             nn.utils.clip_grad_value_(self.parameters, self.spec.gradient_clip_value)
@@ -343,7 +345,7 @@ class Step:
             self.optimizer.clip_grad_norm_(self.spec.gradient_clip_norm)
 
     def first_forward(self, batch: Batch, columns: Columns | None) -> Forward | None:
-        """Run the first batch of a run. If it fails on some rank, every rank raises before any step."""
+        """Run the first batch of a run; if it fails on some rank, every rank raises the error before any step."""
         result, problem = None, ""
         cause: Exception | None = None
         if batch.num_rows:
@@ -368,7 +370,7 @@ class Step:
             if text:
                 here = cause if rank == hvd.rank() else None
                 raise_on_all_ranks(f"The first batch, on rank {rank}: {text}", here)
-        # Rows skipped by decoders are known only after reading.
+        # If decoders skip rows, the ranks know the number of rows only after reading.
         skips = self.program.functions.skips
         self.is_weighted = skips or any(weighted for _, weighted in outcomes)
         return result
@@ -389,18 +391,18 @@ def _broadcast(output: Tensor, label: Tensor) -> bool:
 
 
 def _check_logits(spec: TrainSpec, program: Program, index: int, label: Tensor) -> None:
-    """Reject classes above 1 for one logit, from which BCE-with-logits would silently learn nonsense."""
+    """Raise an error for labels outside of 0 to 1 with one logit, which BCE-with-logits would silently accept."""
     is_logit = link_of(program.losses[index]) == SIGMOID
-    if is_logit and ((label < 0) | (label > 1)).any():  # NaN may be meant
+    if is_logit and ((label < 0) | (label > 1)).any():  # NaN is not refused
         raise InvalidArgumentError(
             f"Label {spec.labels.columns[index]!r} is from {float(label.min()):g} to {float(label.max()):g} in the first "
-            "batch, and BCE-with-logits takes labels from 0 to 1. For classes 0, 1, 2, ... give 'cross_entropy', and the "
-            "model one output per class."
+            "batch, but BCE-with-logits needs labels from 0 to 1. For classes 0, 1, 2, ... give loss='cross_entropy' and a "
+            "model with one output per class."
         )
 
 
 def _check_first(spec: TrainSpec, program: Program, result: Forward) -> None:
-    """Reject a loss without a gradient, and a loss that broadcasts a label against its output."""
+    """Raise an error for a loss without a gradient, and for a loss that broadcasts a label against its output."""
     if not result.loss.requires_grad:
         raise InvalidArgumentError(
             "loss returned a number that does not depend on the model's trainable parameters, so there is no "
@@ -410,8 +412,8 @@ def _check_first(spec: TrainSpec, program: Program, result: Forward) -> None:
         _check_logits(spec, program, i, label)
         if output.numel() == label.numel() or not _broadcast(output, label):
             continue
-        # (3,) broadcasts over (3, 3), if there happen to be as many rows as classes. A number of rows equal to no
-        # other axis distinguishes a loss of class indices from one that would learn the mean.
+        # With as many rows as classes, labels (3,) broadcast over outputs (3, 3). Try a number of rows that differs
+        # from all other axes: then a loss that broadcasts raises an error, and a loss of class indices does not.
         rows = max(output.shape + label.shape) + 1
         index = torch.arange(rows) % len(output)
         try:
@@ -419,7 +421,7 @@ def _check_first(spec: TrainSpec, program: Program, result: Forward) -> None:
                 program.losses[i](output[index], label[index])
         except RuntimeError as e:
             raise InvalidArgumentError(
-                f"Label {spec.labels.columns[i]!r} has shape {tuple(label.shape)} and the model's output "
-                f"{tuple(output.shape)}: the loss broadcasts one over the other. Change the last layer or the "
-                "label so that they have the same number of elements per row."
+                f"Label {spec.labels.columns[i]!r} has shape {tuple(label.shape)}, but the model's output has shape "
+                f"{tuple(output.shape)}, and the loss broadcasts them. Change the last layer or the "
+                "label so that both have the same number of elements per row."
             ) from e

@@ -1,4 +1,4 @@
-"""Moves of losses, optimizers and batches to the device of a rank, and of state to the CPU."""
+"""Move losses, optimizers and batches to the device of a rank, and state to the CPU."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ T = TypeVar("T")
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Move the state of an optimizer to its parameters' devices, after these have moved."""
-    # Loading makes new groups, and an optimizer around another one shares its groups with that: not without need.
+    """Move the state of an optimizer to the devices of its parameters; call this after the parameters have moved."""
+    # Reload the state only if necessary: it creates new groups, but an optimizer that wraps another shares its groups.
     is_moved = any(p.device != _CPU for group in optimizer.param_groups for p in group["params"])
     if optimizer.state and is_moved:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
 def move_losses(losses: Iterable[object], device: torch.device) -> None:
-    """Move the weights of losses to the device: of modules, and of modules in `loss` or `function`."""
+    """Move losses that are modules, or that hold a module as `loss` or `function`, to the device."""
     for loss in losses:
         for part in (loss, getattr(loss, "loss", None), getattr(loss, "function", None)):
             if isinstance(part, nn.Module):
                 part.to(device)
-            keywords = getattr(part, "keywords", None)  # of a functools.partial
+            keywords = getattr(part, "keywords", None)  # arguments of a functools.partial
             if isinstance(keywords, dict):
                 plain = {n: each for n, each in keywords.items() if not _has_parameters(each)}
                 keywords.update(moved(plain, device))
 
 
 def _has_parameters(value: object) -> bool:
-    """Whether a value is or has a tensor to train. This must stay the same object; `LossState` moves it."""
+    """Whether a value is or has a trained tensor, which must stay the same object, so that `LossState` moves it."""
     tensors = (each for _, each, _ in references(value) if isinstance(each, Tensor))
     return any(each.requires_grad for each in tensors)
 
@@ -51,8 +51,8 @@ def _has_parameters(value: object) -> bool:
 class Mover:
     """Moves batches to a device asynchronously.
 
-    The copy reads page-locked memory after the call has returned, and the reader reuses that memory once it is
-    released, so each batch is held until the device has copied it.
+    The copy reads page-locked memory after the call has returned, and the reader reuses the memory of a released batch.
+    So each batch is kept until the device has copied it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class Mover:
 def _moved(value: object, device: torch.device, *, non_blocking: bool) -> object:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, PackedSequence):  # a tuple, of which one part stays on the CPU
+    if isinstance(value, PackedSequence):  # a tuple; `to` leaves its batch_sizes on the CPU
         # torch's annotations know dtypes only.
         there: PackedSequence = value.to(device, non_blocking=non_blocking)  # type: ignore[arg-type]
         return there
@@ -97,5 +97,5 @@ def moved(value: T, device: torch.device, *, non_blocking: bool = False) -> T:
 
 
 def to_cpu(value: T) -> T:
-    """Move the tensors to the CPU: pickled objects must be readable without a GPU."""
+    """Move the tensors to the CPU, so that pickled objects can be read without a GPU."""
     return moved(value, _CPU)

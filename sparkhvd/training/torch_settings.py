@@ -1,8 +1,8 @@
 """Process-wide torch settings that change results, copied from the driver to ranks and to workers of `transform`.
 
-Only values other than torch's default are sent, so an unchanged session sends nothing. Settings unknown to another version of
-torch are skipped. So are settings that change no result: threads, the mode of autograd around `fit` (training and `transform` set
-their own), view replay, and how `Module.to` replaces parameters.
+Only values other than torch's default are sent, so an unchanged session sends nothing. Settings that this version of
+torch does not have are skipped. Settings that do not change results are not copied: threads, the mode of autograd
+around `fit` (training and `transform` set their own mode), view replay, and how `Module.to` replaces parameters.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
-# Values by the names of `_SETTINGS`.
+# Values by the names in `_SETTINGS`.
 TorchSettings: TypeAlias = "Mapping[str, Any]"
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """Process-wide setting of torch.
+    """A process-wide setting of torch.
 
     Attributes:
-        name: its public name, below `torch`.
-        get: returns the value; raises in versions without it.
-        put: sets it.
-        defaults: torch's own values, of all versions and builds.
+        name: public name of the setting, below `torch`.
+        get: returns the value; raises in versions without the setting.
+        put: sets the value.
+        defaults: default values of all versions and builds of torch.
     """
 
     name: str
@@ -50,7 +50,7 @@ def _attribute(path: str, *defaults: object) -> _Setting:
 
 
 def _library(kind: str) -> _Setting:
-    """Describe the choice of a library. Torch has one function to get it, as an enumeration, and to set it."""
+    """Describe the choice of a library; torch has a single function that gets it (as an enumeration) and sets it."""
     choose = operator.attrgetter(f"backends.cuda.preferred_{kind}_library")
     return _Setting(
         f"backends.cuda.preferred_{kind}_library",
@@ -93,11 +93,11 @@ def _checks_sparse_tensors() -> _Setting:
 
 
 def _flushes_denormals() -> bool:
-    """Whether numbers too small for a normal float become 0; torch has no getter."""
+    """Find out whether denormal numbers become 0; torch has no function that returns this setting."""
     return float(torch.tensor(2e-38, dtype=torch.float32, device="cpu") * 0.5) == 0.0
 
 
-# Older settings precede their replacements, which they set as well.
+# Older settings come before the settings that replace them, because an older setting also sets its replacements.
 _SETTINGS = (
     _function("get_default_dtype", "set_default_dtype", torch.float32),
     _function("get_float32_matmul_precision", "set_float32_matmul_precision", "highest"),
@@ -136,7 +136,7 @@ _SETTINGS = (
         "backends.cuda.allow_fp16_bf16_reduction_math_sdp",
         False,
     ),
-    # Order of attention kernels; older torch than 2.7 has fewer.
+    # Order of attention kernels; torch before 2.7 has fewer kernels.
     _function(
         "_C._get_sdp_priority_order", "_C._set_sdp_priority_order", [1, 2, 0, 3, 4], [1, 2, 0, 3]
     ),
@@ -166,7 +166,7 @@ _UNKNOWN = object()
 
 
 def settings_here() -> dict[str, Any]:
-    """This process's settings that differ from torch's defaults. Warns about settings that cannot be copied."""
+    """Return this process's settings that differ from torch's defaults; warn about settings that cannot be copied."""
     for text in _only_here():
         warnings.warn(text, stacklevel=2)
     values = {setting.name: _value(setting) for setting in _SETTINGS}
@@ -178,7 +178,7 @@ def settings_here() -> dict[str, Any]:
 
 
 def _value(setting: _Setting) -> Any:
-    # Some versions lack it, or refuse to read an older setting after its replacement was set.
+    # Some versions do not have the setting, or refuse to read an older setting after its replacement was set.
     try:
         return setting.get()
     except (AttributeError, RuntimeError):
@@ -186,32 +186,32 @@ def _value(setting: _Setting) -> Any:
 
 
 def _only_here() -> Iterator[str]:
-    """Yield a sentence for each setting of this process or thread that is not copied."""
+    """Yield a warning for each setting of this process or thread that cannot be copied."""
     device = torch.get_default_device()
     if device.type != "cpu":
         yield (
-            f"torch.set_default_device({str(device)!r}) holds in this process only: ranks and workers of transform make tensors on the CPU, "
-            "unless the model says where, and choose their device by use_gpu. In forward give device=x.device."
+            f"torch.set_default_device({str(device)!r}) applies to this process only. Ranks and workers of transform create tensors on the "
+            "CPU unless the model gives a device, and choose their own device by use_gpu. In forward give device=x.device."
         )
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if kinds:
         yield (
-            f"torch.autocast({kinds[0]!r}) is on here, and holds in this thread only, in neither ranks nor workers of transform. Give "
+            f"torch.autocast({kinds[0]!r}) applies to this thread only, not to ranks and workers of transform. Give "
             "precision='bf16-mixed' or '16-mixed'."
         )
     of_all = vars(torch.nn.modules.module)
     if any(of_all.get(f"_global_{kind}_hooks") for kind in _HOOKS):
         yield (
-            "Hooks of all modules (torch.nn.modules.module.register_module_...) are called in this process only, in neither ranks nor "
-            "workers of transform. Register hooks of the model itself, which go with it."
+            "Global module hooks (torch.nn.modules.module.register_module_...) run in this process only, not in ranks and workers of "
+            "transform. Register hooks on the model itself, which are sent with it."
         )
 
 
 @contextlib.contextmanager
 def as_on_driver(settings: TorchSettings) -> Iterator[None]:
-    """Apply the driver's settings inside the block, then restore the previous values.
+    """Apply the driver's settings in the block, then restore the previous values.
 
-    A setting that cannot be applied here is a warning.
+    Warns about a setting that cannot be applied in this process.
     """
     before = {name: _value(_BY_NAME[name]) for name in settings if name in _BY_NAME}
     for name, value in settings.items():
@@ -219,9 +219,11 @@ def as_on_driver(settings: TorchSettings) -> Iterator[None]:
     try:
         yield
     finally:
-        # In this order too: an older name sets newer settings, which are then restored.
+        # Restore in the same order, because an older setting also sets newer settings, which are then restored after
+        # it.
         for name, value in before.items():
-            # Skip a value equal to the driver's: another thread may have set it, and restores it.
+            # If the previous value equals the driver's, do not restore it: another thread may have set it, and will
+            # restore.
             if value is not _UNKNOWN and value != settings[name]:
                 _quietly(_BY_NAME[name], value)
 
@@ -231,11 +233,11 @@ def _put(name: str, value: object, before: object) -> None:
         return
     try:
         setting = _BY_NAME[name]
-        if _value(setting) != value:  # not set by an older name
+        if _value(setting) != value:  # an older setting may have set it already
             _quietly(setting, value)
     except Exception as e:  # noqa: BLE001 - any error of another version or build
         warnings.warn(
-            f"The driver has set torch.{name} to {value!r}, which cannot be set here: {type(e).__name__}: {e}. Results may differ.",
+            f"The driver has set torch.{name} to {value!r}, but this process cannot set it: {type(e).__name__}: {e}. Results may differ.",
             stacklevel=2,
         )
 
@@ -257,7 +259,7 @@ Result = TypeVar("Result")
 
 
 def held(function: Callable[[Spec], Result]) -> Callable[[Spec], Result]:
-    """Run a function of a spec with the driver's torch settings."""
+    """Decorate a function of a spec to run with the driver's torch settings."""
 
     @functools.wraps(function)
     def run(spec: Spec) -> Result:

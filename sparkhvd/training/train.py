@@ -86,7 +86,7 @@ def train(spec: TrainSpec) -> TrainResult:
     program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
     model = uncompiled(build_model(program.model, spec.seed))
     assert isinstance(model, nn.Module)
-    # In place: the user's optimizer refers to these parameters.
+    # Move the parameters in place, because the user's optimizer refers to them.
     model.to(device)
     program = replace(program, model=model)
     move_losses(program.losses, device)
@@ -135,14 +135,14 @@ def train(spec: TrainSpec) -> TrainResult:
         widths = tried_widths(spec, program, data, device)
     buckets = [] if state.optimizer is None else state.optimizer.describe_buckets()
     gathered = profile.gather(device, buckets)
-    hvd.barrier()  # no rank ends before the last checkpoint is written
+    hvd.barrier()  # wait until rank 0 has written the last checkpoint
     hvd.shutdown()
     warning = checkpoints.warning
     return TrainResult(history, epoch, order, stopped, skipped, warning, widths, gathered)
 
 
 def returned_epoch(spec: TrainSpec, history: History, checkpoints: Checkpoints) -> int:
-    """The epoch of the resulting weights; all ranks must call it."""
+    """Return the epoch whose weights `fit` returns; all ranks must call it."""
     if not spec.return_best:
         return len(history)
     saved = checkpoints.saved_epochs() if hvd.rank() == 0 else None
@@ -156,7 +156,7 @@ def connect(spec: TrainSpec) -> torch.device:
         torch.set_num_threads(place.num_threads)
     device, problem = choose_device(place, looks=spec.looks_for_gpu)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before a context is created on another device
+        torch.cuda.set_device(device)  # set it before CUDA creates a context on another device
     hvd.init()
     agree(device, problem)
     return device
@@ -165,9 +165,9 @@ def connect(spec: TrainSpec) -> torch.device:
 def tried_widths(
     spec: TrainSpec, program: Program, data: Data, device: torch.device
 ) -> tuple[int, ...]:
-    """Elements per row of the model's outputs, if the driver could not try the model; () if they stay unknown.
+    """Find the number of elements per row of each output, if the driver could not; () if it stays unknown.
 
-    All ranks must call it, because the model may communicate. Each runs it on its first batch.
+    All ranks must call it, because the model may communicate. Each rank runs the model on its first batch.
     """
     if spec.trial is None:
         return ()
@@ -187,13 +187,13 @@ def tried_widths(
         if any(output.ndim == 0 or len(output) != batch.num_rows for output in outputs):
             shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
             raise InvalidArgumentError(
-                f"forward returned shapes {shapes} for {batch.num_rows} rows"
+                f"forward returned the shapes {shapes} for {batch.num_rows} rows"
             )
         return widths_of(outputs)
     except Exception as e:  # noqa: BLE001 - the trained model must not be lost
         warnings.warn(
-            f"transform will not work, because the trained model gave no outputs on the first batch: {type(e).__name__}: {e}. getModel() "
-            "returns it.",
+            f"transform will not work, because the trained model returned no outputs for the first batch: {type(e).__name__}: {e}. "
+            "getModel() returns the trained model.",
             stacklevel=2,
         )
         return ()
@@ -206,9 +206,9 @@ class LoopHooks:
         """Run after a step of the optimizer.
 
         Args:
-            history: of completed epochs.
-            plan: of the step.
-            totals: of the epoch on this rank.
+            history: records of completed epochs.
+            plan: plan of the step.
+            totals: totals of the epoch on this rank.
             seconds: duration of the epoch so far.
         """
 
@@ -216,7 +216,7 @@ class LoopHooks:
         """Run after an epoch, before its checkpoint."""
 
     def after_checkpoint(self) -> None:
-        """Run after the checkpoint of an epoch, which may be written later."""
+        """Run after the checkpoint of an epoch was taken; it may be written later."""
 
 
 def train_epochs(
@@ -240,7 +240,7 @@ def train_epochs(
         step.model.train()
         step.buffers.begin_epoch()
         set_mode(step.optimizer, is_training=True)
-        # Before the callbacks, which may draw, log, and change the mode of parts of the model.
+        # Prepare before the callbacks, which may draw random numbers, log, and change modes of modules.
         seed_everything(spec.seed, len(history), hvd.rank())
         callbacks.ctx.logs = step.user.ctx.logs = Logs()
         with repeated(step.state, position, "on_epoch_begin"):
@@ -254,7 +254,8 @@ def train_epochs(
             if data.validation is not None:
                 step.state.others.share()
         asked = callbacks.epoch_end(record)
-        # Decisions by the record must be equal, and ranks may run on different machines.
+        # Use rank 0's record on all ranks, so that they decide alike even if their machines compute slightly
+        # differently.
         record = hvd.broadcast_object(record, 0, name="record")
         schedule.after_epoch(record)
         history.append(record)
@@ -274,7 +275,7 @@ def build(
     """Build distributed optimizer, scheduler and loss scaler, before any checkpoint is loaded."""
     model = program.model
     optimizer: Distributed | None = None
-    if program.optimizer is not None:  # else train_fn makes its own
+    if program.optimizer is not None:  # None if train_fn makes its own optimizer
         plain = build_optimizer(program.optimizer, model, others.trained)
         spec.overrides.apply(plain, hvd.size())
         move_optimizer(plain)
@@ -283,9 +284,9 @@ def build(
             [*model.named_parameters(), *others.stepped_by(plain)],
             compression=program.compression,
             backward_passes_per_step=spec.accumulate,
-            # A custom loop calls `backward` on plain means.
+            # A custom loop calls `backward` on means, so their gradients are averaged; our loop scales losses itself.
             op=hvd.Sum if program.user.train_fn is None else hvd.Average,
-            # Our loop waits after backward, also for the step's weight, and on ranks without rows.
+            # Our loop waits for gradients itself, together with the step's weight, and also on ranks without rows.
             synchronize_in_backward=program.user.train_fn is not None,
         )
         assert isinstance(distributed, Distributed)
@@ -365,7 +366,7 @@ def train_epoch(
 
 
 def validate(step: Step, data: Data) -> dict[str, float]:
-    """Compute loss and metrics over the validation rows, if there are any; the model is not changed."""
+    """Compute loss and metrics over the validation rows, if any; the model does not change."""
     if data.validation is None:
         return {}
     step.model.eval()
@@ -387,25 +388,26 @@ def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict
     """Count the rows that decoders skipped in a pass; {} for programs that never skip rows.
 
     Args:
-        step: of the run.
-        totals: of all ranks, after the pass.
-        planned: rows of all ranks in its steps.
-        prefix: of the name in the record.
+        step: steps of the run.
+        totals: totals of all ranks, after the pass.
+        planned: rows of all ranks in the pass, including skipped rows.
+        prefix: prefix of the name in the record.
 
     Raises:
-        InvalidArgumentError: all rows were skipped; on all ranks.
+        InvalidArgumentError: all rows were skipped; raised on all ranks.
     """
     if not step.program.functions.skips:
         return {}
     if planned and not totals.num_rows:
         raise_on_all_ranks(
             f"The images of all {planned:,} {'validation' if prefix else 'training'} rows are missing or broken, and "
-            "image(broken='skip') leaves these out, so no row is left. Look at what the ranks have printed; can they reach the files?"
+            "image(broken='skip') skips such rows, so no row is left. Look at the output of the ranks, and check that they can "
+            "read the files."
         )
     return {f"{prefix}broken_rows": planned - totals.num_rows}
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """The learning rate of the first parameter group, or None."""
+    """Return the learning rate of the first parameter group, or None."""
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)

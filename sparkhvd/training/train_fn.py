@@ -62,7 +62,7 @@ class Loader:
         *,
         is_training: bool,
     ) -> None:
-        """Read batches by `reader`, through the user's `functions`."""
+        """Read batches from `reader` and apply the user's `functions`."""
         self._reader = reader
         self._schema = schema
         self._functions = functions
@@ -73,7 +73,7 @@ class Loader:
         self.num_rows = reader.num_rows
 
     def __len__(self) -> int:
-        """The number of steps of an epoch, equal on every rank."""
+        """The number of steps of an epoch; the same on every rank."""
         return self._reader.num_steps
 
     def set_epoch(self, epoch: int) -> None:
@@ -104,7 +104,7 @@ class Loader:
         return batch_dtypes(self._ctx._spec, self._schema)
 
     def ahead(self, *, as_stored: bool = False) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
-        """Yield the batches of an epoch, each with a call that makes it current, for a loop that prefetches.
+        """Yield the batches of an epoch for a loop that prefetches, each with a function that makes it current.
 
         Args:
             as_stored: leave batches on the CPU, and numbers in their stored types.
@@ -136,12 +136,13 @@ class TrainFnContext(Context):
     Attributes:
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches, or None.
-        start_epoch: completed epochs of an interrupted run with this run_id; else 0.
-        start_step: its completed steps of the next epoch; else 0. `train_loader` starts after them.
+        start_epoch: completed epochs of an interrupted run with this run_id; 0 for a new run.
+        start_step: completed steps of the next epoch of the interrupted run, after which `train_loader` starts;
+            otherwise 0.
         history: the records so far, starting with those of an interrupted run.
-        num_rows: rows of the loaders' last batch, on this rank.
-        num_global_rows: rows of that batch over all ranks.
-        seed: of the run.
+        num_rows: rows of the loaders' last batch on this rank.
+        num_global_rows: rows of the loaders' last batch on all ranks.
+        seed: seed of the run.
     """
 
     train_loader: Loader
@@ -156,7 +157,7 @@ class TrainFnContext(Context):
         position: ResumePoint,
         kept: State,
     ) -> None:
-        """Begin at a position; `kept` are the saved states of an interrupted run's kept objects."""
+        """Begin at a position; `kept` are the saved states of the objects that an interrupted run kept."""
         super().__init__(spec, state, moment)
         history = position.history
         moment.epoch = len(history)
@@ -165,14 +166,14 @@ class TrainFnContext(Context):
         self._saver = saver
         self._kept, self._known = state.kept, kept
         self._profile = state.profile
-        self._rows = 0  # of this rank, since the last record
+        self._rows = 0  # rows of this rank since the last record
         self._rank_state = position.rank_state
         self._is_saved = False
-        self._saved_sums: Sums = {}  # on rank 0
+        self._saved_sums: Sums = {}  # checksums at the last checkpoint, on rank 0
         self._began = time.monotonic()
         self._share = 1.0
-        self._has_batch = False  # of a loader
-        self._skips = False  # decoders leave rows out of batches
+        self._has_batch = False  # whether a loader has yielded a batch
+        self._skips = False  # whether decoders may skip rows of batches
         self.val_loader = None
         self.history = history
         self.start_epoch, self.start_step = len(history), position.step
@@ -181,10 +182,10 @@ class TrainFnContext(Context):
         self.seed = spec.seed
 
     def _begin(self, batch: Batch, epoch: int | None) -> None:
-        """Record the current batch of a loader; `epoch` of a training batch, counted from 0."""
+        """Record the current batch of a loader; `epoch` counts from 0 and is None for a validation batch."""
         self._has_batch = True
         self.num_rows, self.num_global_rows = batch.num_rows, sum(batch.rows_per_rank)
-        if self._skips:  # a rank knows only its own rows
+        if self._skips:  # each rank knows only its own number of rows
             rows = torch.tensor(self.num_rows)
             self.num_global_rows = int(hvd.allreduce(rows, name="train_fn.rows", op=hvd.Sum))
         if epoch is not None:
@@ -194,7 +195,7 @@ class TrainFnContext(Context):
             self._steps_done = batch.step + 1
             self._rows += batch.num_rows
             self._is_saved = False
-            # The optimizer averages over ranks; this factor turns that into an average over rows.
+            # The optimizer averages over ranks. With this factor the result is the average over rows.
             self._share = self.num_rows * self.size / max(1, self.num_global_rows)
 
     def _restore(self) -> None:
@@ -205,14 +206,14 @@ class TrainFnContext(Context):
 
     @property
     def loss_weight(self) -> float:
-        """Factor of the mean loss of this rank's last batch: it makes the average over ranks an average over rows."""
+        """Factor for the mean loss of this rank's last batch, with which the ranks' average is the mean over all rows."""
         return self._share
 
     def backward(self, loss: Tensor) -> None:
-        """Call `loss.backward()` for a mean over this rank's rows, so that the ranks' step equals the global batch's.
+        """Run backward of this rank's mean loss, weighted so that the step equals a step on the global batch.
 
-        Plain `loss.backward()` differs only in the last step, in which ranks may have different numbers of rows or
-        no rows: here a rank without rows adds nothing, whatever its loss.
+        Plain `loss.backward()` gives another result only in the last step, in which ranks may have different numbers of
+        rows, or no rows. In this method a rank without rows adds nothing, even if its loss is NaN.
         """
         if self.num_rows:
             with self._profile.spans.span("backward"):
@@ -225,7 +226,7 @@ class TrainFnContext(Context):
         the best epoch.
 
         Raises:
-            InvalidArgumentError: it is no dict of numbers and texts.
+            InvalidArgumentError: the record is not a dict of numbers and texts.
         """
         now = time.monotonic()
         checked: Record | str = ""
@@ -239,23 +240,24 @@ class TrainFnContext(Context):
         self._began, self._rows = now, 0
         self._is_saved = False
         if self.rank == 0:
-            self._saver.wait()  # it writes this file too
+            self._saver.wait()  # its thread writes the same file
             self._checkpoints.write_history(self.history)
 
     def keep(self, name: str, part: Stateful) -> None:
-        """Save the state of an object in checkpoints, such as the function's own optimizer, and load that of an interrupted run.
+        """Save an object's state, such as your own optimizer's, in checkpoints; load the state of an interrupted run.
 
-        Every rank must call it, before the first checkpoint. Each checkpoint calls `state_dict()` on every rank, and holds the
-        result of rank 0: tensors, numbers, texts, and dicts and lists of these.
+        Every rank must call it, before the first checkpoint. Each checkpoint calls `state_dict()` on every rank, and
+        holds the result of rank 0. A state may hold tensors, numbers, texts, and dicts and lists of them.
         """
         self._kept[name] = part
         if name in self._known:
             part.load_state_dict(cast("State", self._known[name]))
 
     def after_step(self) -> None:
-        """Write a checkpoint inside the epoch if one is due (`checkpoint_interval_s`); every rank must call it, after each step.
+        """Write a checkpoint inside the epoch if it is due (`checkpoint_interval_s`).
 
-        An interrupted run resumes after the last checkpoint: `train_loader` begins there, with the random numbers of that time.
+        Every rank must call it after each step. An interrupted run resumes from the last checkpoint: `train_loader`
+        begins there, with the same random numbers.
         """
         if self._steps_done < len(self.train_loader):
             seconds = time.monotonic() - self._began
@@ -274,8 +276,8 @@ class TrainFnContext(Context):
             self._saved_sums = weight_sums(self.model)
 
     def _must_save(self) -> bool:
-        """Whether the model has been trained or changed since its last checkpoint, on any rank or on rank 0."""
-        is_best = self._spec.return_best  # the result is a saved epoch
+        """Whether this rank has trained, or rank 0's model has changed, since the last checkpoint."""
+        is_best = self._spec.return_best  # then the result is an epoch that was saved
         is_changed = not is_best and self.rank == 0 and weight_sums(self.model) != self._saved_sums
         return not self._is_saved or is_changed
 
@@ -297,7 +299,7 @@ def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
     """Run the user's function on this rank; afterwards the newest checkpoint holds its final model.
 
     Raises:
-        RuntimeError: the function raised the error's cause.
+        RuntimeError: the function raised an error, which is the cause of this error.
     """
     functions = user.transformations
     ctx._skips = data.skips

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-# Workers of a transform load this module too, without `sparkhvd.torch`.
+# Import only for type checks, because workers of `transform` load this module and must not load `sparkhvd.torch`.
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -32,7 +32,7 @@ TensorBatch: TypeAlias = "dict[str, Tensor]"
 
 # (output, label) -> one number, (mean, weight), or one value per row; checked at the call.
 Loss: TypeAlias = "Callable[..., object]"
-# An optimizer, several that step together, or a function of parameters that makes one or several.
+# An optimizer, several optimizers that step together, or a function of parameters that makes an optimizer or several.
 MakeOptimizer: TypeAlias = (
     "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Callable[..., object]"
 )

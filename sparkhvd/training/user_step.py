@@ -32,7 +32,7 @@ from sparkhvd.training.to_device import moved
 from sparkhvd.training.types import Columns, TensorBatch
 from sparkhvd.training.user_code.callbacks import Context, TrainingClock
 
-if TYPE_CHECKING:  # they import this
+if TYPE_CHECKING:  # an import at run time would be circular
     from sparkhvd.training.checkpoints.resume import TrainingState
     from sparkhvd.training.spec import TrainSpec
 
@@ -41,7 +41,7 @@ StepFunction = Callable[[nn.Module, TensorBatch, "StepContext"], object]
 
 
 class StepFunctions(Protocol):
-    """User's functions that compute losses, implemented by `UserCode`."""
+    """Attributes of `UserCode` that this module uses: the user's functions that compute losses."""
 
     @property
     def train_step(self) -> StepFunction | None:
@@ -60,7 +60,7 @@ class StepContext(Context):
     """
 
     def __init__(self, spec: TrainSpec, state: TrainingState, moment: TrainingClock) -> None:
-        """Begin without rows; the loop sets them per batch."""
+        """Begin without rows; the loop sets the number of rows for each batch."""
         super().__init__(spec, state, moment)
         self.num_rows = 0
         self.logs = Logs()
@@ -79,13 +79,14 @@ class StepContext(Context):
 def model_loss(
     names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: StepContext
 ) -> Tensor:
-    """The loss that a model computes from labels among its arguments.
+    """Call a model that computes the loss itself from labels among its arguments, and return the loss.
 
     Args:
-        names: of the arguments.
-        model: its `forward` returns the loss: as `loss` of an object or dict, or as first or only number of a tuple.
-        batch: of this rank.
-        ctx: has the number of rows.
+        names: names of the arguments.
+        model: the model; its `forward` returns the loss as `loss` of an object or dict, or as first or only number of a
+            tuple.
+        batch: batch of this rank.
+        ctx: context with the number of rows.
 
     Raises:
         InvalidArgumentError: there is no loss.
@@ -93,7 +94,7 @@ def model_loss(
     keywords: dict[str, Any] = {}
     for name in names:
         made: Any = batch[name]
-        # One column of texts gives several arguments.
+        # A column of texts may give several arguments.
         keywords.update(made if isinstance(made, Mapping) and name in made else {name: made})
     result = model(**keywords)
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
@@ -101,8 +102,8 @@ def model_loss(
         loss = _loss_in(result, ctx.num_rows)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise InvalidArgumentError(
-            f"loss is not given, so the model computes it from its argument {', '.join(map(repr, label_arguments(model, names) or names))}, but its "
-            f"forward returned {_kind(result)} without a loss. Give loss, or train_step."
+            f"loss is not given, so the model must compute it from its argument {', '.join(map(repr, label_arguments(model, names) or names))}, "
+            f"but its forward returned {_kind(result)} without a loss. Give loss, or train_step."
         )
     return loss
 
@@ -113,12 +114,12 @@ class UserStep:
     def __init__(
         self, spec: TrainSpec, schema: DataSchema, functions: StepFunctions, ctx: StepContext
     ) -> None:
-        """Wrap the user's functions; `schema` is of the batches' columns."""
+        """Wrap the user's functions; `schema` describes the columns of the batches."""
         self.spec = spec
         self.schema = schema
         self.functions = functions
         self.ctx = ctx
-        # Names of called functions; errors of a first call describe the batch.
+        # Names of functions that were called before; the error of a function's first call describes the batch.
         self._called: set[str] = set()
 
     def takes(self, *, is_training: bool) -> bool:
@@ -132,7 +133,7 @@ class UserStep:
         """Run the user's function on at least one row.
 
         Raises:
-            InvalidArgumentError: it raised in its first call, or did not return a loss.
+            InvalidArgumentError: the function raised in its first call, or did not return a loss.
         """
         name = "train_step" if is_training else "validation_step"
         functions = self.functions
@@ -157,20 +158,20 @@ def check_step_function(name: str, function: object) -> None:
     """Check a `train_step` or `validation_step`; runs on the driver.
 
     Raises:
-        InvalidArgumentError: it cannot be called with (model, batch, ctx).
+        InvalidArgumentError: the function cannot be called with (model, batch, ctx).
     """
     check_signature(name, function, ("model", "batch", "ctx"))
 
 
 def check_signature(name: str, function: object, arguments: Sequence[str]) -> None:
-    """Raise InvalidArgumentError unless `function` can be called with these positional arguments."""
+    """Raise an InvalidArgumentError unless a function can be called with these positional arguments."""
     if not callable(function):
         raise InvalidArgumentError(f"{name} is {function!r:.100}; it must be a function.")
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as e:
         raise InvalidArgumentError(f"{name} must take ({', '.join(arguments)}): {e}.") from e
-    except ValueError:  # no signature: a function of C
+    except ValueError:  # a C function without a signature
         return
 
 
@@ -184,9 +185,10 @@ def batch_tensors(
 ) -> TensorBatch:
     """Make the batch for user code; `as_stored` leaves numbers in their stored types.
 
-    With `inputs`, features have the names of arguments of `forward` and are joined in the same way; else the names of
-    their columns, in the shape of `input_shapes` if given. Labels and sample weights have the names of their
-    columns: (B,) for scalar columns, (B, w) for arrays and vectors. So do group numbers, which are equal for the rows of a group.
+    With `inputs`, features are joined to arguments of `forward` and have the arguments' names. Otherwise they have the
+    names of their columns, and the shape of `input_shapes` if given. Labels, sample weights and group numbers have the
+    names of their columns: (B,) for scalar columns, (B, w) for arrays and vectors. Rows of a group have the same group
+    number.
     """
     arguments, labels = _arguments(spec, schema), spec.labels
     if as_stored:
@@ -200,14 +202,15 @@ def batch_tensors(
     batch |= dict(zip(labels.columns, labels.apply(columns), strict=True))
     if spec.sample_weight is not None and (weights := sample_weights(spec, columns)) is not None:
         batch[spec.sample_weight] = weights
-    if spec.group is not None and spec.group in columns:  # a transformation may leave it out
+    # A transformation may have dropped the column.
+    if spec.group is not None and spec.group in columns:
         batch[spec.group] = torch.from_numpy(columns[spec.group])
     # A collate function may have made a tuple or dict of a column.
     return {n: moved(v, device) for n, v in batch.items()}
 
 
 def batch_dtypes(spec: TrainSpec, schema: DataSchema) -> dict[str, torch.dtype]:
-    """The dtypes of the tensors of `batch_tensors`, by name."""
+    """Return the dtypes of the tensors of `batch_tensors`, by name."""
     names = {name: a.dtype for name, a in _arguments(spec, schema).items()}
     names |= dict(zip(spec.labels.columns, spec.labels.dtypes, strict=True))
     if schema.sample_weight is not None:
@@ -228,7 +231,7 @@ def _arguments(spec: TrainSpec, schema: DataSchema) -> dict[str, Argument]:
 
 
 def sample_weights(spec: TrainSpec, columns: Columns) -> Tensor | None:
-    """The sample weights of a batch, on the CPU, or None."""
+    """Return the sample weights of a batch on the CPU, or None without sample weights."""
     if spec.sample_weight is None:
         return None
     weights = columns[spec.sample_weight]
@@ -246,7 +249,7 @@ def _outcome(name: str, result: object, num_rows: int) -> Forward:
         shape = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else _kind(result)
         raise InvalidArgumentError(
             f"{name} returned {shape}; it must return the loss: a tensor with one number, the mean over the rows of "
-            "the batch (or a tuple of it and its weight, if that is not the number of rows)."
+            "the batch. If the weight of the mean is not the number of rows, return the tuple (mean, weight)."
         )
     loss = result.reshape(())
     if weight is None:
@@ -257,7 +260,7 @@ def _outcome(name: str, result: object, num_rows: int) -> Forward:
 def _check_first(model: nn.Module, loss: Tensor) -> None:
     if any(p.grad is not None and bool(p.grad.any()) for p in model.parameters()):
         raise InvalidArgumentError(
-            "train_step called backward(). Only return the loss: the loop calls backward() and steps, over all ranks "
+            "train_step called backward(). Only return the loss, because the loop calls backward() and step() for all ranks "
             "together. For a loop of your own use train_fn."
         )
     if not loss.requires_grad:
@@ -270,17 +273,17 @@ def _check_first(model: nn.Module, loss: Tensor) -> None:
 def _first_call(
     name: str, function: StepFunction, model: nn.Module, batch: TensorBatch, ctx: StepContext
 ) -> object:
-    """Call a function for the first time: errors describe the batch, and a loss that broadcasts is an error."""
+    """Call a function for the first time; describe the batch in errors, and raise an error if the loss broadcasts."""
     try:
         with warnings.catch_warnings():
-            # Torch only warns about (B, 1) against (B,), which learns the mean of the labels.
+            # Torch only warns about a loss of (B, 1) and (B,), which would only learn the mean of the labels.
             warnings.filterwarnings("error", message="Using a target size")
             return function(model, batch, ctx)
     except (CollectiveError, InvalidArgumentError):
         raise
     except Exception as e:
         if isinstance(e, (IndexError, RuntimeError)) and is_lookup(e):
-            raise  # `naming_lookups` has more to say
+            raise  # `naming_lookups` gives a better message
         shapes = ", ".join(
             f"{n} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for n, t in batch.items()
         )
@@ -295,9 +298,9 @@ def _first_call(
 
 
 def _loss_in(result: tuple[Any, ...], num_rows: int) -> object:
-    """Return the first entry if it is a number, else the only number: (logits, loss)."""
+    """Return the loss in a tuple: the first entry if it is a number, otherwise the only number."""
     first = result[0]
-    # One entry is a number of any shape, unless it is the output of the only row.
+    # A tensor with one element is a loss of any shape, unless it may be the output of a single row.
     if isinstance(first, Tensor) and first.numel() == 1 and (not first.dim() or num_rows > 1):
         return first
     numbers = [each for each in result if isinstance(each, Tensor) and not each.dim()]

@@ -41,7 +41,10 @@ def test_a_choice_is_by_name_or_network_in_its_order(choice: str, address: str) 
 
 
 def test_wrong_choices_are_told() -> None:
-    with pytest.raises(PreflightError, match=r"none of them is up \(is not there\).*lo \(127"):
+    with pytest.raises(
+        PreflightError,
+        match=r"no interface of this choice that is up \(no interface matches\).*lo \(127",
+    ):
         address_on("none0,none1")
     with pytest.raises(InvalidArgumentError, match="interfaces has '10.0.0.0/99'"):
         address_on("10.0.0.0/99")

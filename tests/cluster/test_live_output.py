@@ -112,16 +112,16 @@ assert lines_of("a live line", 0, spark) == own
 # As a client behind NAT. What ranks have printed comes in the end.
 live_output._REACH_S, reach = 1.0, SparkShim.own_addresses
 SparkShim.own_addresses = lambda shim: ("127.0.0.1", "192.0.2.1")
-late, *rest = lines_of("none has reached", 1, spark)
+late, *rest = lines_of("no rank has reached", 1, spark)
 SparkShim.own_addresses = reach
-assert "No live output of the ranks: for 1 s none has reached this client of Spark Connect at 192.0.2.1, port " in late, late
+assert "No live output of the ranks: for 1 s no rank has reached this client of Spark Connect at 192.0.2.1, port " in late, late
 assert rest == ["[0] a live line 1", "[0] last words"], rest
 
 builder = Nameless(f"sc://{spark.client._builder.endpoint}")
 nameless = Remote.builder.channelBuilder(builder).create()
 assert lines_of("", 2, nameless) == [
-    "sparkhvd: No live output of the ranks: this process cannot listen (the session's channel builder does not tell the host of the "
-    "Spark Connect server). It is in the executors' logs."]
+    "sparkhvd: No live output of the ranks: this process cannot listen (the session's channel builder does not provide the host of the "
+    "Spark Connect server). The output is in the executors' logs."]
 nameless.stop()
 print("ALL WELL")
 """

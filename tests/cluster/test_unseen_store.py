@@ -184,7 +184,7 @@ def test_a_client_reaches_all_of_a_store_that_it_does_not_see(printed: dict[str,
     said = refused(output)
     assert said[0].startswith("REFUSED FileNotFoundError")
     assert said[1].startswith("REFUSED InvalidArgumentError '../up' is not a path inside a store")
-    assert "Store.create('file:///proc/no/store'): the place cannot be written" in said[2]
+    assert "Store.create('file:///proc/no/store'): the folder cannot be written" in said[2]
     assert "Store.create was called before the Spark Connect session" in output
 
 
@@ -268,7 +268,9 @@ def test_a_store_that_no_slot_is_free_to_ask_is_an_error_in_time(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     output = unseen_store.run(NO_SLOT, tmp_path)
-    assert re.search(r"REFUSED \d+ StoreError .* had not answered after 4 s\. Look whether", output)
+    assert re.search(
+        r"REFUSED \d+ StoreError .* had not answered after 4 s\. Check whether", output
+    )
     assert "AGAIN False" in output
 
 

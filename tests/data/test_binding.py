@@ -453,7 +453,7 @@ def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_floats(
     binding = bind_labels(schema, lambda output, label: function(output, label))
     with pytest.raises((RuntimeError, IndexError)) as raised:
         function(torch.zeros(2, 4), torch.zeros(2))
-    assert "if it wants class indices, give label_dtypes={'k': 'int64'}." in binding.dtype_hint(
+    assert "if it needs class indices, give label_dtypes={'k': 'int64'}." in binding.dtype_hint(
         raised.value
     )
     with pytest.raises(RuntimeError) as other:
@@ -491,8 +491,9 @@ def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_integers(
             0,
             9,
             4,
-            "Label 'k' is from 0 to 9 in the data, and the model's output has 4 classes per row, so labels must be whole numbers from "
-            "0 to 3. Give the last layer 10 outputs, or number the classes from 0 without gaps, as a StringIndexer does.",
+            "Label 'k' is from 0 to 9 in the data, and the model's output has 4 classes "
+            "per row, so labels must be whole numbers from 0 to 3. Give the last layer 10 outputs, or"
+            " number the classes from 0 without gaps, as a StringIndexer does.",
         ),
         (
             nn.NLLLoss(),
@@ -502,7 +503,7 @@ def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_integers(
             "Label 'k' is from 1 to 4 in the data, and the model's output has 4 classes per row, so labels must be whole numbers from "
             '0 to 3. Classes are numbered from 0: df.withColumn("k", df["k"] - 1).',
         ),
-        (nn.CrossEntropyLoss(), -1, 3, 4, "ignore_index of cross_entropy and nll_loss, -100"),
+        (nn.CrossEntropyLoss(), -1, 3, 4, "with its ignore_index, -100"),
         (nn.MultiMarginLoss(), -100, 3, 4, "Label 'k' is from -100 to 3 in the data"),
         (nn.CrossEntropyLoss(ignore_index=255), 0, 256, 4, "Give the last layer 257 outputs"),
         (nn.CrossEntropyLoss(ignore_index=0), 0, 1, 1, "Label 'k' is 1 in the data"),

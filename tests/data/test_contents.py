@@ -132,7 +132,7 @@ def test_data_are_listed_and_deleted_unless_in_use(store: Store) -> None:
         "data/../data",
     )
     for wrong in ("data/key", "data/key/none", "runs/r/x", *wrongs):
-        with pytest.raises(InvalidArgumentError, match="Give the path of one of Store.data"):
+        with pytest.raises(InvalidArgumentError, match="Give a path that Store.data"):
             store.delete_data(wrong)
     assert [d.path for d in store.data()] == ["data/key/used"]
 

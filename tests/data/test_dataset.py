@@ -110,7 +110,7 @@ def test_petastorm_scripts_find_their_converter(df: DataFrame, tmp_path: Path) -
             seen += [number for batch in loader for number in batch["id"].tolist()]
     assert sorted(seen) == sorted([*range(ROWS)] * 2)
     endless = converter.make_torch_dataloader(cur_shard=0, shard_count=1, workers_count=4)
-    with pytest.warns(UserWarning, match="workers_count has no meaning"):
+    with pytest.warns(UserWarning, match="workers_count has no effect"):
         loader = endless.__enter__()
     for number, batch in enumerate(loader):
         assert batch["half"].dtype == torch.float32

@@ -114,12 +114,13 @@ def test_ranks_without_rows_get_empty_columns(tmp_path: Path, rows: int) -> None
         ),
         (
             lambda text: np.zeros(int(text) // 10),
-            "decoders['t'] returned float64 of shape (1,) for a row; for the first row it gave shape (0,), to be held as "
-            "float32. Return one shape and dtype, or give collate_fn={'t': ...} for rows that differ.",
+            "decoders['t'] returned float64 of shape (1,) for a row; for the first row it returned "
+            "the shape (0,), stored as float32. Return one shape and dtype, or give collate_fn={'t': "
+            "...} for rows that differ.",
         ),
         (
             lambda text: int(text) if text == "0" else 0.5,
-            "decoders['t'] returned float64 of shape () for a row; for the first row it gave shape (), to be held as int64.",
+            "decoders['t'] returned float64 of shape () for a row; for the first row it returned shape (), stored as int64.",
         ),
     ],
 )

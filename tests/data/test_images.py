@@ -111,7 +111,7 @@ def test_paths_and_urls_are_read(tmp_path: Path) -> None:
         ({"height": 0}, "height is 0; it must be a number of pixels"),
         ({"mean": (0.5,)}, "mean has 1 numbers and the image 3 channels"),
         ({"std": 0.0}, "std is 0.0; it must be above 0"),
-        ({"dtype": "uint8", "mean": 0.5}, "mean and std make floats, and dtype is 'uint8'"),
+        ({"dtype": "uint8", "mean": 0.5}, "dtype is 'uint8', but mean and std produce floats"),
     ],
 )
 def test_wrong_arguments_are_refused(keywords: dict[str, Any], message: str) -> None:
@@ -137,7 +137,7 @@ def test_a_missing_and_a_broken_file_are_named(tmp_path: Path) -> None:
     whole.write_bytes(encoded(picture()))
     for content, reason in ((data[: len(data) // 2], "truncated"), (b"text", "cannot identify")):
         broken.write_bytes(content)
-        expected = rf"decoders\['photo'\] failed for '{broken}': BrokenImage: its .* bytes are no whole image: .*{reason}"
+        expected = rf"decoders\['photo'\] failed for '{broken}': BrokenImage: its .* bytes are not a complete image: .*{reason}"
         with pytest.raises(InvalidArgumentError, match=expected):
             read_all(*made(tmp_path, [str(whole), str(broken)]))
     for path, reason in (("/nowhere/x.png", "No such file"), ("x.png", "the path is relative")):
@@ -198,7 +198,9 @@ def test_rows_with_broken_images_are_left_out_and_all_others_stay_where_they_are
     assert sorted(seen[1]) == [n for n in range(18) if n not in broken]
     lines = capfd.readouterr().err.splitlines()
     assert 5 <= len(lines) <= 10  # of each rank five at most
-    assert all("a row is left out, as image(broken='skip') says: photo '" in each for each in lines)
+    assert all(
+        "a row is skipped because of image(broken='skip'): photo '" in each for each in lines
+    )
 
 
 def test_other_errors_than_of_an_image_are_never_left_out(tmp_path: Path) -> None:

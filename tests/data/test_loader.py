@@ -189,11 +189,11 @@ def test_an_epoch_goes_on_in_the_order_in_which_it_was_begun(
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"rows": 7}, "of rows=7, and this loader has rows=1003"),
-        ({"seed": 1}, "of seed=1, and this loader has seed=0"),
+        ({"rows": 7}, "has rows=7, but this loader has rows=1003"),
+        ({"seed": 1}, "has seed=1, but this loader has seed=0"),
         ({"shuffle": False}, "of shuffle=False"),
         ({"subset": "train"}, "of subset='train'"),
-        ({"validation": 0.5}, "of validation=0.5, and this loader has validation=None"),
+        ({"validation": 0.5}, "has validation=0.5, but this loader has validation=None"),
         ({"row": -5}, "Give what state_dict"),
         ({"epoch": -1}, "Give what state_dict"),
         ({"rows": None}, "Give what state_dict"),
@@ -222,7 +222,7 @@ def test_a_state_of_other_data_is_refused(dataset: Dataset, tmp_path: Path) -> N
     equal = [300, 0, ROWS - 300]
     loader_of(equal).load_state_dict(state)  # a copy of the data
     for other in (loader_of(equal, first=1), loader_of([200, 803]), loader_of(equal, "y")):
-        with pytest.raises(InvalidArgumentError, match="which has other columns or values, or the"):
+        with pytest.raises(InvalidArgumentError, match="other columns or values, or the"):
             other.load_state_dict(state)
         other.load_state_dict({name: state[name] for name in state if name != "data"})
 
@@ -230,7 +230,7 @@ def test_a_state_of_other_data_is_refused(dataset: Dataset, tmp_path: Path) -> N
 def test_a_data_set_that_was_deleted_says_so(dataset: Dataset) -> None:
     again = load(dataset.store, dataset.path)
     dataset.store.delete(f"{dataset.path}/{MANIFEST_NAME}")
-    with pytest.raises(StoreError, match="is not there any more: it was deleted"):
+    with pytest.raises(StoreError, match="does not exist any more: it was deleted"):
         next(iter(again.loader(0, 1, 10)))
 
 
@@ -284,7 +284,7 @@ def test_a_loader_travels_and_serves_dataloader(
     assert sorted([n for batch in first for n in batch] + rest) == list(range(ROWS))
     whole = DataLoader(dataset.loader(0, 1, 10, seed=2), batch_size=None)
     assert [batch["id"].tolist() for batch in whole][:3] == first
-    with pytest.raises(InvalidArgumentError, match="would collate what are batches already"):
+    with pytest.raises(InvalidArgumentError, match="would collate the loader's batches again"):
         iter(DataLoader(loader))
     own = DataLoader(dataset.loader(0, 1, 10, seed=2), collate_fn=lambda batches: batches[0])
     assert next(iter(own))["id"].tolist() == first[0]

@@ -69,7 +69,7 @@ def test_one_file_reads_by_itself(store: Store, tmp_path: Path) -> None:
 
 
 def test_read_packed_says_what_it_needs(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"there is no _manifest\.json in that folder"):
+    with pytest.raises(InvalidArgumentError, match=r"neither a folder with a _manifest\.json"):
         read_packed(tmp_path)
     manifest, _ = make(store, [5])
     path = tmp_path / "store" / manifest.files[0].path

@@ -81,7 +81,7 @@ def test_a_path_without_parquet_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="there are no files"):
         open_dataset(tmp_path)
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")
-    with pytest.raises(InvalidArgumentError, match=r"a\.csv' is no Parquet file"):
+    with pytest.raises(InvalidArgumentError, match=r"a\.csv' is not a Parquet file"):
         open_dataset(tmp_path)
     with pytest.raises(InvalidArgumentError, match="unknown scheme"):
         open_dataset("nosuch://bucket/data")

@@ -378,7 +378,7 @@ def test_a_file_that_changes_during_the_fit_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "part-000.parquet").unlink()
     with (
         ParquetSource(store, manifest) as source,
-        pytest.raises(InvalidArgumentError, match="is not there for"),
+        pytest.raises(InvalidArgumentError, match="does not find"),
     ):
         source.read(["id"])
 
@@ -404,7 +404,7 @@ def bad(folder: Path, **columns: Any) -> tuple[Any, Manifest]:
         ({"y": [1, 1e300, 2, 3]}, "column 'y' (double): 1 of 4 rows hold a number that float32"),
         ({"y": [1, -1, 2, -3]}, "column 'y' (double): 2 of 4 rows hold a sample weight below 0."),
         ({"x": [[1, 2], [1], [1, 2], [1, 2]]}, "3 rows of 2 elements, but 1 of 1"),
-        ({"x": [[1, 2, 3]] * 4}, "rows have other lengths than the first rows of the data: 4 of 3"),
+        ({"x": [[1, 2, 3]] * 4}, "rows differ in length from the first rows of the data: 4 of 3"),
         ({"x": [[1, 2], [1, None], None, [1, 2]]}, "(array<double>): 2 of 4 rows are null"),
     ],
 )

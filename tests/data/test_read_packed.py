@@ -61,7 +61,7 @@ def test_files_that_are_not_packed_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1.0]}), tmp_path / "plain.parquet")
     with pytest.raises(InvalidArgumentError, match="is Parquet, but not packed"):
         read_packed(tmp_path / "plain.parquet")
-    with pytest.raises(InvalidArgumentError, match=r"there is no _manifest\.json in that folder"):
+    with pytest.raises(InvalidArgumentError, match=r"neither a folder with a _manifest\.json"):
         read_packed(tmp_path)
 
 

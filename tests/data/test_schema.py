@@ -308,8 +308,8 @@ def test_functions_make_room_for_rows_that_differ() -> None:
         (
             {"handle_invalid": "kept"},
             "handle_invalid is 'kept'. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number that "
-            "the tensor cannot hold), 'keep' (NaN and infinity as they are, a null as NaN), or a dict by column of these or of "
-            "numbers that take their place.",
+            "the tensor cannot hold), 'keep' (NaN and infinity unchanged, a null as NaN), or a dict from columns to these words or to a "
+            "number that replaces nulls and invalid numbers.",
         ),
         (
             {"handle_invalid": {"label": "keep"}, "decoders": ["text"]},

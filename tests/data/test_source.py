@@ -69,8 +69,8 @@ def test_validation_rows_come_from_a_source_or_a_split(tmp_path: Path) -> None:
         (10, "flag", 90, ""),
         (0, "flag", 1, "column 'flag' marks none of 100 rows"),
         (100, "flag", 1, "column 'flag' marks all 100 rows"),
-        (10, "flag", 91, "the 90 training rows are less than one full step of"),
-        (None, None, 101, "the 100 training rows are less than"),
+        (10, "flag", 91, "the 90 training rows are fewer than one full step of"),
+        (None, None, 101, "the 100 training rows are fewer than"),
     ],
 )
 def test_a_split_leaves_rows_to_train_and_to_validate(

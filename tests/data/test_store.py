@@ -62,7 +62,7 @@ def test_create_refuses_a_relative_path() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create("some/where")
     assert str(caught.value) == (
-        "Store.create('some/where'): the path is relative, so each process would see another folder. "
+        "Store.create('some/where'): the path is relative, so each process would use another folder. "
         f"Give an absolute path, for example '{os.getcwd()}/some/where'."
     )
 
@@ -87,7 +87,7 @@ def test_create_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create(tmp_path / "file" / "store")
-    assert "the place cannot be written: NotADirectoryError" in str(caught.value)
+    assert "the folder cannot be written: NotADirectoryError" in str(caught.value)
     assert "Give a folder that this user may write" in str(caught.value)
 
 
@@ -192,7 +192,7 @@ def test_a_file_that_could_not_be_moved_back_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
     filesystem = pafs.PyFileSystem(Moves([True, False, True, True]))
     with (
-        pytest.raises(OSError, match="the file that was there before is now .*/temporary-older"),
+        pytest.raises(OSError, match="the earlier file is now .*/temporary-older"),
         remote_output(filesystem, f"{tmp_path}/a", f"{tmp_path}/temporary") as sink,
     ):
         sink.write(b"new")
@@ -357,7 +357,7 @@ def test_options_of_a_local_folder_are_refused(tmp_path: Path) -> None:
 def test_only_folders_that_were_made_here_are_forgotten(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "a" / "b" / "c")
     (tmp_path / "a" / "of another").mkdir()
-    with pytest.warns(UserWarning, match="the empty folder here is removed"):
+    with pytest.warns(UserWarning, match="the empty folder on this machine is removed"):
         connect._forget_own_folder(store)
     assert os.listdir(tmp_path / "a") == ["of another"]
 

@@ -115,10 +115,12 @@ def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> 
         assert caught.value.errno == errno.ENOSPC
         assert str(caught.value) == (
             f"The store {store.url} cannot be written (runs/r/checkpoints/epoch-2.pt): OSError: [Errno 28] No space "
-            "left on device. It is full: free space in it; a fit with the same run_id resumes from the last "
+            "left on device. No space is left: free space in the store; a fit with the same run_id resumes from the last "
             "checkpoint."
         )
-        with pytest.raises(StoreError, match="It is full: free space in it, and try again.$"):
+        with pytest.raises(
+            StoreError, match="No space is left: free space in the store, and try again.$"
+        ):
             store.write_bytes("data/k/a/part.parquet", bytes(2 << 20))
         found = Checkpoints(store, "runs/r").latest()
         assert found is not None
@@ -142,14 +144,16 @@ def test_a_store_that_is_mounted_no_more_is_not_made_again(tmp_path: Path, below
         store = Store.create(place / below)
         store.write_bytes("runs/r/a", b"x")
         unmount(place)
-        with pytest.raises(StoreError, match=f"The store {store.url} (is not there|has vanished)"):
+        with pytest.raises(
+            StoreError, match=f"The store {store.url} (does not exist|is not mounted any more)"
+        ):
             store.write_bytes("runs/r/b", b"y")
         assert os.listdir(place) == []
         # A process that comes later looks for what must be there.
         late = pickle.loads(pickle.dumps(store))
         # (A mount point that is empty now may as well be an empty store.)
         for given in (store, late) if below else (store,):
-            with pytest.raises(StoreError, match="is not there|has vanished"):
+            with pytest.raises(StoreError, match="does not exist|is not mounted any more"):
                 default_store(classic_session(), given).write_bytes("runs/r/b", b"y")
         assert os.listdir(place) == []
         with pytest.raises(FileNotFoundError):
@@ -157,7 +161,7 @@ def test_a_store_that_is_mounted_no_more_is_not_made_again(tmp_path: Path, below
 
 
 def test_a_store_that_was_not_made_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"does not exist on this host\. If it has vanished"):
+    with pytest.raises(StoreError, match=r"is not on this host\. If its file system was unmounted"):
         Store(str(tmp_path / "no")).write_bytes("a", b"x")
     assert os.listdir(tmp_path) == []
 
@@ -167,7 +171,7 @@ def test_hdfs_without_hadoops_library_says_what_to_set() -> None:
         Store.create("hdfs://namenode:8020/store")
     text = str(caught.value)
     assert text.startswith(
-        "Store.create('hdfs://namenode:8020/store'): the place cannot be written: OSError: "
+        "Store.create('hdfs://namenode:8020/store'): the folder cannot be written: OSError: "
     )
     for name in ("HADOOP_HOME", "libhdfs.so", "JAVA_HOME", "CLASSPATH", "hadoop classpath --glob"):
         assert name in text
@@ -213,9 +217,9 @@ def test_a_password_that_is_not_quoted_is_refused_and_hidden(scheme: str, passwo
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create(url)
     assert str(caught.value) == (
-        f"Store.create('{scheme}://<hidden>'): the user or password before the '@' holds a character that ends it. Write it "
-        "as urllib.parse.quote(password, safe='') does, or give it as a storage option. An '@' in a path is '%40' after a "
-        "host with a port or a password."
+        f"Store.create('{scheme}://<hidden>'): the user or password before the '@' holds a character that is not allowed there. "
+        "Quote it with urllib.parse.quote(password, safe=''), or give it as a storage option. If the '@' belongs to the "
+        "path, write it as '%40'."
     )
     assert addresses.secrets_of(url, {}) == {url}
 

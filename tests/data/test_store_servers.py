@@ -172,16 +172,16 @@ def test_a_server_that_is_gone_is_named_without_the_key(s3: S3) -> None:
         assert "a fit with the same run_id resumes from the last checkpoint" in str(caught.value)
         with pytest.raises(StoreError, match="The store s3://bucket/gone cannot be read"):
             store.read_bytes("runs/r/a")
-        with pytest.raises(InvalidArgumentError, match="the place cannot be written"):
+        with pytest.raises(InvalidArgumentError, match="the folder cannot be written"):
             Store.create("s3://bucket/gone", **s3.options(line.port))
 
 
 def test_a_bucket_that_is_not_there_and_options_that_nobody_takes_are_said(s3: S3) -> None:
     with pytest.raises(
-        InvalidArgumentError, match=r"Store\.create\('s3://none/p'\): the place cannot be written"
+        InvalidArgumentError, match=r"Store\.create\('s3://none/p'\): the folder cannot be written"
     ):
         Store.create("s3://none/p", **s3.options())
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create("s3://bucket/p", secret=SECRET, key="AKIA")
-    assert "the place cannot be written: TypeError" in str(caught.value)
+    assert "the folder cannot be written: TypeError" in str(caught.value)
     assert SECRET not in str(caught.value)

@@ -111,7 +111,7 @@ def test_as_of_goes_by_the_commits_and_not_by_the_times_of_files(tmp_path: Path)
     commit.write_text("\n".join(lines))
     moment = datetime.fromtimestamp(times[2] / 1000, timezone.utc)
     assert len(rows_of(folder, ["id"], as_of=moment)) == 3
-    with pytest.raises(InvalidArgumentError, match=r"version 1 has no time.*Give version="):
+    with pytest.raises(InvalidArgumentError, match=r"no commit time of version 1.*Give version="):
         rows_of(folder, ["id"], as_of=datetime.fromtimestamp(times[1] / 1000, timezone.utc))
 
 
@@ -268,9 +268,11 @@ def test_vacuumed_versions_and_missing_tables(tmp_path: Path) -> None:
     assert len(rows_of(folder, ["id"])) == 10
     with pytest.raises(InvalidArgumentError, match="version 0 of .*vacuumed.*newer version"):
         rows_of(folder, ["id"], version=0)
-    with pytest.raises(InvalidArgumentError, match="version=7 is not there; the newest version is"):
+    with pytest.raises(
+        InvalidArgumentError, match="version=7 does not exist; the newest version is"
+    ):
         rows_of(folder, ["id"], version=7)
-    with pytest.raises(InvalidArgumentError, match="before the first version that the log has"):
+    with pytest.raises(InvalidArgumentError, match="before the first version in the log"):
         rows_of(folder, ["id"], as_of="2001-01-01")
     with pytest.raises(InvalidArgumentError, match="this is a Delta table.*version="):
         rows_of(folder, ["id"], snapshot_id=1)
@@ -422,7 +424,7 @@ def test_equality_deletes_are_an_error_before_any_row(catalog: Any) -> None:
 
 def test_messages_of_iceberg(catalog: Any, tmp_path: Path) -> None:
     table = catalog.create_table("db.t", schema=rows(0, 1).schema)
-    with pytest.raises(InvalidArgumentError, match="it has no snapshot, so no rows"):
+    with pytest.raises(InvalidArgumentError, match="the table has no snapshot and so no rows"):
         rows_of("db.t", ["id"], catalog=catalog)
     table.append(rows(0, 10))
     cases: list[tuple[Callable[[], Any], str]] = [
@@ -433,7 +435,7 @@ def test_messages_of_iceberg(catalog: Any, tmp_path: Path) -> None:
         (lambda: rows_of(table.location(), ["id"]), "belongs to a catalog.*metadata.json"),
         (lambda: rows_of("db.t", ["id"], catalog=catalog, where="no = 1"), "has no column 'no'"),
         (lambda: requested(version=1, ref="x"), "version and ref are given"),
-        (lambda: requested(version=-1), "Give a number, 0 or more"),
+        (lambda: requested(version=-1), "Give a whole number from 0"),
         (lambda: requested(version=2**64), "version is 18446744073709551616. Give a number"),
         (lambda: requested(snapshot_id=10**400), "snapshot_id is 1000.*less than"),
         (lambda: requested(as_of="yesterday"), "as_of is 'yesterday'"),
@@ -543,7 +545,9 @@ def test_a_key_that_is_none_opens_no_recipe(tmp_path: Path, key: str) -> None:
     run.write_bytes(recipes.PARAMS_NAME, b"")
     seal = recipes._mac(facts, b"")
     run.write_bytes(recipes.RECIPE_NAME, dump_sealed({**facts, "hmac": seal}))
-    with pytest.raises(UntrustedError, match="elastic.*own model" if not key.strip() else "no key"):
+    with pytest.raises(
+        UntrustedError, match="elastic.*own model" if not key.strip() else "is invalid"
+    ):
         recipes.load_recipe(run, key=key)
 
 
@@ -697,7 +701,7 @@ def test_odd_folders_and_deletion_vectors_of_other_files(
         assert len(rows_of(dataset.table.version.source, ["id"])) == 6
     mapped_table(tmp_path / "t", "name")
     table = deltalake.DeltaTable(tmp_path / "t")
-    with pytest.raises(InvalidArgumentError, match=r"'xx yy/1.parquet', which is no file"):
+    with pytest.raises(InvalidArgumentError, match=r"'xx yy/1.parquet', which is not a file"):
         delta._deleted(table, "t", pa.table({"path": ["2.parquet"]}), ())
     for name, mask in (("deleted", [True] * 50 + [False]), ("kept", [True] * 51)):
         both = {"xx yy/1.parquet": lambda mask=mask: np.array(mask)}
@@ -875,7 +879,7 @@ def test_values_that_have_no_text_are_refused(where: Any) -> None:
 def test_what_is_no_filter_is_refused(where: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="where="):
         filters.parse(where)
-    with pytest.raises(InvalidArgumentError, match="inside each other"):
+    with pytest.raises(InvalidArgumentError, match="are nested more than"):
         filters.parse("(" * 500 + "a = 1" + ")" * 500)
 
 

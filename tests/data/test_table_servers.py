@@ -48,7 +48,7 @@ def test_a_delta_table_on_s3(s3: S3, tmp_path: Path) -> None:
     dataset, _ = tables.dataset_of(url, columns, **options)
     assert dataset.table is not None
     assert SECRET not in repr(dataset)
-    with pytest.raises(InvalidArgumentError, match="no Delta or Iceberg table"):
+    with pytest.raises(InvalidArgumentError, match="not a Delta or Iceberg table"):
         rows_of(url + "-other", ["id"], **options)
     with pytest.raises(InvalidArgumentError, match="storage option 'background_writes'"):
         rows_of(url, ["id"], storage_options={**s3.options(), "background_writes": True})

@@ -81,4 +81,4 @@ def test_a_rank_that_is_lost_with_its_neighbour_takes_their_state_along() -> Non
             member.expect()  # it has begun
             error = member.error()
             assert error["kind"] == "ElasticError"
-            assert "sharded optimizer of rank 1 of 4 is gone" in error["text"]
+            assert "Rank 1's part (of 4) of the sharded optimizer's state is gone" in error["text"]

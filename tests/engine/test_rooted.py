@@ -112,7 +112,7 @@ def test_errors_say_what_to_do() -> None:
         views = [TensorView(array.ctypes.data, result.ctypes.data, array.shape, room)]
         call = engine.prepare(Collective.ALLGATHER, views, DType.FLOAT32)
         with pytest.raises(
-            MismatchError, match=r"on rank 1 has 64 bytes \(8 rows\), and its output 63"
+            MismatchError, match=r"on rank 1 has 64 bytes \(8 rows\), but its output has 63"
         ):
             engine.run(call, "tight", (array, result))
 

@@ -115,7 +115,7 @@ def test_rows_are_left_out_and_the_gradient_is_the_mean_of_the_others(
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     out = capfd.readouterr()
     assert "6 broken rows left out" in out.out
-    assert "a row is left out, as image(broken='skip') says: path '" in out.out + out.err
+    assert "a row is skipped because of image(broken='skip'): path '" in out.out + out.err
 
     found = {r.number: r for r in two.transform(df).collect()}
     assert {n for n, r in found.items() if r.y__output is None} == BROKEN

@@ -84,7 +84,7 @@ LOCK = threading.Lock()
         ({"model": "net"}, "model is 'net'; it must be a torch.nn.Module."),
         (
             {"model": nn.ReLU()},
-            "model has no parameter that requires a gradient: nothing to train.",
+            "model has no parameter that requires a gradient, so there is nothing to train.",
         ),
         (
             {"optimizer": None},
@@ -93,17 +93,17 @@ LOCK = threading.Lock()
         ),
         (
             {"optimizer": torch.optim.SGD(OTHER.parameters(), lr=0.1)},
-            "optimizer: parameter group 0 holds a parameter of shape (6, 2) that the model does not have: it is tied to "
-            "another model. Build it "
-            "from this model's parameters(), or give a function of the parameters.",
+            "optimizer: parameter group 0 holds a parameter of shape (6, 2) that the model does not "
+            "have, so it belongs to another model. Build the optimizer from this model's parameters()"
+            " and the loss's parameters, or give a function of the parameters.",
         ),
         (
             {"optimizer": 0.1},
-            "optimizer is 0.1; it must be a torch.optim.Optimizer, a list of these, or a function of the model's parameters.",
+            "optimizer is 0.1; it must be a torch.optim.Optimizer, a list of optimizers, or a function of the model's parameters.",
         ),
         (
             {"optimizer": list},
-            "optimizer: calling it with the model's parameters gave [Parameter containing",
+            "optimizer: calling it with the model's parameters returned [Parameter containing",
         ),
         (
             {"loss": None},
@@ -116,16 +116,17 @@ LOCK = threading.Lock()
         ),
         (
             {"loss": [nn.MSELoss(), nn.MSELoss()]},
-            "loss has 2 entries and label_cols 1. Give one loss, or one per label.",
+            "loss has 2 entries, but label_cols has 1. Give one loss, or one loss per label.",
         ),
         (
             {"loss": nn.MSELoss(reduction="none")},
-            "loss is MSELoss with reduction='none', which gives no single number. Use reduction='mean'.",
+            "loss is MSELoss with reduction='none', but a loss must return one number. Use reduction='mean'.",
         ),
         (
             {"loss": max, "sample_weight_col": "k"},
-            "loss: sample_weight_col needs a loss that gives one value per row, and <built-in function max> has no "
-            "argument 'reduction'. Give a torch.nn loss, or a function of (output, label, reduction).",
+            "loss: sample_weight_col needs a loss that can return one value per row, but <built-in "
+            "function max> has no argument 'reduction'. Give a torch.nn loss, or a function of "
+            "(output, label, reduction).",
         ),
         (
             {"optimizer": lambda p: torch.optim.SGD(p, lr=-1.0)},
@@ -160,8 +161,8 @@ LOCK = threading.Lock()
         ({"validation": 1.5}, "validation is 1.5. A fraction must be at least 0 and less than 1,"),
         (
             {"restore_best": True},
-            "restore_best needs validation rows to tell which epoch is best. Set validation, for example 0.1, or name "
-            "another number of the history as monitor.",
+            "restore_best needs validation rows to decide which epoch is best. Set validation, for example 0.1, or set "
+            "monitor to another key of the history.",
         ),
         (
             {"loss_weights": [0.5, 0.5]},
@@ -169,12 +170,12 @@ LOCK = threading.Lock()
         ),
         (
             {"metrics": ["recall"]},
-            "metrics names 'recall', which is not built in. Give one of accuracy, mse, mae, f1, auc, or a function of (output, "
-            "label).",
+            "metrics has the name 'recall', which is not a built-in metric. Give one of accuracy, "
+            "mse, mae, f1, auc, or a function of (output, label).",
         ),
         (
             {"metrics": {"loss": "mse"}},
-            "metrics: the name 'loss' is taken. Give a dict from other names to functions.",
+            "metrics: the name 'loss' is reserved. Give a dict from other names to functions.",
         ),
         (
             {"model": UNPICKLABLE, "optimizer": torch.optim.SGD},
@@ -194,11 +195,11 @@ LOCK = threading.Lock()
         ),
         (
             {"run_id": "../x"},
-            "run_id is '../x'; it names a folder and may hold letters, digits, '.', '_' and '-'.",
+            "run_id is '../x'; it names a folder and may hold only letters, digits, '.', '_' and '-'.",
         ),
         (
             {"model": lambda: mlp(2), "optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.1)},
-            "optimizer is an instance of SGD, which holds the parameters of one model, and model is a function",
+            "optimizer is an instance of SGD with the parameters of one model, but model is a function",
         ),
         ({"model": lambda: 3}, "model: the function returned 3; it must return a torch.nn.Module."),
         (
@@ -208,15 +209,15 @@ LOCK = threading.Lock()
         ({"learning_rate": -1.0}, "learning_rate is -1.0; it must be 0 or more."),
         (
             {"weight_decay": 0.1, "optimizer": lambda p: torch.optim.Rprop(p)},
-            "weight_decay is given, and Rprop has no 'weight_decay' to set. Leave it out.",
+            "weight_decay is given, but Rprop has no 'weight_decay' to set. Leave weight_decay out.",
         ),
         (
             {"lr_scaling": "square"},
-            "lr_scaling is 'square'; it must be 'linear', or not given: then learning rates are used as given.",
+            "lr_scaling is 'square'; it must be 'linear'. Leave it out to use learning rates unchanged.",
         ),
         (
             {"loss_constructors": [nn.MSELoss]},
-            "loss and loss_constructors are both given. Give one of them.",
+            "loss and loss_constructors are both given. Give only one of them.",
         ),
         (
             {"loss": None, "loss_constructors": [lambda rate: rate]},
@@ -292,8 +293,8 @@ def test_too_many_ranks_are_an_error_before_any_job(df: DataFrame, store: Store)
         (
             nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)),
             {"label_cols": ["y", "k"]},
-            "model: forward returned 1 outputs and label_cols has 2 columns ('y', 'k'). Return one tensor per label "
-            "column, in the same order.",
+            "model: forward returned 1 outputs, but label_cols has 2 columns ('y', 'k'). Return one "
+            "tensor per label column, in the same order.",
         ),
     ],
 )
@@ -369,8 +370,8 @@ def test_an_error_of_the_first_batch_reaches_the_driver_within_a_second(
         ),
         (
             {"model": mlp(2, 3)},
-            "model, tried on two rows of zeros: Label 'y' has shape (2,) and the model's output (2, 3): the loss "
-            "would broadcast one over the other.",
+            "model, tried on two rows of zeros: Label 'y' has shape (2,) and the model's output "
+            "(2, 3): the loss would broadcast one over the other.",
         ),
         (
             {"validation": "none"},
@@ -378,11 +379,11 @@ def test_an_error_of_the_first_batch_reaches_the_driver_within_a_second(
         ),
         (
             {"validation": "all"},
-            "validation: column 'all' marks all 10 rows, so none is left to train on.",
+            "validation: column 'all' marks all 10 rows, so no rows are left to train on.",
         ),
         (
             {"drop_last": True, "validation": 0.2},
-            "drop_last leaves out a step that is not full, and the 8 training rows are less than one full step of "
+            "drop_last drops a step that is not full, but the 8 training rows are fewer than one full step of "
             "num_proc * batch_size * accumulate = 16 rows. Lower batch_size, or set drop_last=False.",
         ),
         (
@@ -391,7 +392,7 @@ def test_an_error_of_the_first_batch_reaches_the_driver_within_a_second(
         ),
         (
             {"model": nn.Embedding(5, 1), "feature_cols": ["n"]},
-            "model: embedding '' has 5 rows, so its indices are from 0 to 4, and column 'n', which it looks up, is from 0 to 9 in",
+            "model: embedding '' has 5 rows, so its indices must be from 0 to 4, but column 'n', which it looks up, has values from 0 to 9 in",
         ),
         (
             {"loss": nn.CrossEntropyLoss(), "label_cols": ["half"], "model": mlp(2, 2)},
@@ -428,7 +429,7 @@ def test_transform_names_columns_that_do_not_fit(df: DataFrame) -> None:
         model.transform(df.drop("x"))
     with pytest.raises(InvalidArgumentError, match="column 'y__output', which exists already"):
         model.transform(model.transform(df))
-    with pytest.raises(InvalidArgumentError, match="does not say how probabilities follow"):
+    with pytest.raises(InvalidArgumentError, match="does not define how to compute probabilities"):
         model.copy().setProbabilityCol("p").transform(df)
     with pytest.raises(InvalidArgumentError, match="column 'x' is of type double; the model was"):
         model.transform(df.selectExpr("y AS x"))

@@ -356,8 +356,8 @@ def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
     with pytest.raises(InvalidArgumentError) as refused:
         estimator(model, store, **options).fit(df)
     assert str(refused.value) == (
-        f"run_id is 'mine', and that run has finished: {store.full_url('runs/mine')}. Give another run_id, or "
-        "warm_start=True to train `epochs` more epochs from its weights; TorchModel.from_run gives its model."
+        f"run_id is 'mine', but this run has finished: {store.full_url('runs/mine')}. Give another run_id, or "
+        "warm_start=True to train `epochs` more epochs from its weights; TorchModel.from_run returns its model."
     )
 
     # A step of no length leaves the weights that it started from.
@@ -394,7 +394,7 @@ def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
             {"lr_scheduler": lambda o: StepLR(o, 2, 0.1)},
             "lr_scheduler: 'gamma' was 0.5 and is 0.1",
         ),
-        (df, {"epochs": 1}, "it has 2 epochs, and epochs is 1"),
+        (df, {"epochs": 1}, "it has 2 epochs, but epochs is 1"),
         (df, {"model": wider}, change),
         (df, {"model": rectified}, 'modules: \'1\' was "Tanh()" and is "ReLU(inplace=false)"'),
         (

@@ -177,7 +177,7 @@ def test_rows_are_left_out_alike_on_all_ranks_and_decoders_run(
     assert "val_loss" in trained.history[-1]
     printed = capsys.readouterr().out
     assert (
-        f"handle_invalid left out 10 of {ROWS} training rows with a null or invalid number"
+        f"handle_invalid skipped 10 of {ROWS} training rows with a null or an invalid number"
         in printed
     )
 
@@ -211,13 +211,17 @@ def test_horovods_call_reads_below_the_store(spark: SparkSession, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "places", "message"),
     [
-        ({"data_key": "k"}, {}, "data_key is 'k'; it is about data that fit(df) writes"),
+        ({"data_key": "k"}, {}, "data_key is 'k', but it only affects data that fit(df) writes"),
         ({"keep_data": True}, {}, "keep_data is True"),
-        ({"group_col": "x"}, {}, "group_col is 'x'; it is about data that fit(df) writes"),
-        ({"num_partitions": 2}, {}, "num_partitions is 2; it is about data that fit(df) writes"),
-        ({"validation": 0.1}, {"validation_path": "/tmp"}, "both say which rows validate"),
-        ({"store": None, "no path": True}, {}, "path is not given, and there is no store"),
-        ({}, {"dataset_idx": 1}, "dataset_idx is 1, which counts data below the store"),
+        ({"group_col": "x"}, {}, "group_col is 'x', but it only affects data that fit(df) writes"),
+        (
+            {"num_partitions": 2},
+            {},
+            "num_partitions is 2, but it only affects data that fit(df) writes",
+        ),
+        ({"validation": 0.1}, {"validation_path": "/tmp"}, "each chooses the validation rows"),
+        ({"store": None, "no path": True}, {}, "path is not given, and no store is given"),
+        ({}, {"dataset_idx": 1}, "dataset_idx is 1, which chooses data below the store"),
         ({"feature_cols": ["z"]}, {}, "names column 'z', which the Parquet at"),
         ({"reader": "nonsense"}, {}, "reader is 'nonsense'; expected one of 'pyarrow'"),
         ({"reader": "petastorm"}, {}, "pip install 'sparkhvd[petastorm]'"),

@@ -80,17 +80,17 @@ def test_two_fits_on_two_versions_at_once(spark: SparkSession, tmp_path: Path) -
     again = reproduce(run, spark, key=found[2].run_key)
     assert (again.text, again.is_equal, again.environment) == ("equal bits", True, {})
     assert TorchModel.load(str(tmp_path / "model")).run_key == found[2].run_key
-    with pytest.raises(UntrustedError, match="Give the run's key"):
+    with pytest.raises(UntrustedError, match="Give the key of the run"):
         reproduce(run, spark)
-    with pytest.raises(UntrustedError, match="was not written by the fit of this key"):
+    with pytest.raises(UntrustedError, match="was not written by the fit with this key"):
         reproduce(run, spark, key=found[0].run_key)
     forged = load_sealed(run.read_bytes(RECIPE_NAME)) or {}
     run.write_bytes(RECIPE_NAME, dump_sealed({**forged, "seed": 4}))
-    with pytest.raises(UntrustedError, match="was not written by the fit of this key"):
+    with pytest.raises(UntrustedError, match="was not written by the fit with this key"):
         load_recipe(run, key=found[2].run_key)
     assert load_recipe(run, trusted=True)[0].seed == 4
     run.write_bytes(PARAMS_NAME, b"other")
-    with pytest.raises(InvalidArgumentError, match="Nothing was loaded"):
+    with pytest.raises(InvalidArgumentError, match="It was not loaded"):
         load_recipe(run, trusted=True)
 
 
@@ -111,7 +111,7 @@ def test_a_table_of_one_file_trains_as_the_file(spark: SparkSession, tmp_path: P
 
 def test_what_is_refused_before_any_job(spark: SparkSession, tmp_path: Path) -> None:
     made = estimator(mlp(2), Store.create(tmp_path / "store"), feature_cols=["a", "b"])
-    with pytest.raises(InvalidArgumentError, match="no Delta or Iceberg table"):
+    with pytest.raises(InvalidArgumentError, match="not a Delta or Iceberg table"):
         made.fit_on_table(tmp_path)
     with pytest.raises(InvalidArgumentError, match="Iceberg catalog cannot be used.*catalog="):
         made.fit_on_table("nowhere.db.t")

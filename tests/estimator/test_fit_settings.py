@@ -112,7 +112,7 @@ def test_a_local_master_with_one_gpu_gives_one_rank_where_ranks_take_gpus(
         (
             "num_proc",
             "two",
-            "spark.sparkhvd.num_proc is 'two'; it must be a plain int. Set another, or give num_proc to fit.",
+            "spark.sparkhvd.num_proc is 'two'; it must be a plain int. Set another value, or give num_proc to fit.",
         ),
         ("num_proc", "0", "spark.sparkhvd.num_proc is 0; it must be at least 1."),
         ("start_timeout", "0", "spark.sparkhvd.start_timeout is 0.0; it must be more than 0."),

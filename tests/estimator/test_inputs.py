@@ -210,7 +210,7 @@ def test_rows_with_holes_are_left_out_or_filled(
         verbose=1,
     ).fit(df)
     assert model.history[-1]["rows"] == 8
-    said = "handle_invalid left out 12 of 20 training rows with a null or invalid number"
+    said = "handle_invalid skipped 12 of 20 training rows with a null or an invalid number"
     assert capfd.readouterr().out.count(said) == 1
     # Transform looks at features only.
     assert model.transform(df).count() == 12

@@ -595,7 +595,7 @@ def test_two_optimizers_train_adversaries_without_labels(df: DataFrame) -> None:
         ),
         (
             {"model": OwnLoss(5), "inputs": {"input_ids": "ids", "labels": "k"}},
-            "embedding 'embed' has 5 rows, so its indices are from 0 to 4, and column 'ids', which it looks up, is from 0 to 8 in",
+            "embedding 'embed' has 5 rows, so its indices must be from 0 to 4, but column 'ids', which it looks up, has values from 0 to 8 in",
         ),
         (
             {
@@ -607,11 +607,11 @@ def test_two_optimizers_train_adversaries_without_labels(df: DataFrame) -> None:
         ),
         (
             {**REGRESSION, "model": Sparse(), "feature_cols": ["ids"], "gradient_clip_norm": 1.0},
-            "gradient_clip_norm is given, and the gradient of parameter 'embed.weight' is sparse",
+            "gradient_clip_norm is given, but the gradient of parameter 'embed.weight' is sparse",
         ),
         (
             {**REGRESSION, "model": linear(), "optimizer": lbfgs, "precision": "16-mixed"},
-            "precision is '16-mixed', and LBFGS evaluates the loss several times per step",
+            "precision is '16-mixed', but LBFGS evaluates the loss several times per step",
         ),
         (
             {**REGRESSION, "model": nn.Linear(4, 1, device="meta")},
@@ -637,7 +637,7 @@ def test_two_optimizers_train_adversaries_without_labels(df: DataFrame) -> None:
                 "train_step": elbo,
                 "validation": 0.25,
             },
-            "forward returned 3 outputs and label_cols has 1 columns",
+            "forward returned 3 outputs, but label_cols has 1 columns",
         ),
         (
             {**REGRESSION, "model": linear(), "optimizer": lambda p: [lbfgs(p)]},

@@ -94,7 +94,7 @@ def test_a_fit_keeps_all_of_it(df: DataFrame, tmp_path: Path) -> None:
         net, store, num_proc=1, epochs=2, loss=Uncertain(), optimizer=adam, callbacks=[Fills()],
         run_id="r", metrics={"wrong": squeezed},
     )  # fmt: skip
-    with pytest.warns(UserWarning, match="^metric 'wrong' gives the same number"):
+    with pytest.warns(UserWarning, match="^metric 'wrong' returns the same number"):
         model = given.fit(df)
     model.save(str(tmp_path / "saved"))
     with warnings.catch_warnings():
@@ -128,5 +128,7 @@ class OwnLoop(Net):
 
 
 def test_a_train_of_another_meaning_is_refused(df: DataFrame, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^model: OwnLoop\.train is not the train of"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^model: OwnLoop\.train does not do what train of"
+    ):
         estimator(OwnLoop(), Store.create(tmp_path / "store"), num_proc=1).fit(df)

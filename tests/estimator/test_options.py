@@ -87,9 +87,9 @@ def test_horovods_name_of_accumulate_works() -> None:
         ),
         (
             {"precision": "bf16-mixed", "dtype": torch.float64},
-            "precision is 'bf16-mixed' and the model's parameters are float64: mixed precision keeps parameters in "
-            "float32 and computes in 16 bits. Call model.float(), or leave precision at '32', which uses the model's "
-            "dtype as it is.",
+            "precision is 'bf16-mixed', but the model's parameters are float64. Mixed precision needs"
+            " parameters in float32, and computes in 16 bits. Call model.float(), or leave precision "
+            "at '32', which computes in the model's own dtype.",
         ),
         (
             {"lr_scheduler_interval": "batch"},
@@ -97,7 +97,7 @@ def test_horovods_name_of_accumulate_works() -> None:
         ),
         (
             {"validation_steps_per_epoch": 3},
-            "validation_steps_per_epoch is given, and there is no validation. Set validation, for example 0.1.",
+            "validation_steps_per_epoch is given, but there are no validation rows. Set validation, for example 0.1.",
         ),
         ({"monitor_mode": "up"}, "monitor_mode is 'up'; it must be one of 'min', 'max'."),
         (
@@ -110,12 +110,12 @@ def test_horovods_name_of_accumulate_works() -> None:
         ),
         (
             {"return_model": "last", "restore_best": True, "validation": 0.1},
-            "return_model is 'last' and restore_best is True, which means 'best'. Give one of them.",
+            "return_model is 'last', but restore_best is True, which means return_model='best'. Give only one of them.",
         ),
         (
             {"return_model": "best"},
-            "return_model='best' needs validation rows to tell which epoch is best. Set validation, for example 0.1, "
-            "or name another number of the history as monitor.",
+            "return_model='best' needs validation rows to decide which epoch is best. Set validation, for example 0.1, "
+            "or set monitor to another key of the history.",
         ),
         (
             {"early_stopping": {"wait": 2}},

@@ -196,8 +196,8 @@ def test_options_are_the_values_of_a_fit() -> None:
     with pytest.raises(InvalidArgumentError) as refused:
         TorchEstimator(train_minibatch_fn=print)._options()
     assert str(refused.value) == (
-        "train_minibatch_fn is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns the "
-        "loss: the loop calls backward() and steps."
+        "train_minibatch_fn is an argument of Horovod. Give train_step instead, a function (model, batch, ctx) that returns the "
+        "loss: the loop calls backward() and the optimizer."
     )
 
 
@@ -306,7 +306,7 @@ def test_positional_arguments_are_refused() -> None:
         with pytest.raises(TypeError) as failed:
             call(nn.Linear(1, 1))
         assert str(failed.value) == (
-            "TorchEstimator() takes keyword arguments only, and got <Linear: 2 parameters> without a name. Write for "
+            "TorchEstimator() takes only keyword arguments, but got <Linear: 2 parameters> without a name. Write for "
             "example TorchEstimator(model=...)."
         )
     with pytest.raises(TypeError, match=r"TorchModel\(feature_cols=...\)"):

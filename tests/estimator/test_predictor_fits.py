@@ -96,7 +96,9 @@ def test_a_classifier_is_one_of_spark_mls(
     assert summary.weightedPrecision == pytest.approx(evaluator.evaluate(found))
     evaluator = evaluator.setMetricName("weightedFMeasure").setBeta(2.0)
     assert summary.weightedFMeasure(2.0) == pytest.approx(evaluator.evaluate(found))
-    with pytest.raises(InvalidArgumentError, match="areaUnderROC is a measure of two classes, and"):
+    with pytest.raises(
+        InvalidArgumentError, match="areaUnderROC is a measure for two classes, but"
+    ):
         _ = summary.areaUnderROC
     # A class whose threshold is 0 is always predicted, and the others by p / t.
     assert {
@@ -185,7 +187,7 @@ def test_labels_that_are_no_classes_are_named(df: DataFrame, options: dict[str, 
         InvalidArgumentError, match=r"'label' .* It holds classes, which are 0, 1, 2"
     ):
         TorchClassifier(model=nn.Linear(2, 2), **options).fit(halves)
-    with pytest.raises(InvalidArgumentError, match="has 1 elements per row. Let it have one"):
+    with pytest.raises(InvalidArgumentError, match="has 1 elements per row. Return one"):
         TorchClassifier(model=nn.Linear(2, 1), **options).fit(
             few.selectExpr("features", "0.0D AS label")
         )

@@ -171,16 +171,16 @@ def test_several_labels_are_refused() -> None:
             TorchClassificationModel,
             "softmax",
             1,
-            "has 1 elements per row. Let it have one score per class",
+            "has 1 elements per row. Return one score per class",
         ),
-        (TorchClassificationModel, "sigmoid", 3, "BCE-with-logits takes for 3 labels"),
+        (TorchClassificationModel, "sigmoid", 3, "BCE-with-logits treats as 3 labels"),
         (
             TorchClassificationModel,
             "value",
             1,
-            "nothing tells how probabilities follow from outputs",
+            "it is not known how to compute probabilities from outputs",
         ),
-        (TorchRegressionModel, "value", 3, "has 3 elements per row, and it must have one"),
+        (TorchRegressionModel, "value", 3, "has 3 elements per row, but must have one"),
     ],
 )
 def test_outputs_of_another_width_are_refused(
@@ -223,7 +223,7 @@ def test_columns_are_spark_mls_alone() -> None:
     with pytest.raises(InvalidArgumentError, match="thresholds has 3 numbers and the model 2 clas"):
         output_columns(model._fitted, model._read_options(PredictOptions), df)
     value = trained(TorchModel, scores(1), "value", predictionCol="p", thresholds=[0.5, 0.5])
-    with pytest.raises(InvalidArgumentError, match=r"thresholds is \[0.5, 0.5\], and the loss"):
+    with pytest.raises(InvalidArgumentError, match=r"thresholds is \[0.5, 0.5\], but the loss"):
         output_columns(value._fitted, value._read_options(PredictOptions), df)
 
 
@@ -308,7 +308,7 @@ def test_rows_that_no_vector_can_stand_for_are_named() -> None:
     bad = [1.0, math.nan, 0.0, 0.0]
     with pytest.raises(InvalidArgumentError, match="column 'features' is NaN in 1 rows"):
         classifier(scores(3)).predict(bad)
-    with pytest.raises(InvalidArgumentError, match="handle_invalid says to skip this row"):
+    with pytest.raises(InvalidArgumentError, match="handle_invalid='skip' would skip it"):
         classifier(scores(3), handle_invalid="skip").predict(bad)
     filled = classifier(scores(3), handle_invalid={"features": 0.0})
     assert filled.predictRaw(bad) == classifier(scores(3)).predictRaw([1.0, 0.0, 0.0, 0.0])
@@ -347,11 +347,11 @@ def test_a_module_that_was_trained_elsewhere_is_a_model() -> None:
     with pytest.raises(InvalidArgumentError, match=r"or link='softmax' or 'sigmoid', to TorchClas"):
         unknown.predict([1.0, 2.0, 3.0, 4.0])
     several = TorchRegressionModel.from_module(module, widths=[1, 2])
-    with pytest.raises(InvalidArgumentError, match="the model has 2 outputs, and it must have on"):
+    with pytest.raises(InvalidArgumentError, match="the model has 2 outputs, but must have on"):
         several._check_outputs(several._fitted)
 
 
 @pytest.mark.parametrize("cls", [TorchClassificationModel, TorchRegressionModel])
 def test_evaluation_needs_its_columns(cls: type[Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match="predictionCol='' leaves out"):
+    with pytest.raises(InvalidArgumentError, match="predictionCol='' omits"):
         cls(predictionCol="")._named("predictionCol")

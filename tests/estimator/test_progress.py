@@ -410,9 +410,7 @@ def test_a_failing_callback_is_called_no_more_and_ends_nothing(checkpoints: Chec
 
     reporter = EpochReporter(checkpoints, epochs=2, verbose=0, progress=progress)
     with (
-        pytest.warns(
-            UserWarning, match="progress raised ValueError: no; it is not called any more"
-        ),
+        pytest.warns(UserWarning, match="progress raised ValueError: no. It is not called again"),
         reporter,
     ):
         save(checkpoints, 2)

@@ -141,7 +141,7 @@ def refusing(remote: Held, monkeypatch: pytest.MonkeyPatch) -> Held:
 def test_a_report_that_cannot_be_written_is_a_warning_without_secrets(refusing: Held) -> None:
     recorder = Recorder()
     with pytest.warns(
-        UserWarning, match=r"^The report of this fit is not written: StoreError: runs/"
+        UserWarning, match=r"^The report of this fit was not written: StoreError: runs/"
     ) as w:
         recorder.write(refusing, "runs/mine", history=[{"epoch": 1, "loss": 1.0}])
     assert KEY not in str(w[0].message)

@@ -52,7 +52,7 @@ def test_a_fit_writes_a_report_whose_figures_are_those_of_its_training(
         raise ValueError("no page")
 
     monkeypatch.setattr(recorder, "render", fail)
-    with pytest.warns(UserWarning, match="report of this fit is not written: ValueError: no page"):
+    with pytest.warns(UserWarning, match="report of this fit was not written: ValueError: no page"):
         again = est.setRunId("mine").fit(df)
     assert [r["loss"] for r in again.history] == [r["loss"] for r in model.history]
 

@@ -105,7 +105,7 @@ def test_what_stays_of_a_deleted_run(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "delete", interrupted)
-        with pytest.warns(UserWarning, match="Ctrl-C came when the model was there"):
+        with pytest.warns(UserWarning, match="Ctrl-C came after the model was trained"):
             run.delete()
     run.delete()
     assert run.store.list(run.run_dir) == []
@@ -141,7 +141,9 @@ def test_a_run_is_announced_with_its_store_and_where_it_begins(
     assert announced(run) == f"run 'r' in {run.store.url} resumes after epoch 3 of 10\n"
     temporary = _temporary.folder("an application")
     gone = Run(Store.create(temporary), "runs/r")
-    assert announced(gone) == f"run 'r' in {gone.store.url}, which goes with this process\n"
+    assert (
+        announced(gone) == f"run 'r' in {gone.store.url}, which is deleted when this process ends\n"
+    )
     assert is_temporary_store(gone.store)
     assert not is_temporary_store(run.store)
 

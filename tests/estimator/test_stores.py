@@ -167,7 +167,7 @@ def test_a_store_that_vanishes_during_a_fit(df: DataFrame, tmp_path: Path) -> No
                 store,
                 lambda: unmount(place),
                 lambda: Store(f"{behind}/store"),
-                "is not there: ",
+                "does not exist: ",
             )
             assert list(place.iterdir()) == []
         finally:
@@ -205,8 +205,8 @@ def test_a_password_in_the_conf_is_refused_because_spark_shows_it(spark: SparkSe
     finally:
         spark.conf.unset("spark.sparkhvd.store")
     assert str(caught.value) == (
-        "spark.sparkhvd.store is 'ftp://localhost:1/store' with a password or key in it, which Spark shows in its UI and "
-        "event log. Give it as store=Store.create(...), or let the machines have credentials of their own."
+        "spark.sparkhvd.store is 'ftp://localhost:1/store' with a password or key, which Spark would show in its UI and "
+        "event log. Give store=Store.create(...) instead, or configure credentials on the machines."
     )
 
 

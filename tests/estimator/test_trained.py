@@ -85,7 +85,7 @@ def test_plot_draws_validation_beside_training() -> None:
 def test_plot_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
-        InvalidArgumentError, match=r"matplotlib is not installed. pip install matpl"
+        InvalidArgumentError, match=r"matplotlib is not installed. Run `pip install matpl"
     ):
         model(history=HISTORY).plot()
 

@@ -121,7 +121,7 @@ def test_what_was_found(name: str, data: bytes) -> None:
 @pytest.mark.parametrize("content", [b"\x80\x02X\x04\0\0\0abc\xdf.", b"", b"\x80\x02]."])
 def test_a_checkpoint_with_the_hash_of_other_bytes_is_damaged(content: bytes) -> None:
     seal = f"\nsparkhvd-sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
-    with pytest.raises(DamagedError, match="here is no checkpoint"):
+    with pytest.raises(DamagedError, match="here is not a checkpoint"):
         read_checkpoint(io.BytesIO(content + seal), "here")
 
 

@@ -200,7 +200,7 @@ def test_fewer_batches_than_passes_of_a_step_are_one_step(
     ours = sparkhvd.TorchEstimator(
         model=module, optimizer=optimizer, drop_last=True, store=str(tmp_path / "ours"), **given
     )
-    with pytest.raises(InvalidArgumentError, match="drop_last leaves out a step that is not full"):
+    with pytest.raises(InvalidArgumentError, match="drop_last drops a step that is not full"):
         ours.fit(df)
 
 

@@ -130,7 +130,7 @@ def test_runs_of_object_stores_may_be_elsewhere_in_their_bucket() -> None:
     assert store._place.full("runs/mine/x") == "bucket/b/c/mine/x"
     assert store._place.relative("bucket/b/c/mine") == "runs/mine"
     assert store._place.full("runs2") == "bucket/a/runs2"
-    with pytest.raises(InvalidArgumentError, match="in another file system. Give a folder in the"):
+    with pytest.raises(InvalidArgumentError, match="in another file system than the store"):
         StoreWithRuns("s3://bucket/a", None, "s3://other/b")
 
 
@@ -157,7 +157,7 @@ def test_paths_that_a_run_cannot_have_are_errors(tmp_path: Path) -> None:
 
     with pytest.raises(
         InvalidArgumentError,
-        match=r"Checkpoints.get_checkpoint_path\('a-run'\) is '/elsewhere/a-run', which a fit would not use: they are in file:",
+        match=r"Checkpoints.get_checkpoint_path\('a-run'\) is '/elsewhere/a-run', which a fit would not use: it writes to file:",
     ):
         checked_for_fit(Checkpoints(str(tmp_path)))
 

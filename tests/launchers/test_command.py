@@ -254,7 +254,7 @@ def test_the_doctor_says_what_is_there_and_what_to_do() -> None:
     assert found["Java"].startswith("-")
     assert "/nowhere/bin/java does not run" in found["Java"]
     assert "install Java 17 or newer" in ended.stdout
-    assert "of 40000-40100 one is free" in found["ports"]
+    assert "a port is free (40000-40100)" in found["ports"]
     assert set(found) >= {"GPUs", "NCCL", "pyspark", "MPI", "CPUs", "shared memory", "open files"}
     assert re.search(r" GiB are free; fsspec \d", found["store"])
     missing = run("--check-build")
@@ -282,7 +282,7 @@ def test_the_doctor_tries_a_store(tmp_path: Path, store: str, found: str) -> Non
         (["-np", "2"], "there is no command"),
         (["-np", "2", "python", "no.py"], "the script 'no.py' does not exist"),
         (["-np", "2", "no-program"], "the program 'no-program' does not exist"),
-        (["-np", "2", "-H", "a:1,b:1,a:2", "true"], "is there twice, a"),
+        (["-np", "2", "-H", "a:1,b:1,a:2", "true"], "appears twice, a"),
         (["-np", "2", "--hosts=-oProxyCommand=x:2", "true"], "it must be host:slots,host:slots"),
         (["-np", "2", "-x", "NOT_SET_HERE", "true"], "this variable is not set here"),
         (["-np", "3", "-H", "localhost:2", "true"], "at least one slot per rank"),

@@ -147,7 +147,7 @@ def test_interfaces_are_chosen_and_one_without_a_cable_is_told(script: str, key:
         assert [text.split()[-1] for text in ended] == [a.address, b.address], ended
         dead = of_rank(1, 2, SPARKHVD_JOB_KEY_FILE=key, SPARKHVD_INTERFACES="v0")
         (text,) = outputs([start(b, [sys.executable, script], **dead)])
-        assert "none of them is up (is down)" in text
+        assert "no interface of this choice that is up (all of them are down)" in text
         assert "v0 (10.58.0.1, down)" in text
 
 

@@ -110,7 +110,9 @@ def test_slow_processes_join_when_they_are_ready_and_one_that_never_does_holds_n
         began = time.monotonic()
         assert job.end() == 0
         assert time.monotonic() - began < 10
-        job.wait_for(r"finished, and ends those that had not joined: process 4 on localhost")
+        job.wait_for(
+            r"finished, and ends the processes that had not joined: process 4 on localhost"
+        )
 
 
 def test_the_only_process_stays_until_one_on_another_slot_has_the_state(tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_a_rank_that_always_fails_leaves_the_others_alone(tmp_path: Path) -> Non
     flags = ("-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "0.3", "100")
     with elastic_run(tmp_path, *flags, script=("fail",)) as job:
         job.wait_for(
-            "localhost is left out for 1 s: process 3 there exited with 3, and others before"
+            "localhost is left out for 1 s: process 3 there exited with 3, and other processes before"
         )
         assert job.end() == 0
         assert sum(" done at" in line for line in job.lines) == 1

@@ -59,7 +59,7 @@ def test_every_rank_gets_all_texts_in_the_order_of_ranks(way: str, size: int) ->
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_a_rank_that_does_not_come_is_told(way: str) -> None:
-    text = "Rank 0 waited 0.2 s .*of 2 ranks these did not come: 1"
+    text = "Rank 0 waited 0.2 s .*of 2 ranks these did not connect: 1"
     with pytest.raises(PreflightError, match=text):
         gather(point_on(way, "no other rank"), 0, 2, "", 0.2)
     with pytest.raises(PreflightError, match=r"Rank 1 waited 0.2 s .*has not answered \(.*refused"):
@@ -116,7 +116,7 @@ def test_who_waits_says_for_whom(
             gather(point, rank, 2, "", 0.3)
     lead, joining = capsys.readouterr().err.splitlines()
     assert "rank 0 waits" in lead
-    assert "these did not come: 1 (host.invalid has no address" in lead
+    assert "these did not connect: 1 (host.invalid has no address" in lead
     assert "rank 1 waits" in joining
     assert "host.invalid has no address" in joining
 

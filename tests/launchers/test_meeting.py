@@ -189,7 +189,7 @@ def test_a_launcher_inside_a_rank_starts_a_job_of_its_own(script: str) -> None:
         check=True,
         env=environment(**rank),
     )
-    assert "is rank 1, and is no rank itself. Let the rank communicate" in ended.stderr
+    assert "which is rank 1. Let the rank communicate" in ended.stderr
 
 
 def test_a_rank_that_does_not_come_and_ranks_of_several_hosts_are_told(script: str) -> None:

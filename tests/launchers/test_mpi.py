@@ -66,7 +66,7 @@ def test_jobs_of_communicators_and_of_lists_follow_each_other(
         assert found["none"] == found["all"] == (rank, 3, 3.0)
         assert found["part"] == found["list"] == found["list again"] == of_part
         assert (
-            f"this process is rank {rank} of the launcher, and is not in the list"
+            f"this process is the launcher's rank {rank}, which is not in the list"
             in found["refused"]
         )
-        assert "a process has one job. Give the communicator of all its" in found["several"]
+        assert "a process can join only one job. Give the communicator of all " in found["several"]

@@ -166,7 +166,7 @@ def test_file_that_is_not_ours_is_told_and_replaced(
     settings = replace(Settings(), autotune="on", autotune_file=str(saved))
     outcomes = run_ranks(2, tune, settings=settings)
     assert outcomes[0]["done"]
-    assert "is not what autotune writes" in capfd.readouterr().err
+    assert "is not a file of autotune" in capfd.readouterr().err
     assert json.loads(saved.read_text())["choice"]["bucket_bytes"] == 16 << 20
 
 

@@ -68,7 +68,7 @@ def test_without_matplotlib_or_a_notebook_it_does_nothing(
     monkeypatch.setitem(sys.modules, "IPython", None)
     LivePlot()(record(1))
     assert published == []
-    with pytest.raises(InvalidArgumentError, match=r"names is a list, such as \['loss'\]"):
+    with pytest.raises(InvalidArgumentError, match=r"names must be a list, such as \['loss'\]"):
         LivePlot("loss")
 
 

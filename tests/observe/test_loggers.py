@@ -112,8 +112,8 @@ def test_nothing_is_lost_of_a_server_that_is_down_for_a_while_and_two_lines_say_
     sent.close()
     assert server.metrics == numbers(40)
     assert said == [
-        "the server does not answer (ConnectionError: no listener). Training continues; undelivered numbers are kept.",
-        "the server answers again; what has waited is logged.",
+        "the server does not respond (ConnectionError: no listener). Training continues; undelivered numbers are kept.",
+        "the server responds again; the waiting entries are logged.",
     ]
 
 
@@ -131,7 +131,9 @@ def test_a_fit_waits_for_a_server_no_longer_than_its_patience(
     sent = Delivery(server, 0.3, said.append)
     sent.put(numbers(3))
     began = time.monotonic()
-    with pytest.warns(UserWarning, match=r"since 0.3 s, .* 3 numbers and 1 other entries are lost"):
+    with pytest.warns(
+        UserWarning, match=r"for 0.3 s, .* 3 numbers and 1 other entries are missing"
+    ):
         sent.close()
     assert 0.25 < time.monotonic() - began < 10
     assert len(said) == 1
@@ -185,7 +187,7 @@ def test_followers_give_numbers_of_records_and_a_broken_logger_ends_nothing(
     server: Server,
 ) -> None:
     fits: list[Fit] = []
-    with pytest.warns(UserWarning, match="does not follow this fit: OSError: no"):
+    with pytest.warns(UserWarning, match="does not log this fit: OSError: no"):
         fanout = LoggerFanout([Broken(), ToServer(server, fits)], lambda: Fit("mine"), print)
     record = {"epoch": 2, "loss": 0.5, "note": "x", "lr": None, "rows": 12, "flag": True}
     fanout.epoch(record)

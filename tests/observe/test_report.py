@@ -62,7 +62,7 @@ def test_page_shows_every_part_of_a_document() -> None:
         "4 s, 40%",
         "100 steps of all ranks: 50% below ",
         "computing 65%, waiting for data 10%, waiting for slower ranks 20%, waiting for gradients 5%",
-        "The others waited most for rank 1, up to 2.4 s. It spent 85% computing and 10% waiting for data.",
+        "The other ranks waited most for rank 1, up to 2.4 s. It spent 85% computing and 10% waiting for data.",
         "rank 1 was killed",
         "grads.0",
         "CPU of each rank, percent of one",
@@ -199,7 +199,7 @@ def test_document_survives_its_json_with_numbers_that_are_not_finite() -> None:
     found = loads(data, "here")
     assert found["history"][1]["val_loss"] == "nan"
     assert render(found) == render(given)
-    with pytest.raises(InvalidArgumentError, match=r"^here is no report"):
+    with pytest.raises(InvalidArgumentError, match=r"^here is not a report"):
         loads(b"{}", "here")
     newer = data.replace(b'"format": 1', b'"format": 2')
     with pytest.raises(InvalidArgumentError, match="has format version 2"):

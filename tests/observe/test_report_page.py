@@ -57,7 +57,7 @@ def test_page_shows_its_figures_without_a_complaint(
     assert len(set(found["lines"])) == 3
     assert "none" not in found["lines"]
     assert "100 steps of all ranks" in found["text"]
-    assert "The others waited most for rank 1" in found["text"]
+    assert "The other ranks waited most for rank 1" in found["text"]
 
 
 @soak("observe/test_report: elements, texts and addresses of the page")

@@ -157,7 +157,7 @@ def test_reproduce_runs_no_program_of_a_run_without_its_key(
 ) -> None:
     run = store.full_url("runs/a")
     assert main(["reproduce", run]) == 1
-    assert "recipe.json is not there" in capsys.readouterr().err
+    assert "recipe.json does not exist" in capsys.readouterr().err
     data = pickle.dumps(Evil(tmp_path / "touched"))
     facts = {
         "format": 1,
@@ -171,10 +171,10 @@ def test_reproduce_runs_no_program_of_a_run_without_its_key(
     key = tmp_path / "key"
     key.write_text("00" * 32)
     for seal, arguments, message in (
-        ({}, [], "Give the run's key"),
-        ({}, ["--key-file", str(key)], "was not written by the fit of this key"),
-        ({"hmac": "00" * 32}, ["--key-file", str(key)], "was not written by the fit of this key"),
-        ({"hmac": 5}, ["--key-file", str(key)], "was not written by the fit of this key"),
+        ({}, [], "Give the key of the run"),
+        ({}, ["--key-file", str(key)], "was not written by the fit with this key"),
+        ({"hmac": "00" * 32}, ["--key-file", str(key)], "was not written by the fit with this key"),
+        ({"hmac": 5}, ["--key-file", str(key)], "was not written by the fit with this key"),
         ({"seed": "1"}, ["--trust"], "cannot be used"),
     ):
         store.write_bytes("runs/a/recipe.json", dump_sealed({**facts, **seal}))

@@ -447,4 +447,4 @@ def test_invalid_positions_in_shared_memory_are_an_error_on_every_rank() -> None
     with rank_processes(f"{__name__}:scribble", 2) as ranks:
         said = [rank.expect() for rank in ranks]
     for text in said:
-        assert "it sent nonsense through shared memory" in text, said
+        assert "it sent an invalid frame through shared memory" in text, said

@@ -533,7 +533,7 @@ def test_timeout_names_the_ranks_that_did_not_come_on_every_rank() -> None:
         for error in errors:
             assert isinstance(error, CollectiveTimeoutError), error
         assert str(errors[0]) == (
-            f"Rendezvous of rank 0 at 127.0.0.1:{ports[0]}: not all of 4 ranks came within 1.2 s: "
+            f"Rendezvous of rank 0 at 127.0.0.1:{ports[0]}: not all of 4 ranks connected within 1.2 s: "
             f"rank 1 at 127.0.0.1:{ports[1]} has not connected (its port is open); "
             f"rank 2 at 127.0.0.1:{ports[2]} has not connected (its port is open). "
             "Make sure that every rank calls init() and that the hosts reach each other on these ports "
@@ -574,7 +574,7 @@ def test_listener_binds_one_interface_in_the_port_range() -> None:
             Listener.bind("127.0.0.1", settings)
         assert str(caught.value) == (
             f"Listener.bind('127.0.0.1'): every port of port_range='{port}-{port}' is taken on this host. "
-            "Widen the range (SPARKHVD_PORT_RANGE), or end the processes that hold it."
+            "Widen the range (SPARKHVD_PORT_RANGE), or end the processes that hold its ports."
         )
     with Listener.bind("127.0.0.1", settings) as listener:
         assert listener.endpoint().port == port

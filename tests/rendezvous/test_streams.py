@@ -370,7 +370,7 @@ def test_rank_that_stays_away_from_a_stream_is_named_in_time(
             errors = run_threads([lambda m=m: waits(m) for m in meetings])
         for error in (errors[0], errors[2]):
             assert isinstance(error, CollectiveTimeoutError)
-            assert "not all of 3 ranks came within 1 s" in str(error)
+            assert "not all of 3 ranks connected within 1 s" in str(error)
             assert "rank 1" in str(error)
         assert isinstance(errors[1], RuntimeError)
         assert descriptors() <= before

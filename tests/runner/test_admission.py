@@ -94,7 +94,7 @@ def test_launches_run_side_by_side_while_slots_are_left(start: Start) -> None:
     first, second, third = start(Launch(2)), start(Launch(1)), start(Launch(2))
     assert (first.said, second.said) == ([], [])
     assert third.said == [
-        "Waiting for 2 of 4 task slots: 2 launches of this application run, and 0 came earlier."
+        "Waiting for 2 of 4 task slots: 2 launches of this application run, and 0 earlier launches wait."
     ]
     assert not third.is_running.is_set()
     assert start(Launch(4, kind="another")).said == []  # between kinds Spark decides
@@ -105,7 +105,7 @@ def test_launches_run_side_by_side_while_slots_are_left(start: Start) -> None:
 def test_a_large_launch_is_not_overtaken_by_small_ones(start: Start) -> None:
     small, large = start(Launch(2)), start(Launch(4))
     late = start(Launch(1))
-    assert "and 1 came earlier" in late.said[0]
+    assert "and 1 earlier launches wait" in late.said[0]
     small.end()
     assert runs(large)
     assert not late.is_running.is_set()

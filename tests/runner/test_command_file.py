@@ -76,7 +76,7 @@ def test_options_without_effect_are_told_as_their_flags(
     [
         ("params: {no_such: 1}", "has params.no_such, which is no option"),
         ("other: {a: 1}", "has the section 'other'"),
-        ("- 1", "has none; it must have sections, such as"),
+        ("- 1", "has no sections; it must have sections, such as"),
         ("# a comment", "is empty; it must have sections, such as"),
         (
             "params: {fusion_threshold_mb: -1}",

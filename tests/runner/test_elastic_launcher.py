@@ -170,11 +170,11 @@ def test_processes_that_have_not_joined_are_named_and_do_not_hold_a_job_that_has
     assert 0.9 < time.monotonic() - began < 10
     waits = [line for line in said if line.startswith("still waiting")]
     # The first line names only process 2 if process 3 has started later, on a busy machine.
-    line = "still waiting for these to join: process 2 on b (started 0 s ago), process 3 on b (started 0 s ago)"
+    line = "still waiting for processes to join: process 2 on b (started 0 s ago), process 3 on b (started 0 s ago)"
     assert line in waits[:2]
     assert 2 <= len(waits) <= 10
     assert said[-1].startswith(
-        "the job has finished, and ends those that had not joined: process 2"
+        "the job has finished, and ends the processes that had not joined: process 2"
     )
 
 

@@ -114,7 +114,7 @@ def test_the_reason_of_the_slots_names_gpus_and_the_share_of_the_cores() -> None
             use_gpu,
             PreflightError,
             "spark.task.resource.gpu.amount is 0.5, so Spark would put 2 ranks on one GPU, and this stage cannot ask "
-            f"for whole ones: {OLD}. Set spark.task.resource.gpu.amount=1, or give use_gpu=False.",
+            f"for whole GPUs: {OLD}. Set spark.task.resource.gpu.amount=1, or give use_gpu=False.",
         )
         for use_gpu in (None, True)
     ]
@@ -258,7 +258,7 @@ def test_plan_follows_the_conf_where_spark_takes_no_profile() -> None:
         plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=0.5), None, None)
     assert str(e.value) == (
         "spark.task.resource.gpu.amount is 0.5, so Spark would put 2 ranks on one GPU, and this stage cannot ask for "
-        "whole ones: Spark takes no resource profile here (TaskResourceProfiles are only supported for Standalone, Yarn "
+        "whole GPUs: Spark takes no resource profile here (TaskResourceProfiles are only supported for Standalone, Yarn "
         "and Kubernetes cluster). Set spark.task.resource.gpu.amount=1, or give use_gpu=False."
     )
     # No rank needs one here.

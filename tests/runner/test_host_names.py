@@ -59,9 +59,9 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 
 def test_a_host_twice_is_refused_and_two_names_of_this_one_are_not() -> None:
-    with pytest.raises(InvalidArgumentError, match="is there twice, a"):
+    with pytest.raises(InvalidArgumentError, match="appears twice, a"):
         parse_hosts("a:1,b:1,a:2")
-    with pytest.raises(InvalidArgumentError, match="is there twice, a and me@a"):
+    with pytest.raises(InvalidArgumentError, match="appears twice, a and me@a"):
         parse_hosts("a:1,me@a:1")
     hosts = parse_hosts("b:1,localhost:2,c:1,127.0.0.1:3")
     assert hosts == [Host("b", 1), Host("localhost", 2), Host("c", 1), Host("127.0.0.1", 3)]

@@ -124,7 +124,7 @@ def test_root_cause_of_an_error_that_all_ranks_raise_is_the_rank_with_the_users_
     assert root_cause([echo, raised]) == raised
     lines = str(error_of(raised, 3, others=[echo, raised, replace(echo, rank=2)])).splitlines()
     assert lines[0] == '/home/me/train.py:7: raise ValueError("no")'
-    assert lines[-3] == "Also: 2 more ranks raised the same."
+    assert lines[-3] == "Also: 2 more ranks raised the same error."
     assert lines[-1] == "ValueError: rank 1: no"
 
 
@@ -189,7 +189,7 @@ def test_a_kill_without_report_says_probably_memory(status: str) -> None:
     outcome = Outcome(2, OutcomeKind.CRASH, host="h2", exit=status, peak_rss_bytes=300 << 20)
     assert describe(outcome, 4) == (
         f"Rank 2 of 4 on host h2 ended with {status} and left no report: probably memory (its peak memory was "
-        "300 MiB). Run fewer ranks per host, or give each more (Spark on YARN or Kubernetes: raise "
+        "300 MiB). Run fewer ranks per host, or give each rank more memory (Spark on YARN or Kubernetes: raise "
         "spark.executor.memoryOverhead)."
     )
 

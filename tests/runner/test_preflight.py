@@ -270,7 +270,7 @@ def test_ranks_with_other_minor_releases_of_numpy_are_refused_and_patches_warned
     other = replace(with_numpy, host="h1", numpy="2.2.0")
     assert check_ranks(FACTS, [with_numpy, other]) == (
         "Rank 0 on host h0 has numpy 2.1.3, rank 1 on host h1 has 2.2.0; every rank draws the same random "
-        "numbers, and minor releases of numpy may draw others. Install the same release on every host."
+        "numbers, and minor releases of numpy may draw other numbers. Install the same release on every host."
     )
     patch = replace(other, numpy="2.1.1")
     assert check_ranks(FACTS, [with_numpy, patch]) == ""

@@ -63,9 +63,7 @@ def test_a_program_takes_the_place_of_a_rank_that_has_not_called_init() -> None:
         assert (stranger, said) == ("['0', '1', '2', '3'] 1\n", "")
         assert json.loads(first) == [rank, 2, rank, 3]
         assert f"has called init() before it, and is rank {rank} now. Call init() in" in sibling
-        assert own.endswith(
-            "Call init() here before such a program starts, or in that program alone."
-        )
+        assert own.endswith("Call init() here before that program starts, or only in that program.")
         assert (
             f"which this process has started, has called init() before it and is rank {rank}" in own
         )

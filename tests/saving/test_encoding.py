@@ -91,7 +91,7 @@ def test_settings_with_paths_of_a_fit_need_trust(name: str, value: Any, shown: s
     encoded = json.loads(json.dumps(Archive().encode(name, value)))
     with pytest.raises(UntrustedError) as failed:
         Decoder("/saved", SPARK, trusted=False).decode(name, encoded)
-    assert f"{shown}, and a fit would write where that file says" in str(failed.value)
+    assert f"{shown}, and that file would decide where a fit writes" in str(failed.value)
     assert "trust=True" in str(failed.value)
     found = Decoder("/saved", SPARK, trusted=True).decode(name, encoded)
     if not isinstance(value, Store):
@@ -149,5 +149,7 @@ def test_odd_entries_are_named(odd: Any, tmp_path: Path) -> None:
     decoder._tensors = {}
     with pytest.raises(InvalidArgumentError):
         decoder.decode("param", odd)
-    with pytest.raises(InvalidArgumentError, match="entry 'param' that is not as sparkhvd saves"):
+    with pytest.raises(
+        InvalidArgumentError, match="entry 'param' in a form that sparkhvd does not save"
+    ):
         decoder.decode("param", {})

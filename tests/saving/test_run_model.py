@@ -198,7 +198,7 @@ def test_runs_that_cannot_give_a_model_are_explained(store: Store) -> None:
         begin(store, module, f"runs/{name}")
     with pytest.raises(InvalidArgumentError, match="no run 'r' in .*It has 'one', 'two'"):
         TorchModel.from_run(store, "r")
-    with pytest.raises(InvalidArgumentError, match="runs/one has no whole checkpoint"):
+    with pytest.raises(InvalidArgumentError, match="runs/one has no complete checkpoint"):
         TorchModel.from_run(store, "one")
     with pytest.raises(InvalidArgumentError, match=r"run_id is '\.\./one'"):
         TorchModel.from_run(store, "../one")
@@ -214,7 +214,7 @@ def test_runs_that_cannot_give_a_model_are_explained(store: Store) -> None:
     with pytest.raises(InvalidArgumentError, match=r"model\.json is damaged"):
         TorchModel.from_run(store, "two")
     store.delete("runs/two/model.json")
-    with pytest.raises(InvalidArgumentError, match=r"model\.json is not there: .*older sparkhvd"):
+    with pytest.raises(InvalidArgumentError, match=r"model\.json does not exist: .*older sparkhvd"):
         TorchModel.from_run(store, "two")
 
 

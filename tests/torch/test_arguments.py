@@ -416,7 +416,7 @@ def test_impossible_shapes_are_errors(shape: Any, message: str) -> None:
 def test_an_invalid_dtype_is_an_error(dtype: Any) -> None:
     refused(
         lambda: hvd.registered_empty(1, dtype),
-        f"registered_empty: dtype={dtype!r} is no dtype of torch. Give one such as torch.float32.",
+        f"registered_empty: dtype={dtype!r} is not a torch dtype. Give for example torch.float32.",
     )
 
 
@@ -500,7 +500,7 @@ def test_named_parameters_must_be_a_list() -> None:
 def test_an_invalid_optimizer_is_an_error(given: Any, found: str) -> None:
     refused(
         lambda: hvd.DistributedOptimizer(given),
-        f"DistributedOptimizer: expected an optimizer of torch, got {found}. Give one such as torch.optim.SGD(",
+        f"DistributedOptimizer: expected an optimizer of torch, got {found}. Give for example torch.optim.SGD(",
     )
 
 
@@ -593,7 +593,10 @@ def test_adasum_knows_its_parameters_and_clips() -> None:
     ("arguments", "message"),
     [
         ({"comm": 5}, "init(comm=5): expected a list of ranks, got int. Put it into a list."),
-        ({"comm": ["a", 0]}, "init(comm=['a', 0]): expected ranks, which are integers. Leave"),
+        (
+            {"comm": ["a", 0]},
+            "init(comm=['a', 0]): expected a list of ranks, which are integers. Leave",
+        ),
         ({"process_sets": 5}, "init(process_sets=5): give a list of process sets, 'dynamic'"),
         ({"process_sets": "all"}, "init(process_sets='all'): give a list of process sets"),
         ({"process_sets": [5]}, "ProcessSet(5): expected a list of ranks, got int."),

@@ -104,10 +104,10 @@ def test_a_tensor_in_flight_that_gets_other_memory_keeps_its_own(
 
 
 def _shape_error(optimizer: str, whose: str) -> str:
-    divided = ", but memory is divided" if "sharded" in optimizer else ""
+    when = "divided it" if "sharded" in optimizer else "was built"
     return (
-        f"{optimizer}: 'w' had shape (100,) when the optimizer was built, and {whose} (10,) now{divided}. Build "
-        "DistributedOptimizer after the model has its shape."
+        f"{optimizer}: 'w' had shape (100,) when the optimizer {when}, but {whose} (10,) now. Build "
+        "DistributedOptimizer after the model has its final shapes."
     )
 
 
@@ -179,8 +179,8 @@ def test_a_sparse_layer_with_another_number_of_rows_is_an_error(rows: int) -> No
         return str(caught.value)
 
     message = (
-        "DistributedOptimizer: 'weight' had shape (10, 2) when the optimizer was built, and its gradient has "
-        f"({rows}, 2) now. Build DistributedOptimizer after the model has its shape."
+        "DistributedOptimizer: 'weight' had shape (10, 2) when the optimizer was built, but its gradient has "
+        f"({rows}, 2) now. Build DistributedOptimizer after the model has its final shapes."
     )
     assert on_ranks(2, body) == [message] * 2
 

@@ -62,7 +62,7 @@ def test_ranks_without_a_communicator_know_the_set() -> None:
 
 def test_communicators_that_do_not_fit_are_an_error_on_every_rank() -> None:
     def body(comm: ThreadComm) -> None:
-        with pytest.raises(InvalidArgumentError, match="every rank gives a null communicator"):
+        with pytest.raises(InvalidArgumentError, match="every rank passed a null communicator"):
             hvd.add_process_set(NullComm())
         of_two = comm.Split(0 if hvd.rank() < 2 else None)
         other: Any = comm.Split(0 if hvd.rank() > 0 else None)
@@ -95,7 +95,7 @@ def test_init_with_others_than_those_of_the_job_is_refused() -> None:
     hvd.init(comm=[0])
     with pytest.raises(
         InvalidArgumentError,
-        match=r"rank 2 of 3 in the communicator, and this process is rank 0 of a job of 1 ranks already",
+        match="rank 2 of 3 in the communicator, but this process is rank 0 of a job of 1 ranks already",
     ):
         hvd.init(comm=world(3)[2])
     with pytest.raises(InvalidArgumentError, match=r"init\(comm=\[0, 1\]\): these are 2 ranks"):

@@ -432,9 +432,10 @@ def test_a_step_under_capture_is_refused() -> None:
             with pytest.raises(InvalidArgumentError) as caught:
                 loss.backward()
             assert str(caught.value) == (
-                "The current stream is being captured into a CUDA graph, and collectives need the other ranks, which a "
-                "graph cannot wait for. Run backward and step outside of the capture; "
-                "torch.cuda.make_graphed_callables captures a model so that its gradients arrive outside."
+                "The current stream is being captured into a CUDA graph, but a graph cannot wait for "
+                "other ranks, as collectives must. Run backward and step outside of the capture; "
+                "torch.cuda.make_graphed_callables captures a model so that its gradients arrive "
+                "outside of the graph."
             )
             assert optimizer.param_groups
         finally:

@@ -516,7 +516,7 @@ def test_ranks_that_differ_learn_of_it() -> None:
 def test_sharing_parameters_is_for_the_cpu() -> None:
     def body(gpu: FakeDevice) -> None:
         model = gpu.module(nn.Linear(2, 2))
-        with pytest.raises(InvalidArgumentError, match="ranks share memory of the CPU only"):
+        with pytest.raises(InvalidArgumentError, match="ranks can share only CPU memory"):
             hvd.DistributedOptimizer(
                 training.sgd(model.parameters()), sharded=True, share_parameters=True
             )

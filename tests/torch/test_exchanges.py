@@ -290,7 +290,7 @@ def test_adasum_optimizer_combines_steps() -> None:
             torch.optim.SGD([p], lr=0.5, momentum=0.9), op=hvd.Adasum
         )
         assert isinstance(optimizer, torch.optim.SGD)
-        with pytest.raises(InvalidArgumentError, match="is a DistributedOptimizer already"):
+        with pytest.raises(InvalidArgumentError, match="is already a DistributedOptimizer"):
             hvd.DistributedOptimizer(optimizer)
         with (
             pytest.raises(InvalidArgumentError, match="not possible"),

@@ -409,9 +409,9 @@ def test_one_backward_too_many_is_an_error_of_sums() -> None:
 
     for message in on_ranks(2, body):
         assert message == (
-            "DistributedOptimizer: '4.bias' got a gradient more than backward_passes_per_step=1 times "
-            "before step(). Call step() or zero_grad() of this optimizer between the backward passes, or "
-            "set backward_passes_per_step to the number of passes per step."
+            "DistributedOptimizer: '4.bias' got a gradient in more than backward_passes_per_step=1 "
+            "backward passes before step(). Call step() or zero_grad() of this optimizer between the "
+            "backward passes, or set backward_passes_per_step to the number of passes per step."
         )
 
 
@@ -718,7 +718,7 @@ def test_it_is_an_optimizer_of_the_users_class() -> None:
             scheduler.step()
         assert optimizer.param_groups[0]["lr"] == 0.005
         assert sorted(optimizer._parameter_names.values())[0] == "0.bias"
-        with pytest.raises(InvalidArgumentError, match="is a DistributedOptimizer already"):
+        with pytest.raises(InvalidArgumentError, match="is already a DistributedOptimizer"):
             hvd.DistributedOptimizer(optimizer)
 
     on_ranks(2, body)

@@ -633,9 +633,10 @@ def test_writing_shared_parameters_outside_of_step_is_an_error_on_every_rank() -
 
     for text in on_ranks(2, body):
         assert text == (
-            "DistributedOptimizer(share_parameters=True): 'last.weight' was written outside of step(), on this rank "
-            "or another. All ranks of the host share it. Write it inside `with optimizer.writing_parameters():`, on "
-            "every rank, or leave share_parameters out."
+            "DistributedOptimizer(share_parameters=True): 'last.weight' was written outside of "
+            "step(), on this rank or another rank, but all ranks of the host share it. Write it "
+            "inside `with optimizer.writing_parameters():`, on every rank, or leave share_parameters "
+            "out."
         )
 
 
@@ -695,7 +696,7 @@ def test_shared_parameters_need_one_host() -> None:
 
     for text in on_ranks(2, body, hosts=[0, 1]):
         assert text.startswith(
-            "DistributedOptimizer(share_parameters=True): the 2 ranks are on 2 hosts, and memory is shared inside one."
+            "DistributedOptimizer(share_parameters=True): the 2 ranks are on 2 hosts, but only the ranks of one host can share memory."
         )
 
 
@@ -712,7 +713,7 @@ def test_shared_parameters_need_one_host() -> None:
         (
             OPTIMIZERS["SGD"],
             {"gradient_as_bucket_view": True},
-            "gradient_as_bucket_view=True needs all of them",
+            "gradient_as_bucket_view=True needs all gradients, but each rank gets only its part of them",
         ),
     ],
 )
@@ -763,7 +764,7 @@ def test_sparse_gradients_are_an_error_unless_they_are_made_dense() -> None:
             torch.optim.SGD(other.parameters(), lr=0.1), sharded=True
         )
         with pytest.raises(
-            InvalidArgumentError, match="is sparse, and only dense ones are divided"
+            InvalidArgumentError, match="is sparse, but sharded=True supports only dense gradients"
         ):
             other(indices[hvd.rank()]).square().sum().backward()
         del refusing
@@ -892,7 +893,7 @@ def test_other_memory_for_a_shared_parameter_is_an_error_on_every_rank() -> None
         return str(caught.value)
 
     for text in on_ranks(2, body):
-        assert "'first.weight' was given other memory" in text
+        assert "'first.weight' was moved to other memory" in text
 
 
 def test_a_later_optimizer_that_does_not_share_has_parameters_of_its_own() -> None:

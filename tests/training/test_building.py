@@ -177,9 +177,9 @@ def test_a_sparse_buffer_is_refused_before_any_job(persistent: bool) -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         check_model(model)
     assert str(failed.value) == (
-        "model: 'adjacency' has the layout torch.sparse_coo, and ranks share dense parameters and buffers only. "
-        "Register its indices and values, or the tensor as .to_dense(); one that never changes may be a plain "
-        "attribute instead of a buffer."
+        "model: 'adjacency' has the layout torch.sparse_coo, but ranks can share only dense "
+        "parameters and buffers. Register its indices and values, or the tensor as .to_dense(). A "
+        "tensor that never changes may be a plain attribute instead of a buffer."
     )
 
 
@@ -194,7 +194,7 @@ def test_a_model_on_another_device_is_refused_before_any_job(name: str) -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         check_model(model)
     assert str(failed.value) == (
-        f"model: {name!r} is on the meta device and has no values. Give a function that makes the module and fills it, for example by "
+        f"model: {name!r} is on the meta device and has no values. Give a function that makes the module and initializes it, for example with "
         "module.to_empty(device='cpu') and reset_parameters() of its layers."
     )
 

@@ -499,8 +499,9 @@ def add_function(ctx: Any) -> None:
     [
         (
             Alters("on_epoch_begin", hook_layer, 2),
-            "The callback Alters has changed the model in on_epoch_begin of epoch 2: a hook of '0' is new. No checkpoint holds that, "
-            "and a run that resumes would differ. Do it in on_train_begin, which is called then too.",
+            "The callback Alters changed the model in on_epoch_begin of epoch 2: a hook of '0' is"
+            " new. A checkpoint cannot hold this change, so a resumed run would differ. Make the "
+            "change in on_train_begin, which a resumed run calls too.",
         ),
         (
             Alters("on_epoch_end", hook_parameter, 2),
@@ -514,7 +515,7 @@ def add_function(ctx: Any) -> None:
         ),
         (
             Remembers("on_train_begin", add_layer),
-            "The callback Remembers has changed the model in on_train_begin: the parameter '6.",
+            "The callback Remembers changed the model in on_train_begin: the parameter '6.",
         ),
         (Alters("on_step_end", add_buffer), "in on_step_end: the buffer '2.mean' is new"),
         (
@@ -523,7 +524,7 @@ def add_function(ctx: Any) -> None:
         ),
         (
             Alters("on_epoch_end", add_foreign_group),
-            "optimizer.param_groups[1] has got a parameter of shape (2,) that the model does not have, which no checkpoint",
+            "optimizer.param_groups[1] has a parameter of shape (2,) that the model does not have, so a checkpoint",
         ),
         (
             Alters("on_epoch_begin", add_function, 1),
@@ -531,10 +532,11 @@ def add_function(ctx: Any) -> None:
         ),
         (
             Alters("on_checkpoint", slow_down, 2),
-            "The callback Alters has changed the optimizer in on_checkpoint of epoch 2, behind the checkpoint: a run that resumes from it "
-            "would differ. Do it in on_epoch_end.",
+            "The callback Alters changed the optimizer in on_checkpoint of epoch 2, after the "
+            "checkpoint, so a run that resumes from the checkpoint would differ. Make this change in "
+            "on_epoch_end.",
         ),
-        (Alters("on_checkpoint", freeze, 2), "has changed the model in on_checkpoint of epoch 2"),
+        (Alters("on_checkpoint", freeze, 2), "changed the model in on_checkpoint of epoch 2"),
         (
             Alters("on_epoch_begin", replace_rate, 1),
             "the function 'the scheduler.lr_lambdas[0]' is another one",

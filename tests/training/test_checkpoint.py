@@ -120,8 +120,8 @@ def test_without_a_whole_checkpoint_the_error_names_them(store: Store) -> None:
         assert f"{url} is damaged: its SHA-256 is " in str(refused.value)
         store.delete(checkpoints.path(*position))
     assert str(refused.value).endswith(
-        "No checkpoint of this run is whole. Restore one from a copy; or delete the damaged ones, and a fit with "
-        "this run_id trains from the beginning."
+        "No checkpoint of this run is intact. Restore a checkpoint from a copy. Or delete the damaged"
+        " checkpoints; then a fit with this run_id trains from the beginning."
     )
     with pytest.warns(UserWarning, match="The run resumes from the beginning"):
         assert Checkpoints(store, RUN).latest() is None

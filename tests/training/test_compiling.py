@@ -85,8 +85,8 @@ def test_a_rank_without_a_compiler_says_so_on_all_ranks(
     for error in failed.value.errors.values():
         assert isinstance(error, InvalidArgumentError)
         assert str(error) == (
-            "compile=True: torch.compile needs a C++ compiler and Python's headers on every executor, on GPUs Triton too, "
-            f"and on rank 0 none of '{COMPILER}' was found. Install them there, set CXX to the compiler, or set "
+            "compile=True: torch.compile needs a C++ compiler and Python's headers on every executor, and Triton for GPUs, "
+            f"but on rank 0 none of '{COMPILER}' was found. Install them there, set CXX to the compiler, or set "
             "compile=False."
         )
 
@@ -96,7 +96,7 @@ def test_a_rank_without_a_compiler_says_so_on_all_ranks(
     [
         (True, (9, 0), ""),
         (True, (7, 0), ""),
-        (True, (6, 1), "the GPU has the compute capability 6.1, and Triton needs 7.0"),
+        (True, (6, 1), "the GPU has the compute capability 6.1, but Triton needs 7.0"),
         (False, (9, 0), "the module triton was not found"),
     ],
 )

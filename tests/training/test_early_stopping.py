@@ -75,5 +75,5 @@ def test_a_number_that_is_not_there_is_named() -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         best_epoch(history(1), Monitor("auc"))
     assert str(failed.value) == (
-        "monitor is 'auc', which the record of an epoch does not have as a number. It has 'epoch', 'x'."
+        "monitor is 'auc', but the record of an epoch has no number of that name. It has 'epoch', 'x'."
     )

@@ -48,8 +48,9 @@ def checked(model: nn.Module, low: int, high: int, columns: Any = (A, B), **inpu
 
 
 SAYS = (
-    "model: embedding 'table' has 10 rows, so its indices are from 0 to 9, and column 'a', which it looks up, is from 0 to 12 in "
-    "the data. Give it num_embeddings=13, or number the values from 0 without gaps."
+    "model: embedding 'table' has 10 rows, so its indices must be from 0 to 9, but column 'a', which "
+    "it looks up, has values from 0 to 12 in the data. Give the embedding num_embeddings=13, or number the values"
+    " from 0 without gaps."
 )
 
 
@@ -73,7 +74,7 @@ def test_a_column_beyond_its_table_is_named_before_the_start(model: nn.Module) -
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     with pytest.raises(
-        InvalidArgumentError, match=r"from -1 to 9 in the data. Number the values from 0\.$"
+        InvalidArgumentError, match=r"from -1 to 9 in the data\. Number the values from 0\.$"
     ):
         checked(model, -1, 9)
 
@@ -181,7 +182,9 @@ def test_the_error_of_a_lookup_names_table_index_and_columns() -> None:
         "the batch 'a' (from 3 to 11 in this batch) holds it."
     )
     says = failed(Model(lambda a, b: a + b), a, b, **columns)
-    assert says.endswith("index 15. No column of the batch holds it: the model computes it.")
+    assert says.endswith(
+        "index 15. No column of the batch contains this index, so the model computes it."
+    )
     bag = Model(lambda a, b: a[:, None], nn.EmbeddingBag(ROWS, 2))
     assert "Embedding 'table' has 10 rows, and the model looks up index 11." in failed(
         bag, a, b, **columns

@@ -212,7 +212,7 @@ def test_parameters_that_no_optimizer_holds_are_named() -> None:
             check_optimizer(optimizer, model, model, others)
         return [str(each.message) for each in caught]
 
-    text = "to which the loss refers: {}. They are not trained. Give an optimizer over"
+    text = "in the optimizer: {}. They are not trained. Give an optimizer with"
     named, steps = (
         LossState([closure], (), model),
         LossState((), (), model, {"train_step": closure}),
@@ -490,7 +490,8 @@ def test_an_optimizer_of_another_model_is_still_refused() -> None:
     model = linear()
     loss = Uncertain()
     with pytest.raises(
-        InvalidArgumentError, match="the model does not have: .* Those of the loss may be in it"
+        InvalidArgumentError,
+        match="the model does not have, .* parameters\\(\\) and the loss's parameters",
     ):
         check_optimizer(adam(linear().parameters()), model, model, LossState([loss], (), model))
 

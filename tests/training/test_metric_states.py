@@ -206,6 +206,6 @@ def test_a_metric_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
     assert errors
     for error in errors:
         assert str(error) == (
-            "metric 'Curve' gave tuple; the history of a fit holds numbers. Give a metric whose compute() returns a tensor "
-            "or a dict of tensors."
+            "metric 'Curve' returned tuple, but the history of a fit holds only numbers. Give a "
+            "metric whose compute() returns a tensor or a dict of tensors."
         )

@@ -64,8 +64,8 @@ def test_a_group_with_another_number_is_named() -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         resolve_metrics([[own, "mse", "mae"]], ["a", "b"], ["identity", "identity"])
     assert str(failed.value) == (
-        "metrics has a group of 3 functions, and there are 2 labels. A list inside the list has one function per label (None "
-        "for a label without one), or one function for all."
+        "metrics has a group of 3 functions, but there are 2 labels. A list inside the list must have"
+        " one function per label (None for a label without a metric), or one function for all labels."
     )
 
 
@@ -79,13 +79,13 @@ def test_means_come_in_the_order_of_the_metrics() -> None:
     [
         (
             ["recall"],
-            "metrics names 'recall', which is not built in. Give one of accuracy, mse, mae, f1, auc, or a function of (output, "
-            "label).",
+            "metrics has the name 'recall', which is not a built-in metric. Give one of accuracy, "
+            "mse, mae, f1, auc, or a function of (output, label).",
         ),
         ([3], "metrics holds 3. Every entry must be a name or a function of (output, label)."),
         (
             {"epoch": own},
-            "metrics: the name 'epoch' is taken. Give a dict from other names to functions.",
+            "metrics: the name 'epoch' is reserved. Give a dict from other names to functions.",
         ),
     ],
 )

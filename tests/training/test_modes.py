@@ -156,7 +156,10 @@ class Raises(OwnLoop):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (OwnLoop, r"OwnLoop\.train is not the train of torch\.nn\.Module: .*train\(mode=True\)"),
+        (
+            OwnLoop,
+            r"OwnLoop\.train does not do what train of torch\.nn\.Module does: .*train\(mode=True\)",
+        ),
         (LoopOfEpochs, r"LoopOfEpochs\.train is not .*leaves `training` True"),
         (EvalOfRows, r"EvalOfRows\.eval is not .*eval\(\) without arguments"),
         (Raises, r"Raises\.train is not .*NotImplementedError: no modes here"),

@@ -70,7 +70,7 @@ class Masked(nn.Module):
 
 def test_a_loss_over_all_pairs_is_described_with_shapes_and_the_line_to_write() -> None:
     text = said(squeezed)
-    assert text.startswith("loss gives the same number when the labels of a batch are permuted")
+    assert text.startswith("loss returns the same number when the labels of a batch are permuted")
     assert "output as (rows, 1) and the label as (rows, 1)" in text
     assert "`output, label = output.squeeze(1), label.squeeze(1)`" in text
     assert "set pairs_rows=False" in text
@@ -103,7 +103,7 @@ def test_a_loss_over_all_pairs_is_described_with_shapes_and_the_line_to_write() 
 def test_losses_over_all_pairs_are_found(
     loss: Any, output: Tensor, label: Tensor, per_row: bool
 ) -> None:
-    assert said(loss, output, label, per_row=per_row).startswith("loss gives the same number")
+    assert said(loss, output, label, per_row=per_row).startswith("loss returns the same number")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_torchmetrics_of_the_users_own_are_tried() -> None:
             return self.total / self.rows
 
     text = of_metric(Mean(lambda o, t: ((o[:, None] - t) ** 2).mean()))
-    assert text.startswith("metric 'm' gives the same number when the labels")
+    assert text.startswith("metric 'm' returns the same number when the labels")
     assert "output as (rows,) and the label as (rows,)" in text
     for right in (Mean(F.mse_loss), Mean(lambda o, t: [][0]), torchmetrics.MeanSquaredError()):
         assert of_metric(right) == ""

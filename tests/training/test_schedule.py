@@ -119,8 +119,8 @@ def test_a_plateau_per_step_is_refused(store: Store) -> None:
     for error in failed.value.errors.values():
         assert isinstance(error, InvalidArgumentError)
         assert str(error) == (
-            "lr_scheduler_interval is 'step' and lr_scheduler makes a ReduceLROnPlateau, which looks at a number of each "
-            "epoch. Leave lr_scheduler_interval at 'epoch'."
+            "lr_scheduler_interval is 'step', but lr_scheduler makes a ReduceLROnPlateau, which needs"
+            " a number of each epoch. Leave lr_scheduler_interval at 'epoch'."
         )
 
 

@@ -289,8 +289,8 @@ def test_ranks_find_a_loss_over_all_pairs_of_rows_where_the_driver_could_not(
     assert case.train(1).warning == ""
     store.delete(RUN_DIR)
     said = case.train(2, checks_pairs=True).warning
-    assert said.startswith("loss gives the same number when the labels")
-    assert "metric 'mine' gives the same number" in said
+    assert said.startswith("loss returns the same number when the labels")
+    assert "metric 'mine' returns the same number" in said
 
 
 @pytest.mark.parametrize(

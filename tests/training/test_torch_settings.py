@@ -125,7 +125,7 @@ def test_the_newer_names_of_a_setting_go_too() -> None:
 def test_what_cannot_be_set_is_a_warning() -> None:
     with (
         pytest.warns(
-            UserWarning, match=r"torch\.backends\.of_later to True, which cannot be set here"
+            UserWarning, match=r"torch\.backends\.of_later to True, but this process cannot set it"
         ),
         as_on_driver({"backends.of_later": True}),
     ):
@@ -133,12 +133,14 @@ def test_what_cannot_be_set_is_a_warning() -> None:
     with torch.autocast("cpu"), pytest.warns(UserWarning, match=r"Give precision='bf16-mixed'"):
         settings_here()
     hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: output)
-    with pytest.warns(UserWarning, match="Hooks of all modules .* in this process only"):
+    with pytest.warns(UserWarning, match="Global module hooks .* in this process only"):
         settings_here()
     hook.remove()
     torch.set_default_device("meta")
     try:
-        with pytest.warns(UserWarning, match=r"set_default_device\('meta'\) holds in this process"):
+        with pytest.warns(
+            UserWarning, match=r"set_default_device\('meta'\) applies to this process"
+        ):
             settings_here()
     finally:
         torch.set_default_device(None)

@@ -293,7 +293,7 @@ def test_a_run_that_has_more_epochs_is_refused(store: Store) -> None:
     case.train(1, epochs=2)
     with pytest.raises(RanksFailed) as failed:
         case.train(1, epochs=1)
-    assert "it has 2 epochs, and epochs is 1." in str(failed.value.errors[0])
+    assert "it has 2 epochs, but epochs is 1." in str(failed.value.errors[0])
 
 
 def test_checkpoints_are_read_without_unpickling_and_old_ones_go(store: Store) -> None:
@@ -444,8 +444,8 @@ class TwoColumns(nn.Module):
         (
             linear(),
             lambda output, label: (output - label).square(),
-            "The first batch, on rank 0: loss returned shape (32, 1) for an output of shape (32, 1) and a label of "
-            "shape (32, 1); it must return one number, the mean over the rows.",
+            "The first batch, on rank 0: loss returned shape (32, 1) for an output of shape (32, "
+            "1) and a label of shape (32, 1); it must return one number, the mean over the rows.",
         ),
         (
             linear(),
@@ -473,8 +473,8 @@ class TwoColumns(nn.Module):
         (
             linear(outputs=32),  # as many outputs as rows: (32,) would broadcast over (32, 32)
             lambda output, label: (output - label).square().mean(),
-            "The first batch, on rank 0: Label 'y' has shape (32,) and the model's output (32, 32): the loss "
-            "broadcasts one over the other.",
+            "The first batch, on rank 0: Label 'y' has shape (32,), but the model's output has shape "
+            "(32, 32), and the loss broadcasts them.",
         ),
     ],
 )
@@ -523,8 +523,9 @@ def test_an_index_beyond_an_embedding_is_named_in_any_batch(
     with pytest.raises(RanksFailed) as failed:
         case.train(1)
     assert str(failed.value.errors[0]).endswith(
-        "model or loss raised IndexError: index out of range in self. Embedding 'tables.main' has 40 rows, and the model looks up index 100. No column "
-        "of the batch holds it: the model computes it."
+        "model or loss raised IndexError: index out of range in self. Embedding 'tables.main' has 40 "
+        "rows, and the model looks up index 100. No column of the batch contains this index, so the "
+        "model computes it."
     )
 
 
@@ -567,7 +568,10 @@ def test_the_weights_of_a_large_model_travel_beside_the_program(
     assert spec.program_weights is not None
     assert spec.program_weights.load().keys() == model.state_dict().keys()
     store.write_bytes(spec.program_weights.path, b"")
-    with pytest.raises(InternalError, match="program-weights.pt is not what its name says"):
+    with pytest.raises(
+        InternalError,
+        match="program-weights.pt has other content than was written: its SHA-256 differs",
+    ):
         spec.program_weights.load()
 
 

@@ -103,7 +103,7 @@ def test_averages_are_in_the_model_that_comes_back(store: Store, ranks: Any) -> 
 def test_the_best_epoch_has_the_weights_that_were_validated(store: Store) -> None:
     best = case(store, Averages(), options={"has_validation": True, "validation": 0.25})
     trained = best.train(1, return_best=True)
-    assert trained.warning.startswith("A callback has changed the model's weights in on_train_end")
+    assert trained.warning.startswith("A callback changed the model's weights in on_train_end")
     kept, found = best.checkpoint(trained.epoch), result(store, trained.epoch)
     assert not kept.final
     assert all(torch.equal(found[name], kept.model[name]) for name in found)

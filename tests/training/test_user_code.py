@@ -144,7 +144,7 @@ def backward(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) -> torc
         (backward, "train_step called backward(). Only return the loss"),
         (
             lambda model, batch, ctx: ctx.log("loss", 1.0),
-            "ctx.log('loss', ...): the name is taken or no text.",
+            "ctx.log('loss', ...): the name is reserved or not a text.",
         ),
         (
             lambda model, batch, ctx: ctx.log("mine", batch["x"]),
@@ -316,8 +316,8 @@ class Holds(Callback):
 def test_a_state_of_a_callback_that_could_not_be_read_is_refused(store: Store) -> None:
     custom = case(store, user={"callbacks": [Holds(np.zeros(2))]})
     assert str(failures(custom, 1)[0]) == (
-        "The callback Holds has a ndarray in its state_dict(), which a checkpoint cannot be read with. It may hold "
-        "numbers, texts, lists, dicts and tensors."
+        "The callback Holds has a ndarray in its state_dict(), so a checkpoint with it could not be "
+        "read. A state may hold numbers, texts, lists, dicts and tensors."
     )
     custom.user["callbacks"] = [Holds(np.float64(0.25))]
     custom.train(2)
@@ -440,7 +440,7 @@ class Elsewhere(Callback):
         ),
         (
             HalfState(),
-            "callbacks[0] (HalfState) has only one of state_dict and load_state_dict. Give both, or none.",
+            "callbacks[0] (HalfState) has only one of state_dict and load_state_dict. Define both or neither.",
         ),
         (Elsewhere(), "callbacks[0] (Elsewhere): ranks is 1; it must be 'all' or 0."),
     ],
@@ -692,8 +692,8 @@ def test_a_transformation_that_changes_its_mind_stops_all_ranks(store: Store) ->
     assert set(errors) == {0, 1}
     for error in errors.values():
         assert str(error) == (
-            "The first batch, on rank 0: batch_transform_fn returned 'x' with rows of shape [2], and the first rows of "
-            "the data had [3]; every row must have the same shape."
+            "The first batch, on rank 0: batch_transform_fn returned 'x' with rows of shape [2], but "
+            "the first rows of the data had the shape [3]; every row must have the same shape."
         )
 
 
@@ -727,17 +727,17 @@ def three(model: Any, batch: Any, ctx: Any) -> None: ...
         ),
         (
             {"validation_step": three},
-            "validation_step is given, and there are no validation rows. Set validation, for example 0.1.",
+            "validation_step is given, but there are no validation rows. Set validation, for example 0.1.",
         ),
         (
             {"train_step": three, "validation": 0.1},
-            "validation is given with train_step, and there is neither validation_step nor loss to validate with. Give "
-            "one of them.",
+            "validation is given with train_step, but there is neither validation_step nor loss to "
+            "validate with. Give validation_step or loss.",
         ),
         (
             {"train_step": three, "metrics": ["mse"]},
-            "metrics would have no effect: with train_step they are taken of validation rows, unless there is a "
-            "validation_step. Report them with ctx.log(name, value).",
+            "metrics would have no effect: with train_step they are computed only for validation "
+            "rows, and only without validation_step. Report them with ctx.log(name, value).",
         ),
     ],
 )

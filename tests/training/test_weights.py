@@ -63,8 +63,8 @@ def test_weights_of_a_store(
     with pytest.raises(InvalidArgumentError) as missing:
         stored.load()
     assert str(missing.value) == (
-        f"The weights {store.full_url(stored.path)} are not there for this executor. Give a store that all executors "
-        "share, and keep it for as long as the model is used."
+        f"The weights {store.full_url(stored.path)} do not exist on this executor. Give a store that all executors "
+        "share, and keep it as long as the model is used."
     )
 
 
@@ -74,7 +74,9 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
         weights.store_weights(TENSORS, "0" * 64, store)
     assert store.list("models") == []
     store.write_bytes(f"models/{'0' * 64}", b"other")
-    with pytest.raises(InternalError, match="is not what its name says"):
+    with pytest.raises(
+        InternalError, match="has other content than was written: its SHA-256 differs"
+    ):
         Weights("0" * 64, None, store).load()
 
 

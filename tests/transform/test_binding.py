@@ -216,20 +216,20 @@ def test_losses_or_links_tell_how_probabilities_follow(
         ),
         (
             {"feature_cols": "n", "input_shapes": [[-1, 4]]},
-            r"'n' is of type array<array<double>>, and input_shapes gives \[4\] .* flatten\(n\)",
+            r"'n' is of type array<array<double>>, but input_shapes gives \[4\] .* flatten\(n\)",
         ),
         ({"feature_cols": "a", "input_shapes": [[-1, 3]]}, r"failed on two rows .*2x3 and 4x1"),
-        ({"feature_cols": "k"}, "if the model wants floats, give feature_dtypes={'k': 'float32'}"),
+        ({"feature_cols": "k"}, "if the model needs floats, give feature_dtypes={'k': 'float32'}"),
         (
             {"feature_cols": ["k", "d"], "input_shapes": [[-1, 4]]},
             "has 1 shapes and feature_cols 2",
         ),
-        ({"label_cols": ["y", "z"]}, "returned 1 outputs and label_cols has 2 columns"),
+        ({"label_cols": ["y", "z"]}, "returned 1 outputs, but label_cols has 2 columns"),
         (
             {"label_cols": None},
-            "nothing names the module's 1 outputs. Set outputCols, or label_cols",
+            "the module's 1 outputs have no names. Set outputCols, or label_cols",
         ),
-        ({"loss": ["mse", "mse"]}, "was given 2 losses, and its module has 1 outputs"),
+        ({"loss": ["mse", "mse"]}, "was given 2 losses, but its module has 1 outputs"),
     ],
 )
 def test_what_does_not_fit_is_named(params: dict[str, Any], says: str) -> None:
@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_named(params: dict[str, Any], says: str) -> None:
 
 def test_modules_that_cannot_travel_are_named() -> None:
     with pytest.raises(
-        InvalidArgumentError, match="parameter 'weight' has no shape yet. Run the lazy"
+        InvalidArgumentError, match="parameter 'weight' of a lazy module has no shape yet. Run the"
     ):
         TorchModel().setModel(nn.LazyLinear(2))
     locked = nn.Linear(4, 2)
@@ -273,7 +273,7 @@ def test_arguments_of_the_constructor() -> None:
     assert TorchModel().setModel(other).setModel(module).getModel().in_features == 2
     with pytest.warns(UserWarning, match="_metadata has no effect in TorchModel: types follow"):
         TorchModel(model=module, _metadata={"x": 1})
-    with pytest.raises(InvalidArgumentError, match="those of a module. Give model, too"):
+    with pytest.raises(InvalidArgumentError, match="describe a trained module. Give model, too"):
         TorchModel(history=history)
     with pytest.raises(
         InvalidArgumentError, match="link is 'logit'. Give the loss of the training"

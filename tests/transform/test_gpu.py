@@ -80,7 +80,7 @@ def test_a_gpu_that_is_not_there_is_an_error(sees: Any) -> None:
         with pytest.raises(InvalidArgumentError) as e:
             choose(use_gpu, TaskGpus(addresses))
         assert str(e.value) == (
-            f"transform: {why}, and torch {torch.__version__} of the worker on host {host} sees none. Install torch "
+            f"transform: {why}, but torch {torch.__version__} of the worker on host {host} sees no GPU. Install torch "
             "with CUDA there, or set use_gpu=False on the model."
         )
     sees(1)
@@ -88,7 +88,7 @@ def test_a_gpu_that_is_not_there_is_an_error(sees: Any) -> None:
         with pytest.raises(InvalidArgumentError) as e:
             choose(None, TaskGpus((address,)))
         assert str(e.value) == (
-            f"transform: Spark gave the task the GPU with address {address}, and the worker on host {host} sees 1, "
+            f"transform: Spark gave the task the GPU with address {address}, but the worker on host {host} sees 1 GPUs, "
             "numbered from 0. Let the discovery script print such numbers, or UUIDs; or set use_gpu=False on the model."
         )
 
@@ -190,7 +190,9 @@ def test_a_folder_of_another_user_is_refused_at_once(sees: Any, tmp_path: Path) 
         names.append("foreign")
     for name in names:
         with (
-            pytest.raises(InvalidArgumentError, match=f"{name} is not a folder of this user"),
+            pytest.raises(
+                InvalidArgumentError, match=f"{name} is not a folder, or belongs to user"
+            ),
             held(cuda, folder=tmp_path / name, wait_s=1),
         ):
             pass

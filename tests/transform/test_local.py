@@ -259,7 +259,9 @@ def test_paths_urls_and_stores_are_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InvalidArgumentError, match=r"no saved model here for this process\. .*URL"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"this process finds no saved model there\. .*URL"
+    ):
         load_local(tmp_path / "empty")
     with pytest.raises(InvalidArgumentError, match=r"pipeline of 2 stages.*/stages/1_TorchClass"):
         load_local(PIPELINE)
@@ -273,8 +275,8 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         ("[1]", "this is a None"),
         ({**whole, "class": "mine.Model"}, "this is a mine.Model"),
         ({**whole, KEY: {**whole[KEY], "format_version": 99}}, "has format version 99"),
-        ({**whole, KEY: {**whole[KEY], "inputs": 3}}, "not as sparkhvd saves it"),
-        ({**whole, KEY: {**whole[KEY], "params": None}}, "not as sparkhvd saves it"),
+        ({**whole, KEY: {**whole[KEY], "inputs": 3}}, "in a form that sparkhvd does not save"),
+        ({**whole, KEY: {**whole[KEY], "params": None}}, "in a form that sparkhvd does not save"),
     ):
         file.write_text(metadata if isinstance(metadata, str) else json.dumps(metadata))
         with pytest.raises(InvalidArgumentError, match=says):
@@ -551,11 +553,11 @@ def test_no_rows_give_no_rows(data: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ({"a": [1.0], "x": [[1, 2, 3]]}, "column 'k', which the data does not have.* 'a', 'x'"),
-        (pd.DataFrame({"A": [1.0]}).iloc[:0], "column 'a', which the data does not have.* 'A'"),
+        ({"a": [1.0], "x": [[1, 2, 3]]}, "column 'k', which the data do not have.* 'a', 'x'"),
+        (pd.DataFrame({"A": [1.0]}).iloc[:0], "column 'a', which the data do not have.* 'A'"),
         (
             {**VALUES, "x": VALUES["x"][:, :2]},
-            "'x' has 2 elements per row in a batch; the model takes 3",
+            "'x' has 2 elements per row in a batch, but the model takes 3",
         ),
         ({**VALUES, "x": VALUES["a"]}, "'x' is of type double; the model was trained with vector"),
         (
@@ -568,7 +570,7 @@ def test_no_rows_give_no_rows(data: Any) -> None:
         ({**VALUES, "a": object()}, "column 'a' is a object; give an array"),
         ({**VALUES, "a": np.ones(ROWS) * 1j}, "column 'a' cannot be read: Arrow"),
         (np.zeros((2, 4)), r"shape \(2, 4\), and the model reads \(rows, 5\): 'a' 1, 'x' 3, 'k' 1"),
-        (np.zeros(5), r"shape \(5,\), and the model reads"),
+        (np.zeros(5), r"shape \(5,\), but the model reads"),
         (np.float64(3), r"got a numpy\.float64\. Give a pandas"),
         ([1, 2], r"got a builtins\.list\. Give"),
         (

@@ -89,7 +89,7 @@ def test_several_outputs_have_no_prediction() -> None:
 
 @pytest.mark.parametrize("link", ["identity", "value"])
 def test_probabilities_that_no_loss_tells_need_a_function(link: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="does not say how probabilities follow"):
+    with pytest.raises(InvalidArgumentError, match="does not define how to compute probabilities"):
         outputs((link,), (3,), probabilityCol="p")
     assert outputs((link,), (3,), probabilityCol="p", output_fn=print)[-1].name == "p"
 
@@ -114,14 +114,16 @@ def test_widths_of_an_own_function_are_not_known() -> None:
 
 @pytest.mark.parametrize(
     ("taken", "remedy"),
-    [("PREDICTION", "predictionCol=''"), ("y__output", "outputCols with '' in its place")],
+    [("PREDICTION", "predictionCol=''"), ("y__output", "outputCols with '' at its position")],
 )
 def test_a_column_that_exists_is_an_error_that_says_how_to_leave_it_out(
     taken: str, remedy: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="which exists already") as wrong:
         outputs(("value",), (1,), existing=(taken,))
-    assert f"Drop it first, set another name, or leave it out: {remedy}." in str(wrong.value)
+    assert f"Drop the existing column, set another name, or omit the output: {remedy}." in str(
+        wrong.value
+    )
     left_out: Any = {"predictionCol": ""} if taken == "PREDICTION" else {"outputCols": [""]}
     assert outputs(("value",), (1,), existing=(taken,), **left_out)
 

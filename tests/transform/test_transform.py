@@ -211,7 +211,7 @@ def test_columns_that_cannot_be_used_are_named_before_a_job(df: DataFrame) -> No
         ),
         (
             wide,
-            "transform: column 'x' has 3 elements per row, as its metadata say; the model takes 2.",
+            "transform: column 'x' has 3 elements per row according to its metadata, but the model takes 2.",
         ),
     ):
         with pytest.raises(InvalidArgumentError) as wrong:
@@ -221,7 +221,7 @@ def test_columns_that_cannot_be_used_are_named_before_a_job(df: DataFrame) -> No
         model.transform(df.withColumn("x", F.col("s")))
     # Only the rows tell how long an array is.
     with pytest.raises(
-        Exception, match="column 'x' has 3 elements per row in a batch; the model takes"
+        Exception, match="column 'x' has 3 elements per row in a batch, but the model takes"
     ):
         model.transform(df.select(F.array(*[F.lit(1.0)] * 3).alias("x"))).collect()
 
@@ -232,8 +232,8 @@ def test_names_are_compared_as_spark_compares_them(df: DataFrame) -> None:
     with pytest.raises(InvalidArgumentError) as wrong:
         model.transform(taken)
     assert str(wrong.value) == (
-        "transform would add column 'y__output', which exists already as 'Y__OUTPUT'. Drop it first, set another "
-        "name, or leave it out: outputCols with '' in its place."
+        "transform would add column 'y__output', which exists already as 'Y__OUTPUT'. Drop the existing column, set another "
+        "name, or omit the output: outputCols with '' at its position."
     )
     with pytest.raises(InvalidArgumentError, match="add column 'Y__Output', which exists already"):
         model.copy().setPredictionCol("Y__Output").transform(df)
@@ -261,7 +261,7 @@ def test_columns_that_cannot_pass_are_named(df: DataFrame, expression: str, kind
     with pytest.raises(InvalidArgumentError) as wrong:
         fitted(mlp(2)).transform(df.withColumn("odd", F.expr(expression)))
     assert str(wrong.value) == (
-        f"transform: column 'odd' is of type {kind}, which Spark cannot send through a Python function. Drop it before, "
+        f"transform: column 'odd' is of type {kind}, which Spark cannot send through a Python function. Drop it first, "
         "or cast it (for example to string) and back."
     )
 
@@ -294,7 +294,7 @@ def test_a_decoder_before_a_transformation_is_named(df: DataFrame) -> None:
     with pytest.raises(InvalidArgumentError) as wrong:
         model.transform(df.selectExpr("X'00' AS x"))
     assert str(wrong.value) == (
-        "transform: column 'x' is of type binary. In training transformation_fn changed what decoders['x'] gave, and "
+        "transform: column 'x' is of type binary. In training transformation_fn changed the result of decoders['x'], but "
         "transform calls no transformations. Give a column of numbers as the model gets them: [2] per row, float32."
     )
     assert model.transform(df.selectExpr("array(1.0D, 2.0D) AS x").limit(2)).count() == 2

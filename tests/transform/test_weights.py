@@ -271,6 +271,6 @@ def test_horovods_names(df: DataFrame) -> None:
     with pytest.raises(InvalidArgumentError) as wrong:
         model.setModel(nn.Linear(2, 3))
     assert str(wrong.value) == (
-        "setModel: the module's outputs have (3,) elements per row; those of the trained one have (1,). Give a "
+        "setModel: the module's outputs have (3,) elements per row, but the trained module's outputs have (1,). Give a "
         "module with the same outputs, or fit it."
     )

@@ -237,7 +237,7 @@ def test_a_task_computes_with_as_many_threads_as_it_has_cores(
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ([1.0, 2.0, 3.0], "has 3 elements per row in a batch; the model takes 4."),
+        ([1.0, 2.0, 3.0], "has 3 elements per row in a batch, but the model takes 4."),
         ([1.0, None, 1.0, 1.0], "is null, or has a null element, in 1 rows of a batch. Fill or"),
         (
             None,

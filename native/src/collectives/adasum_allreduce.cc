@@ -1,7 +1,7 @@
-// Adasum (arXiv:2006.02924): gradients are combined in pairs, then the pairs' results, and so on, so
-// the team's size is a power of two; each tensor separately. In step k a rank and its partner, whose
-// index differs in bit k, exchange their whole vectors, and both combine them, the lower index first: so
-// all ranks of a group always hold the same bits. log2(N) S bytes sent per rank.
+// Adasum (arXiv:2006.02924): gradients are combined in pairs, then the results of the pairs, and so on, so the team's
+// size must be a power of two. Each tensor is combined separately. In step k a rank and its partner, with an index that
+// differs in bit k, exchange their whole vectors. Both combine them with the lower index first, so they get the same
+// bits. Each rank sends log2(N) S bytes.
 #include <cstring>
 #include <memory>
 
@@ -25,7 +25,7 @@ class Adasum {
   std::span<std::byte> mine() const noexcept { return {mine_.get(), bytes_}; }
   std::span<std::byte> theirs() const noexcept { return {theirs_.get(), bytes_}; }
 
-  /// Scales and widens this rank's tensors.
+  /// Copies this rank's tensors, scaled and converted to the accumulation type.
   void read() const {
     std::size_t begin = 0;
     pieces_.for_range(0, pieces_.bytes(), [&](const Pieces::Part& part) {
@@ -97,7 +97,7 @@ Task adasum_allreduce(Context& context) {
       transfers.send(partner, work.mine());
       transfers.receive(partner, work.theirs());
     }
-    // Also for ranks of the island with a partner elsewhere, because slots are counted together.
+    // A rank with a partner in another island takes part too, because all ranks of an island count chunks equally.
     Passage passage;
     if (std::ranges::any_of(team.island(), [&](Rank rank) { return is_mate(partner_of(rank)); })) {
       passage.chunks = (work.mine().size() + chunk_bytes - 1) / chunk_bytes;

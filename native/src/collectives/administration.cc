@@ -1,5 +1,5 @@
-// Collectives on the engine itself: barrier and join, process sets, registered memory, settings. The engine executes most
-// of them when their turn comes. Also messages from rank to rank, which are not collectives.
+// Specs of the operations on the engine itself: barrier, join, process sets, registered memory and settings. The engine
+// executes most of them itself, in the negotiated order. Messages (send and receive) have their specs here too.
 #include <cstdint>
 
 #include "collectives/collectives.h"
@@ -24,7 +24,7 @@ void check_new_set(const Submitted& submitted) {
                        std::to_string(submitted.world_size - 1) + ".");
     }
     if (i > 0 && numbers[i] <= numbers[i - 1]) {
-      submitted.refuse("the ranks must be ascending, each once.");
+      submitted.refuse("the ranks must be ascending and without duplicates.");
     }
   }
 }
@@ -32,7 +32,9 @@ void check_new_set(const Submitted& submitted) {
 void check_old_set(const Submitted& submitted) {
   const auto& numbers = submitted.descriptor.numbers;
   if (numbers.size() != 1 || numbers[0] < 1 || numbers[0] > INT32_MAX) {
-    submitted.refuse("give the id of a process set that was added; 0, all ranks, stays.");
+    submitted.refuse(
+        "give the id of a process set that was added; process set 0 has all ranks and cannot be "
+        "removed.");
   }
   check_is_global(submitted);
 }
@@ -44,10 +46,12 @@ void check_registration(const Submitted& submitted) {
     submitted.refuse("give a number of bytes from 1 to 64 TiB.");
   }
   if (numbers.size() == 2 && numbers[1] != 0 && numbers[1] != 1) {
-    submitted.refuse("the second number is 1 for one piece per host, or 0.");
+    submitted.refuse("the second number must be 1 for one piece per host, or 0.");
   }
   if (submitted.descriptor.is_on_device && numbers.size() == 2 && numbers[1] == 1) {
-    submitted.refuse("the ranks of a host have no common piece of their devices' memory.");
+    submitted.refuse(
+        "the ranks of a host have no common piece of their devices' memory, so the second number "
+        "must be 0.");
   }
 }
 
@@ -63,7 +67,7 @@ void check_knobs(const Submitted& submitted) {
     if (numbers[knob] == 0 || (numbers[knob] > 0 && value >= low && value <= high)) return;
     submitted.refuse(std::string(name) + " is " + std::to_string(numbers[knob]) +
                      "; it must be from " + std::to_string(low) + " to " + std::to_string(high) +
-                     ", or 0 to leave it.");
+                     ", or 0 to keep its value.");
   };
   check(SPARKHVD_KNOB_CHUNK_BYTES, "chunk_bytes", 4096, submitted.slot_bytes);
   check(SPARKHVD_KNOB_STREAMS, "streams", 1, submitted.streams);

@@ -1,5 +1,5 @@
-// Allgather with unequal first dimensions, of one or several tensors: every block goes once over
-// the network to one rank of each other island, and from there through shared memory to the rest.
+// Allgather of tensors with unequal first dimensions. Every block is sent over the network once to a rank of each other
+// island. That rank passes it on to its island through shared memory.
 #include <numeric>
 
 #include "collectives/collectives.h"
@@ -9,7 +9,7 @@
 namespace sparkhvd {
 namespace {
 
-/// Positions of the blocks in the result: tensor after tensor, each ordered by member.
+/// Positions of the blocks in the result: tensor after tensor, and inside a tensor by member.
 class Blocks {
  public:
   Blocks(const Descriptor& descriptor, std::span<const std::int64_t> rows, std::size_t members)

@@ -1,5 +1,5 @@
-// The inverse of reducescatter, in place: an allgather with blocks at their final positions, so nothing is allocated or
-// copied.
+// The inverse of reducescatter, in place: an allgather of blocks that are already at their final positions, so no
+// memory is allocated or copied.
 #include "collectives/collectives.h"
 #include "collectives/spec.h"
 #include "nccl/calls.h"

@@ -1,4 +1,4 @@
-// Allreduce: choice of its algorithm, by the places of the ranks and the tensors.
+// Allreduce: chooses the algorithm by the islands of the ranks and the memory of the tensors.
 #include <algorithm>
 #include <bit>
 
@@ -10,7 +10,7 @@
 namespace sparkhvd {
 namespace {
 
-// Up to this size every rank reduces everything itself, because a saved message counts more than the bytes.
+// Up to this size every rank reduces all data itself: this sends more bytes, but saves a message.
 constexpr std::size_t kSymmetricBytes = 16 << 10;
 
 enum class Choice { kNothing, kLone, kShared, kMailbox, kRegistered, kSymmetric, kIslands };
@@ -22,7 +22,7 @@ bool are_mailboxes(const Communicator& communicator, const Execute& agreed) {
          });
 }
 
-/// Equal on all ranks, and on the ranks that have joined.
+/// Chooses the algorithm. The choice is equal on all ranks, including the ranks that have joined.
 Choice choose(const Communicator& communicator, const Team& team, const Descriptor& descriptor,
               const Execute& agreed) {
   const std::size_t bytes = total_bytes(descriptor);

@@ -1,5 +1,5 @@
-// Alltoall with any number of rows between all ranks: directly from the tensor to the result between
-// islands, through the slots of shared memory inside them.
+// Alltoall with any number of rows between any two ranks. Between islands the bytes move directly from tensor to
+// result, inside an island through the slots of shared memory.
 #include <cstring>
 
 #include "collectives/collectives.h"
@@ -11,8 +11,8 @@
 namespace sparkhvd {
 namespace {
 
-/// Bytes from and to this rank, and their positions in its tensor, in its result, and in the streams between
-/// the ranks of the island.
+/// Bytes from and to this rank: their positions in its tensor, in its result, and in the streams inside the island. A
+/// rank's stream has all rows that it sends to the other ranks of its island.
 class Exchange {
  public:
   explicit Exchange(const Context& context)
@@ -23,11 +23,11 @@ class Exchange {
         row_elements(descriptor.shapes.at(0), descriptor.dtype) * element_size(descriptor.dtype);
   }
   std::span<const std::int64_t> incoming_rows() const { return rows_.incoming; }
-  /// In this rank's tensor: the rows for `to`.
+  /// Range of the rows for `to` in this rank's tensor.
   Range outgoing(std::size_t to) const { return range(outgoing_, to); }
-  /// In this rank's result: the rows of `from`; the number of ranks itself is behind the end.
+  /// Range of the rows from `from` in this rank's result. `from` may be the number of ranks, for the end of the result.
   Range incoming(std::size_t from) const { return range(rows_.incoming, from); }
-  /// Start of this rank's part in the stream of the island's rank `local`.
+  /// Start of this rank's rows in the stream of the island's rank `local`.
   std::size_t stream_begin(std::size_t local) const { return bytes(rows_.before[local]); }
   std::size_t longest_stream() const { return bytes(rows_.longest); }
 
@@ -66,7 +66,7 @@ Task alltoall(Context& context) {
 
   Transfers transfers(context.communicator);
   for (std::size_t i = 1; i < team.size(); ++i) {
-    // Each rank begins with its next neighbour, so that not all send to the same rank first.
+    // Each rank begins with another rank, so that the ranks do not all send to the same rank first.
     const std::size_t to = (team.index() + i) % team.size();
     const std::size_t from = (team.index() + team.size() - i) % team.size();
     const auto is_mate = [&](std::size_t member) {
@@ -82,8 +82,8 @@ Task alltoall(Context& context) {
 
   const std::size_t chunk_bytes = communicator.knobs().chunk_bytes;
   struct Wanted {
-    Range place;            // in the result
-    std::size_t begin = 0;  // in the stream of the sender
+    Range place;            // range in the result
+    std::size_t begin = 0;  // position in the sender's stream
   };
   std::vector<Wanted> wanted(team.local_size());
   for (std::size_t local = 0; local < team.local_size(); ++local) {
@@ -93,7 +93,7 @@ Task alltoall(Context& context) {
   }
   Passage passage;
   passage.chunks = (exchange.longest_stream() + chunk_bytes - 1) / chunk_bytes;
-  RangeList given;  // the stream of this rank, in its tensor
+  RangeList given;  // this rank's stream, as ranges of its tensor
   for (const Rank local_peer : team.island()) {
     if (local_peer != team.self()) given.add(exchange.outgoing(team.index_in(local_peer)));
   }
@@ -134,7 +134,7 @@ void write_splits(std::span<const Descriptor* const> by_member, Execute& order) 
 }
 
 std::size_t count_splits(const Descriptor& descriptor, std::size_t members) {
-  // Rank 0 receives everything about devices, and sends every rank its part.
+  // For devices, rank 0 receives the rows between all pairs of ranks, and sends every rank its part.
   return members * (descriptor.is_on_device ? members : 2);
 }
 

@@ -1,4 +1,4 @@
-// A question that every rank of a team answers with yes or no before an operation continues.
+// A yes-or-no question (such as "do you have memory?") that every rank of a team answers before an operation continues.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace sparkhvd {
 
-/// Each of the ranks has answered.
+/// Holds when each of the ranks has answered.
 template <class Has>
 class Arrived final : public Condition {
  public:
@@ -29,10 +29,10 @@ class Arrived final : public Condition {
   std::span<const Rank> ranks_;
 };
 
-/// The question, and its answers.
+/// A question and its answers.
 class Answers {
  public:
-  /// `key`: process set and number of the operation.
+  /// `key`: process set and sequence number of the operation.
   Answers(const Context& context, SegmentKey key)
       : world_(context.communicator.world()),
         key_(key),
@@ -47,13 +47,13 @@ class Answers {
     for (const Rank rank : others_) world_.link(rank).send(encode(SegmentMapped{key_, is_yes}));
   }
 
-  /// Holds when all have answered; this must outlive it.
+  /// Condition that holds when all ranks have answered. This object must outlive it.
   auto all() const {
     return Arrived([this](Rank rank) { return world_.mapped(key_, rank).has_value(); },
                    std::span<const Rank>(others_));
   }
 
-  /// The ranks that answered no; the answers are forgotten.
+  /// Returns the ranks that answered no, and forgets all answers.
   std::vector<Rank> take_refusals() {
     std::vector<Rank> ranks;
     std::ranges::copy_if(ranks_, std::back_inserter(ranks), [this](Rank rank) {

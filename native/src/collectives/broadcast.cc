@@ -1,9 +1,9 @@
-// Broadcast between islands. A small tensor goes down a binomial tree of one rank per island, in
-// log2 P messages one after the other. A large one is scattered and gathered, step by step: the root
-// sends a part of its own to every rank of the other islands, each passes its part on to one rank of
-// each further island, and the ranks of an island share the received parts through shared memory.
-// The root sends the tensor once, for any number of islands. (Barnett et al., "Interprocessor
-// collective communication library", 1994, without the root in the allgather: it has everything.)
+// Broadcast between islands. A small tensor moves down a binomial tree with one rank per island, in log2 P messages one
+// after the other. A large tensor is scattered and gathered, step by step. In each step the root sends a different part
+// to every rank of the other islands. Each of these ranks sends its part to a rank of each further island, and the
+// ranks of an island exchange the received parts through shared memory. So the root sends the tensor once, for any
+// number of islands. (Barnett et al., "Interprocessor collective communication library", 1994, except that the root
+// takes no part in the allgather, because it has the whole tensor.)
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -15,20 +15,20 @@
 namespace sparkhvd {
 namespace {
 
-// Up to this size the number of messages counts and not their bytes: scattering needs about a message per
-// island on the root and every other rank, the tree log2 P of them.
+// Up to this size the time depends on the number of messages and not on their bytes. Scattering needs about a message
+// per island on the root and every other rank; the tree needs log2 P messages.
 constexpr std::size_t kTreeBytes = 64 << 10;
 constexpr std::size_t kTreeBytesPerIsland = 8 << 10;
-// Bytes from the root to one rank in a step. There should be several steps, because the parts of one step
-// are passed on while the next step is in flight.
+// Bytes from the root to a rank in a step. There should be several steps, because the parts of a step are passed on
+// while the next step is in flight.
 constexpr std::size_t kMinScatteredBytes = 32 << 10;
 constexpr std::size_t kMaxScatteredBytes = 512 << 10;
 constexpr std::size_t kSteps = 8;
-// Parts are passed on this many steps before they are shared inside the island, so that no island waits for
-// the slots of another.
+// Parts are sent to the other islands this number of steps before they are shared inside the island, so that no island
+// waits for the slots of another island.
 constexpr std::size_t kStepsAhead = 2;
 
-/// Tensors with equal input and output.
+/// The outputs of these tensors, as tensors with equal input and output.
 Pieces outputs_of(const Pieces& pieces) {
   Pieces outputs;
   pieces.for_range(0, pieces.bytes(), [&](const Pieces::Part& part) {
@@ -53,7 +53,8 @@ void receive(Transfers& transfers, Rank from, const Pieces& tensors, Range range
   });
 }
 
-/// One rank of each island, the root's first: a child's number is its parent's with one bit more.
+/// Broadcasts down a binomial tree with one rank per island. The root has number 0; a child's number is its parent's
+/// number with an additional bit.
 Task go_down_tree(Context& context, const Pieces& tensors) {
   const Team& team = context.team;
   const Rank root = context.operation.descriptor.root;
@@ -79,7 +80,7 @@ Task go_down_tree(Context& context, const Pieces& tensors) {
   co_await transfers.all_sent();
 }
 
-/// Routing of a step. Every rank outside of the root's island owns a part.
+/// Routes of the parts of a step. Every rank outside of the root's island owns a part.
 class Scattering {
  public:
   Scattering(const Team& team, Rank root, std::size_t bytes)
@@ -111,7 +112,7 @@ class Scattering {
   bool is_in_island(std::size_t owner, std::size_t island) const noexcept {
     return owners_[owner].island == island;
   }
-  /// Index in its island of the rank that receives a part: its owner, or the rank whose turn it is.
+  /// Local index of the rank that receives a part in an island: the owner, or else a rank chosen round-robin.
   std::size_t taker(std::size_t owner, std::size_t island) const {
     const auto& ranks = team_.islands()[island];
     return is_in_island(owner, island) ? place_in(ranks, rank(owner)) : owner % ranks.size();
@@ -129,7 +130,7 @@ class Scattering {
   std::size_t step_bytes_;
 };
 
-/// The root's island: the root sends everything, and shares it.
+/// Work of the root's island: the root sends all parts, and shares the tensor with its island.
 Task scatter_parts(Context& context, const Pieces& tensors, const Scattering& scattering) {
   const Team& team = context.team;
   const Rank root = context.operation.descriptor.root;
@@ -144,8 +145,8 @@ Task scatter_parts(Context& context, const Pieces& tensors, const Scattering& sc
   co_await transfers.all_sent();
 }
 
-/// The other islands. A step of the loop needs only earlier steps of the other ranks, so at least one rank can
-/// always continue.
+/// Work of the other islands. A step of the loop waits only for earlier steps of the other ranks, so at least one rank
+/// can always continue.
 Task pass_on(Context& context, const Pieces& tensors, const Scattering& scattering) {
   const Team& team = context.team;
   const Rank root = context.operation.descriptor.root;

@@ -1,4 +1,4 @@
-// Counts that all ranks of an island advance, in reused words.
+// Counts in shared memory that all ranks of an island advance. Later operations reuse the words.
 #pragma once
 
 #include <atomic>
@@ -11,13 +11,13 @@
 
 namespace sparkhvd {
 
-/// A count in a reused word: it begins at 0 for each operation.
+/// A count in a reused word. The operation's number in the word makes it begin at 0 for each operation.
 class TaggedCount {
  public:
   TaggedCount(SharedWord& word, std::uint64_t sequence)
       : word_(&word.value), tag_(sequence << 32) {}
 
-  /// The count before.
+  /// Adds 1 and returns the count before.
   std::uint64_t add_one() const {
     auto old = word_->load(std::memory_order_relaxed);
     while (!word_->compare_exchange_weak(old, (is_mine(old) ? old : tag_) + 1,
@@ -37,7 +37,7 @@ class TaggedCount {
   std::uint64_t tag_;
 };
 
-/// A count of the island has reached its end.
+/// Holds when a count of the island has reached `end`.
 class AllCounted final : public Condition {
  public:
   AllCounted(TaggedCount count, std::uint64_t end, const Team& team)

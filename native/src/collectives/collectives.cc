@@ -21,7 +21,7 @@ Scaling scaling_of(const Context& context) noexcept {
   scaling.prescale = descriptor.prescale;
   scaling.postscale = descriptor.postscale;
   if (descriptor.reduce_op == ReduceOp::kAverage) {
-    // Also of the ranks that have joined: they count as zeros.
+    // Ranks that have joined count too: they contribute zeros.
     scaling.divisor = static_cast<int>(context.communicator.team().size());
   }
   return scaling;

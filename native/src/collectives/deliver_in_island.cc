@@ -1,4 +1,4 @@
-// A step of reduce and gather inside a host: one rank reads its data from the others' slots.
+// A step of reduce and gather inside an island: one rank reads the parts of the other ranks from their slots.
 #include <algorithm>
 
 #include "collectives/collectives.h"

@@ -1,5 +1,5 @@
-// Gather to a root, with unequal first dimensions: directly from the tensor to the result between islands,
-// through the slots of shared memory inside the root's.
+// Gather to a root, with unequal first dimensions. Between islands the bytes move directly from tensor to result,
+// inside the root's island through the slots of shared memory.
 #include <numeric>
 
 #include "collectives/collectives.h"
@@ -16,7 +16,7 @@ Task gather(Context& context) {
   const std::size_t row_bytes =
       row_elements(descriptor.shapes.at(0), descriptor.dtype) * element_size(descriptor.dtype);
   operation.rows = context.agreed.rows;
-  std::vector<Range> blocks;  // by member, in the result
+  std::vector<Range> blocks;  // by member: range in the result
   std::size_t total = 0;
   for (const std::int64_t rows : operation.rows) {
     blocks.push_back({total, static_cast<std::size_t>(rows) * row_bytes});

@@ -1,19 +1,16 @@
-// Allreduce over several islands. Chunks of the tensors pass through a
-// pipeline:
-//   copy in   the slices that the island peers reduce, into this rank's slot
-//   reduce    the own slice, from this rank's tensor and the peers' slots
-//   exchange  the partial result with the ranks of the other islands that have
-//             the same slice (island_exchange.h), into this rank's tensor
-//   pass on   the slice through the slot to the island peers
-//   copy out  the other slices of the result, from the island peers' slots
-// There are as many slices as the smallest island has ranks; further ranks of
-// larger islands only copy in and out. A rank that is alone in its island only
-// exchanges. For tensors in registered memory, the island peers' buffers are
-// read and written instead of slots.
+// Allreduce over several islands. Chunks of the tensors pass through a pipeline. A rank does these steps:
+//   copy in   copies the slices that its island peers reduce into its slot
+//   reduce    reduces its own slice from its tensor and the peers' slots
+//   exchange  exchanges the partial result with the ranks of the other islands that have the same slice
+//             (island_exchange.h); the result is then in its tensor
+//   pass on   copies its slice of the result into its slot, for the island peers
+//   copy out  copies the other slices of the result from the island peers' slots
+// There are as many slices as the smallest island has ranks. Further ranks of larger islands only copy in and out. A
+// rank that is alone in its island only exchanges. If the tensors are in registered memory, ranks read and write the
+// buffers of their island peers instead of slots.
 //
-// Slots: step s fills number 2s with input and 2s + 1 with results, so that
-// many chunks can be in flight between islands while a few slots are enough
-// inside.
+// Slots: step s fills slot number 2s with input and slot number 2s + 1 with results. So many chunks can be in flight
+// between islands, while a few slots are enough inside an island.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -25,26 +22,24 @@
 namespace sparkhvd {
 namespace {
 
-// Chunks in flight while one is added up: a connection should never be idle in
-// either direction.
+// Number of further chunks in flight while a chunk is added up, so that a connection is never idle in either direction.
 constexpr std::uint64_t kPartsAhead = 3;
-// If results are passed on inside the island: chunks with results in flight
-// before the oldest is waited for.
+// If results are passed on inside the island: number of further chunks with results in flight while the oldest chunk is
+// waited for.
 constexpr std::uint64_t kResultsAhead = 1;
-// Bytes in flight from one rank to another where slots do not limit them. More
-// is slower: over loopback 16 MiB took 7.5 ms with 128 KiB, 11.7 with 256 and
-// 15.4 with 512, because bytes in the buffers of the sockets and of the
-// exchange fall out of the cache.
+// Bytes of a part from one rank to another if slots do not limit them. Larger parts are slower: over loopback 16 MiB
+// took 7.5 ms with 128 KiB, 11.7 ms with 256 KiB and 15.4 ms with 512 KiB, because the buffers of the sockets and of
+// the exchange no longer fit into the cache.
 constexpr std::size_t kMinPartBytes = 32 << 10;
 constexpr std::size_t kMaxPartBytes = 128 << 10;
-// The same for a ring: several chunks alternate, at least this many, and more
-// where slots make parts short. Each costs memory for P parts.
+// Limits of a ring. At least kRingChunks chunks alternate, and more if slots make the parts short. Each chunk costs
+// memory for P parts.
 constexpr std::size_t kRingChunks = 4;
 constexpr std::size_t kRingBytesAhead = 512 << 10;
 constexpr std::size_t kMaxRingPartBytes = 256 << 10;
 
-/// Cut of the tensors, and the steps in which they pass. Equal on all ranks of
-/// the team, and of an island also on those that have joined.
+/// How the tensors are cut into chunks, and the steps of the pipeline. Equal on all ranks of the team, and on the ranks
+/// of its islands that have joined.
 struct Pipeline {
   Pipeline(const Communicator& communicator, const Team& team, const Descriptor& descriptor,
            const Execute& agreed)
@@ -54,13 +49,13 @@ struct Pipeline {
     is_registered = !agreed.places.empty();
     has_slots = !is_registered && !team.is_all_alone();
     results_ahead = is_stepped || team.is_all_alone() ? 0 : kResultsAhead;
-    // With 2 slots a slot must be read before the next one can be filled.
+    // With 2 slots a slot must be read before the next slot can be filled, so the steps cannot overlap.
     slot_lag = has_slots && communicator.num_slots() > 2 ? 1 : 0;
     if (has_slots) {
       chunk_bytes = communicator.knobs().chunk_bytes / element * element;
     } else {
       const std::size_t parts = team.num_lanes() * team.islands().size();
-      // With more islands each connection has less to do at a time.
+      // With more islands the parts are smaller, because a rank uses more connections at once.
       const std::size_t most = std::max(2 * kMaxPartBytes / team.islands().size(), kMinPartBytes);
       const std::size_t part_bytes =
           is_stepped ? std::clamp(bytes / parts / kRingChunks, kMinPartBytes, kMaxRingPartBytes)
@@ -83,12 +78,12 @@ struct Pipeline {
 
   std::size_t element;
   std::size_t bytes;
-  bool is_stepped;  // else every rank exchanges with every other
-  bool is_halving;  // where the messages of a ring would be short, fewer steps count more
+  bool is_stepped;  // false: every rank exchanges with all other ranks of its lane directly
+  bool is_halving;  // halving and doubling in place of a ring, because its messages would be short
   bool is_registered;
   bool has_slots;
   std::uint64_t parts_ahead;
-  std::size_t exchange_steps = 0;  // of each chunk in flight, between the starts of two chunks
+  std::size_t exchange_steps = 0;  // steps of a chunk in flight between the starts of two chunks
   std::uint64_t results_ahead;
   std::uint64_t slot_lag;
   std::size_t chunk_bytes;
@@ -119,7 +114,7 @@ class Inside {
   std::size_t lanes() const noexcept { return team_.num_lanes(); }
   bool has_lane() const noexcept { return team_.local_index() < lanes(); }
   bool uses_slots() const noexcept { return plan_.has_slots && team_.local_size() > 1; }
-  /// Nothing to add up, nothing to convert: the tensors themselves can be sent.
+  /// True if there is nothing to add up or convert inside the island, so the tensors themselves can be sent.
   bool is_partial_needless() const noexcept {
     return team_.local_size() == 1 && !plan_.is_stepped &&
            (team_.is_all_alone() || (accumulator_ == plan_.element && has_no_prescale()));
@@ -188,7 +183,7 @@ class Inside {
     }
   }
 
-  /// Registered memory: stores the result to all buffers of the island.
+  /// Stores this rank's slice of the result to all buffers of the island, in registered memory.
   void store(std::uint64_t chunk) const {
     const Range own = own_slice(chunk);
     for (std::size_t local = 0; local < buffers_.size(); ++local) {
@@ -220,8 +215,7 @@ class Inside {
   std::vector<const void*> sources_;
 };
 
-/// Registered memory: every rank of the island has stored its slices to all
-/// buffers.
+/// Waits until every rank of the island has stored its slices to all buffers, in registered memory.
 Task wait_for_local_peers(Context& context) {
   const TaggedCount done(
       context.communicator.claim(context.team.island()[0], context.agreed.sequence).done,
@@ -255,7 +249,7 @@ Task island_allreduce(Context& context) {
     if (!uses_slots) publish_all(communicator);
   }
 
-  // One more than the chunks between the first and the last step of a chunk.
+  // Chunks in flight at once: one more than the chunks that start between the first and the last step of a chunk.
   const std::uint64_t window = std::min(plan.parts_ahead + plan.results_ahead + 1, plan.chunks);
   const std::size_t slice_elements = inside.largest_slice();
   const std::size_t partial_bytes =

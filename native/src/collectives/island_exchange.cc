@@ -88,8 +88,8 @@ void DirectExchange::combine(std::uint64_t chunk) {
     pieces_.for_range(own.begin, own.size, [&](const Pieces::Part& piece) {
       now.results.send(ranks_[i], {piece.output, piece.bytes});
     });
-    // In place this overwrites input that is in flight to the owner. That is safe,
-    // because its result comes only after it has received all of that input.
+    // If the tensors are in place, the result overwrites input that is in flight to the owner of the part. This is
+    // safe, because the owner sends the result only after it has received this input.
     const Range theirs = part(now, i);
     pieces_.for_range(theirs.begin, theirs.size, [&](const Pieces::Part& piece) {
       now.results.receive(ranks_[i], {piece.output, piece.bytes});

@@ -1,4 +1,4 @@
-// Allreduce of one rank, alone or after the others have joined: only the factors are applied.
+// Allreduce of one rank, because it is alone or all other ranks have joined: applies only the factors.
 #include "collectives/collectives.h"
 
 namespace sparkhvd {

@@ -1,5 +1,5 @@
-// Allreduce of small tensors that every rank copied into shared memory at submission. After all have
-// submitted, every rank reduces everything itself, without further waits.
+// Allreduce of small tensors that every rank copied into shared memory at submission. After all ranks have submitted,
+// every rank reduces all copies itself, without further waits.
 #include "collectives/collectives.h"
 
 namespace sparkhvd {

@@ -1,5 +1,5 @@
-// Memory for a result of negotiated size. If a rank lacks memory for a large result, every rank learns it before a byte
-// moves, and only this operation fails. Small results use spare memory.
+// Memory for a result of negotiated size. Before a large result, every rank reports whether it has memory; if a rank
+// lacks memory, only this operation fails, before a byte moves. Small results use spare memory (spare_memory.h).
 #include <memory>
 #include <new>
 

@@ -1,4 +1,4 @@
-// A step of collectives inside a host: every rank fills its slot, and reads the others' slots.
+// A step of collectives inside an island: every rank fills its slot, and reads the slots of the other ranks.
 #include "collectives/collectives.h"
 
 namespace sparkhvd {

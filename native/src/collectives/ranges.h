@@ -1,4 +1,4 @@
-// Ranges of a long sequence as one shorter sequence.
+// Ranges of a long sequence, addressed as one shorter sequence.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ struct Range {
   std::size_t size = 0;
 };
 
-/// Part `index` of `count` elements cut in `parts` nearly equal ranges on cache-line boundaries.
+/// Part `index` of `count` elements that are cut into `parts` nearly equal ranges, at multiples of a cache line.
 inline Range part_of(std::size_t count, std::size_t parts, std::size_t index,
                      std::size_t element_bytes) noexcept {
   const std::size_t line = 64 / element_bytes;
@@ -32,8 +32,8 @@ class RangeList {
 
   std::size_t size() const noexcept { return total_; }
 
-  /// Calls `use(place in the long sequence, offset from begin, size)` for the pieces of
-  /// [begin, begin + size) of the short one, in order, up to its end.
+  /// Calls `use(position in the long sequence, offset from begin, size)` for the pieces of [begin, begin + size) of the
+  /// short sequence, in order, up to its end.
   template <class Use>
   void for_range(std::size_t begin, std::size_t size, Use use) const {
     if (begin >= total_) return;
@@ -49,7 +49,7 @@ class RangeList {
  private:
   struct Entry {
     Range range;
-    std::size_t start;  // in the short sequence
+    std::size_t start;  // position in the short sequence
   };
   std::vector<Entry> entries_;
   std::size_t total_ = 0;

@@ -1,5 +1,5 @@
-// Reduce to a root. Every rank adds up an equal part of all elements, as in reducescatter, and sends it to the
-// root. Few bytes between ranks without shared memory are sent to the root unreduced, in one step.
+// Reduce to a root. Every rank adds up an equal part of all elements, as in reducescatter, and sends it to the root. If
+// the tensors are small and no two ranks share memory, every rank sends its tensors to the root, which adds them up.
 #include <memory>
 
 #include "collectives/collectives.h"
@@ -8,7 +8,7 @@
 namespace sparkhvd {
 namespace {
 
-// Up to this size a message's latency counts and not its bytes.
+// Up to this size the time of a message is its latency, and its bytes do not matter.
 constexpr std::size_t kSentWholeBytes = 16 << 10;
 
 Task send_whole(Context& context) {
@@ -66,7 +66,7 @@ Task reduce(Context& context) {
     return part;
   };
   const Range own = part_of_member(team.index());
-  // The root's own part is added up in place, the others' parts in temporary memory.
+  // The root adds up its part in its result, the other ranks in temporary memory.
   std::unique_ptr<std::byte[]> memory;
   Pieces result;
   if (team.self() == root) {

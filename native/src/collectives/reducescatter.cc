@@ -1,8 +1,8 @@
-// Reducescatter along the first dimension, which need not be divisible by the number of ranks (the
-// first ranks get one row more), of one or several tensors. Inside a host every rank adds up its own
-// slice from its tensor and the others' slots. Between islands, each rank adds up inside its island its
-// own slice and the slices of its charge (ranks of other islands), sends those partial results to
-// them, and adds up the received ones in the order of the islands.
+// Reducescatter of tensors along the first dimension. If it is not divisible by the number of ranks, the first ranks
+// get an additional row. Inside an island every rank adds up its own slice from its tensor and the slots of the other
+// ranks. With several islands, each rank also serves some ranks of the other islands: inside its island it adds up
+// their slices too, and sends them these partial results. It adds up the partial results that it receives in the order
+// of the islands. The slices that a rank adds up are its *charge*.
 #include <algorithm>
 #include <memory>
 
@@ -13,12 +13,13 @@
 namespace sparkhvd {
 namespace {
 
-// Bytes received before they are added up, so that this overlaps with receiving.
+// Received bytes are added up in segments of this size, so that adding overlaps with receiving.
 constexpr std::size_t kSegmentBytes = 1 << 20;
 
 class Reducescatter {
  public:
-  /// `descriptor`: whose first dimensions are divided; `results`: this rank's rows. Both must outlive this.
+  /// `descriptor`: has the shapes that are divided. `results`: memory for this rank's rows. Both must outlive this
+  /// object.
   Reducescatter(Context& context, const Descriptor& descriptor, const Pieces& results)
       : context_(context),
         communicator_(context.communicator),
@@ -35,7 +36,7 @@ class Reducescatter {
       charges_.push_back(charge_of(local));
     }
     for (const auto& charge : charges_) longest_ = std::max(longest_, charge.bytes.size());
-    // A slot is cut in one lane per rank of the island.
+    // A slot is cut into one lane per rank of the island.
     const std::size_t lane = communicator_.knobs().chunk_bytes / team_.local_size();
     lane_bytes_ = lane >= 64 ? lane / 64 * 64 : std::max(lane / element_ * element_, element_);
     sources_.resize(std::max(team_.local_size(), team_.islands().size()));
@@ -43,8 +44,8 @@ class Reducescatter {
 
   std::size_t own_bytes() const noexcept { return own_.size(); }
 
-  /// Every rank's contribution to the charges of the others passes through its slot. `reduce_chunk`
-  /// adds up a chunk of this rank's charge.
+  /// The passage of every rank's input for the charges of the other ranks through its slot. `reduce_chunk` adds up a
+  /// chunk of this rank's charge.
   template <class Reduce>
   Passage passage(Reduce reduce_chunk) {
     Passage passage;
@@ -66,7 +67,7 @@ class Reducescatter {
     return passage;
   }
 
-  /// One island: adds up the part of this rank's slice from `begin` on that is in the slots.
+  /// With one island: adds up the part of this rank's slice from `begin` on that is in the slots.
   void reduce_result(std::size_t begin, std::uint64_t number) {
     for_own(begin, lane_bytes_,
             [&](const std::byte* input, std::byte* output, std::size_t at, std::size_t bytes) {
@@ -77,12 +78,12 @@ class Reducescatter {
             });
   }
 
-  /// One rank: only the factors are applied.
+  /// With one rank: applies only the factors.
   void reduce_lone() {
     for (std::size_t begin = 0; begin < own_.size(); begin += lane_bytes_) reduce_result(begin, 0);
   }
 
-  /// Several islands: adds up a part of the charge, and sends complete parts.
+  /// With several islands: adds up a part of the charge, and sends the parts that are complete.
   void reduce_partial(std::size_t begin, std::uint64_t number) {
     const Charge& charge = charges_[team_.local_index()];
     std::size_t end = begin;
@@ -101,7 +102,7 @@ class Reducescatter {
     send_before(end);
   }
 
-  /// Lends memory for receives from the other islands.
+  /// Posts the receives from the other islands.
   void start(Transfers& sends) {
     sends_ = &sends;
     const auto& islands = team_.islands();
@@ -167,11 +168,11 @@ class Reducescatter {
   }
 
  private:
-  /// Terms that a rank of this island adds up: slices of ranks of other islands, then its own.
+  /// The slices that a rank of this island adds up: slices of ranks of other islands, then its own slice.
   struct Charge {
     struct Other {
       Rank to;
-      Range range;  // of `bytes`
+      Range range;  // range of `bytes`
     };
     RangeList bytes;
     std::vector<Other> others;
@@ -198,7 +199,8 @@ class Reducescatter {
     return charge;
   }
 
-  /// This rank's input and the same bytes in the slots of its island peers, `offset` in its lane.
+  /// Sets the sources of a reduction: this rank's input, and the same bytes in the slots of its island peers, at
+  /// `offset` in its lane.
   void set_sources(const std::byte* input, std::uint64_t number, std::size_t offset) {
     const std::size_t me = team_.local_index();
     for (std::size_t local = 0; local < team_.local_size(); ++local) {
@@ -218,8 +220,7 @@ class Reducescatter {
     }
   }
 
-  /// Calls `use(input, output, offset in the slice, bytes)` for the parts of a range of the own
-  /// slice.
+  /// Calls `use(input, output, offset in the slice, bytes)` for the parts of a range of this rank's slice.
   template <class Use>
   void for_own(std::size_t begin, std::size_t size, Use use) const {
     own_.for_range(begin, size, [&](std::size_t place, std::size_t offset, std::size_t bytes) {
@@ -241,14 +242,14 @@ class Reducescatter {
   DType dtype_;
   std::size_t element_;
   bool is_raw_;
-  std::size_t unit_;  // bytes of an element between islands
+  std::size_t unit_;  // bytes of an element that is sent between islands
   RangeList own_;
   std::vector<Charge> charges_;  // by local index
   std::size_t longest_ = 0;
   std::size_t lane_bytes_ = 0;
   std::vector<const void*> sources_;
   // Between islands:
-  std::unique_ptr<std::byte[]> partials_;  // of the charge
+  std::unique_ptr<std::byte[]> partials_;  // partial results of the charge
   std::unique_ptr<std::byte[]> incoming_;  // [island][own slice]
   std::size_t segments_ = 0;
   std::vector<Transfers> arrivals_;  // by segment

@@ -1,9 +1,9 @@
-// Allreduce of tensors in memory that all ranks of the host have mapped: added up in rank order
-// directly from all buffers and stored to all of them.
+// Allreduce of tensors in memory that all ranks of the host have mapped. A chunk is added up in rank order directly
+// from all buffers, and the result is stored to all buffers.
 //
-// The tensor is cut in one slice per rank and the slices in chunks. Every rank claims chunks of its own
-// slice first, so that it uses the same cache lines in the next operation, and then of the others'.
-// So a rank that has submitted and computes delays no other rank.
+// The tensor is cut into one slice per rank, and the slices into chunks. Every rank first claims chunks of its own
+// slice, so that it uses the same cache lines in the next operation. Then it claims chunks of the other slices. So a
+// rank that has submitted and is busy with other work delays no other rank.
 #include <algorithm>
 #include <cstdint>
 
@@ -13,7 +13,8 @@
 namespace sparkhvd {
 namespace {
 
-// Per slice of a large tensor: relieving a straggler gains more than the last chunk can delay.
+// Smallest number of chunks per slice of a large tensor. Small chunks let other ranks take over more of a straggler's
+// slice.
 constexpr std::size_t kMinChunks = 8;
 
 class RegisteredAllreduce {
@@ -36,7 +37,7 @@ class RegisteredAllreduce {
     }
   }
 
-  /// Claims chunks until all are claimed; other ranks' chunks may be unfinished.
+  /// Claims and reduces chunks until all chunks are claimed. Chunks of other ranks may then be unfinished.
   void work() {
     std::uint64_t finished = 0;
     for (std::size_t i = 0; i < team_.size(); ++i) {
@@ -80,7 +81,7 @@ class RegisteredAllreduce {
   ReduceOp op_;
   Scaling scaling_;
   std::size_t count_;
-  std::size_t chunk_;  // elements
+  std::size_t chunk_;  // elements of a chunk
   std::uint64_t total_chunks_ = 0;
   TaggedCount done_;
   std::vector<void*> places_;

@@ -1,5 +1,5 @@
-// Scatter from a root, with any number of rows per rank: directly from the tensor to the result between
-// islands, through the root's slots inside its own.
+// Scatter from a root, with any number of rows per rank. Between islands the bytes move directly from tensor to result,
+// inside the root's island through the root's slots.
 #include <cstring>
 
 #include "collectives/collectives.h"
@@ -17,7 +17,7 @@ Task scatter(Context& context) {
   const bool is_root = team.self() == root;
   const std::size_t row_bytes =
       row_elements(descriptor.shapes.at(0), descriptor.dtype) * element_size(descriptor.dtype);
-  std::vector<Range> blocks;  // by member, in the root's tensor
+  std::vector<Range> blocks;  // by member: range in the root's tensor
   std::size_t total = 0;
   for (const std::int64_t rows : context.agreed.rows) {
     blocks.push_back({total, static_cast<std::size_t>(rows) * row_bytes});
@@ -46,7 +46,7 @@ Task scatter(Context& context) {
     transfers.receive(root, result);
   }
   if (is_mate(team.self())) {
-    RangeList given;  // to the local_peers, in the root's tensor
+    RangeList given;  // ranges of the root's tensor for its local_peers
     std::size_t begin = 0;
     for (const Rank rank : island) {
       if (rank == team.self()) begin = given.size();
@@ -88,14 +88,14 @@ void check_splits_of_scatter(const Submitted& submitted) {
   take_no_numbers(submitted);
 }
 
-/// Only the root passes splits.
+/// Writes the root's splits into the order. Only the root passes splits.
 void write_splits_of_root(std::span<const Descriptor* const> by_member, Execute& order) {
   for (const Descriptor* descriptor : by_member) {
     if (descriptor->numbers.empty()) continue;
     const bool is_sound = std::ranges::all_of(
         descriptor->numbers, [&](auto rows) { return is_possible(*descriptor, 0, rows); });
     if (!order.rows.empty() || descriptor->numbers.size() != by_member.size() || !is_sound) {
-      throw nonsense("a scatter with impossible splits");
+      throw nonsense("a scatter with invalid splits");
     }
     order.rows = descriptor->numbers;
   }

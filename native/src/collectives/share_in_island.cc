@@ -1,5 +1,5 @@
-// The last step of allgathers and broadcast inside a host: ranges of the result pass from their owners to
-// the others, through the slots of shared memory.
+// The last step of allgather and broadcast inside an island: the owners of ranges of the result pass them to the other
+// ranks, through the slots of shared memory.
 #include <algorithm>
 
 #include "collectives/collectives.h"

@@ -1,4 +1,4 @@
-// New memory that the ranks of each island map from each other, for tensors that are reduced in place.
+// Allocates new memory that the ranks of an island map from each other, for tensors that are reduced in place.
 #include <algorithm>
 #include <optional>
 
@@ -54,12 +54,12 @@ class SharedMemory {
     }
   }
 
-  /// True if the memory of all local peers is mapped.
+  /// Maps the memory of all local peers. False if this fails.
   bool map(std::span<const Rank> local_peers) {
     const std::size_t bytes = context_.segment->bytes();
     for (const Rank local_peer : local_peers) {
       auto offer = world_.take_offer(key(), local_peer);
-      // A local peer without memory reports the reason itself.
+      // A local peer without memory warns with the reason itself.
       if (!offer || !offer->has_memory) return false;
       try {
         check_memfd(offer->memory, bytes);
@@ -87,7 +87,7 @@ class SharedMemory {
   const Team& team_;
 };
 
-/// Ranks without all pieces of their island become islands of one rank.
+/// Divides an island with a rank that lacks a piece: its ranks become islands of one rank.
 void divide_islands(Context& context, const std::vector<Rank>& lacking) {
   const Team& team = context.team;
   const auto is_shared = [&](const std::vector<Rank>& island) {
@@ -116,7 +116,7 @@ Task share_memory(Context& context, std::size_t bytes, Segment::Kind kind) {
   const SegmentKey key = work.key();
   const bool is_one_piece = kind == Segment::Kind::kOnePiece;
   const bool brings = !is_one_piece || team.local_index() == 0;
-  // Owners of the memory that this rank maps.
+  // First all other ranks of the island; below, the owners of the memory that this rank maps.
   auto local_peers = others(team.island(), team.self());
   const auto takers = brings ? local_peers : std::vector<Rank>{};
   if (is_one_piece) {

@@ -1,10 +1,9 @@
-// Allreduce inside a host. Chunks pass through the slots of the ranks' shared memory as a pipeline:
-//   copy in   this rank's input of the slices that others reduce, into its own slot
-//   reduce    its own slice of the chunk, from its tensor and all other slots in rank order, into
-//             its slot and its tensor
-//   copy out  the other slices of the result, from the others' slots
-// A slot is refilled only when every rank has copied it out. Slice r of rank r's slot is never needed as
-// input, so the result replaces it.
+// Allreduce inside a host. Chunks pass through the slots of shared memory as a pipeline. For each chunk a rank does:
+//   copy in   copies its input of the slices that other ranks reduce into its slot
+//   reduce    reduces its own slice from its tensor and all other slots in rank order, into its slot and its tensor
+//   copy out  copies the other slices of the result from the slots of the other ranks
+// A rank refills a slot only when every rank has copied its results out. Slice r of rank r's slot holds no input,
+// because rank r reads its own input from its tensor, so the slice holds the result.
 #include <array>
 #include <cstring>
 
@@ -14,13 +13,13 @@
 namespace sparkhvd {
 namespace {
 
-/// Bytes that pass through a slot at once.
+/// Bytes of a chunk: they pass through a slot at once.
 std::size_t chunk_size(const Communicator& communicator, DType dtype) {
   return communicator.knobs().chunk_bytes / element_size(dtype) * element_size(dtype);
 }
 
-// From this size on a result that is not in place is written past the cache: measured 10 to 20 % faster
-// from 16 MiB, and slower in place, where the lines have just been read.
+// From this size on a result that is not in place is written past the cache. This was 10 to 20 % faster from 16 MiB. In
+// place it was slower, because the lines have just been read into the cache.
 constexpr std::size_t kStreamBytes = 8 << 20;
 
 class SharedAllreduce {
@@ -129,7 +128,7 @@ Task shared_allreduce(Context& context) {
   const std::uint64_t chunks = shared_allreduce_chunks(communicator, context.operation.descriptor);
   communicator.advance_chunks(chunks);
   context.algorithm = "shared";
-  // With 2 slots the copy out of a chunk must come before the copy in after the next one.
+  // With 2 slots the copy out of a chunk must come before the copy in of the chunk after the next.
   const std::uint64_t reduce_lag = communicator.num_slots() > 2 ? 1 : 0;
   const std::uint64_t out_lag = reduce_lag + 1;
   for (std::uint64_t step = 0; step < chunks + out_lag; ++step) {

@@ -1,5 +1,6 @@
-// One table row per collective: its arguments, the facts that its ranks must agree on, its algorithm. Each file of a
-// collective in this folder ends with its row. The engine uses the table and has no code for single collectives.
+// A table with a row for each collective: its arguments, the facts that its ranks must agree on, and its algorithm.
+// Each file of a collective in this folder ends with its row. The engine uses the table and has no code for single
+// collectives.
 #pragma once
 
 #include <cstdint>
@@ -19,18 +20,18 @@ namespace nccl {
 class Calls;
 }
 
-/// Places of the results.
+/// Where a collective puts its results, and their sizes.
 enum class Result : std::uint8_t {
   kNone,
-  kSameShape,  // the caller's, each as large as its input
-  kInPlace,    // the inputs
-  kOwnRows,    // the caller's, each with this rank's rows of its input
-  kOfRoot,     // as kSameShape, on the root alone
-  kReceived,   // the caller's; there is no input
-  kAgreed,     // of negotiated size: the engine's, or the caller's if it has room
+  kSameShape,  // in the caller's memory, each as large as its input
+  kInPlace,    // in the inputs
+  kOwnRows,    // in the caller's memory, each with this rank's rows of its input
+  kOfRoot,     // as kSameShape, but only on the root
+  kReceived,   // in the caller's memory; there is no input
+  kAgreed,     // size is negotiated: in the caller's memory if given, else the engine allocates it
 };
 
-/// A submission, for the check of its numbers.
+/// A submission, for the check of its numbers (splits, tags, ids, ...).
 struct Submitted {
   Descriptor& descriptor;
   std::int32_t process_set;
@@ -39,10 +40,10 @@ struct Submitted {
   std::size_t world_size;
   std::uint64_t slot_bytes;
   std::uint32_t streams;
-  bool has_numbers;  // false: the caller passed NULL, not even an empty list
+  bool has_numbers;  // false: the caller passed NULL; an empty list counts as numbers
   std::string label;
 
-  /// Throws InvalidArgument.
+  /// Throws InvalidArgument with the operation and this text.
   [[noreturn]] void refuse(const std::string& text) const;
 };
 
@@ -56,57 +57,57 @@ struct Received {
 struct CollectiveSpec {
   Collective collective{};
   std::uint32_t min_tensors = 0;
-  std::uint32_t max_tensors = 0;  // 0: it has no tensors and no dtype
+  std::uint32_t max_tensors = 0;  // 0: the collective has no tensors and no dtype
   bool reduces = false;
   bool has_root = false;
-  /// From one rank to another, `root`; no other rank takes part.
+  /// True for send and receive: only this rank and rank `root` take part.
   bool is_point_to_point = false;
   Result result = Result::kNone;
-  /// The first dimension of its tensors is divided, so they have one.
+  /// True if the first dimension of the tensors is divided among the ranks, so a tensor cannot be a scalar.
   bool divides_rows = false;
-  /// Tensors of two ranks may differ in their first dimension.
+  /// True if the first dimension of the tensors may differ from rank to rank.
   bool is_uneven = false;
-  /// Ranks that have joined count as zeros in sums; other reductions need every rank.
+  /// True if the collective can run without ranks that have joined. They then count as zeros, so only sums can run.
   bool goes_on_without_joined = false;
   /// Description of the numbers that must be equal on all ranks; null if each rank has its own.
   const char* same_numbers = "the tensors of the group (by a digest of all of them)";
   /// Checks and completes the numbers of a submission. Throws by Submitted::refuse.
   void (*check)(const Submitted&) = nullptr;
-  /// The rows or splits of an order, from every rank's description in the order of the ranks. Throws Error.
+  /// Writes the rows or splits of an order from the descriptions of all ranks. Throws Error if they are invalid.
   void (*write_rows)(std::span<const Descriptor* const> by_member, Execute& order) = nullptr;
-  /// Count of these numbers for one rank, and for rank 0, which passes on orders for devices.
+  /// Count of the order's numbers for a rank, and for rank 0, which passes on orders for devices.
   std::size_t (*count_rows)(const Descriptor&, std::size_t members) = nullptr;
-  /// True if the rows of an order are possible. They become sizes of memory.
+  /// True if the rows of an order are valid. They are checked because they become sizes of memory.
   bool (*are_rows_possible)(const Received&) = nullptr;
-  /// kAgreed: rows of the result of a tensor on one member, by the whole order.
+  /// kAgreed: rows of a tensor's result on a member, computed from the whole order.
   std::int64_t (*rows_of_result)(const Descriptor&, const Execute& order, std::size_t tensor,
                                  std::span<const Rank> members, std::size_t member) = nullptr;
-  /// Null: executed by the engine itself, or nothing to do.
+  /// The algorithm; null if the engine executes the operation itself, or if there is nothing to do.
   Task (*run)(Context&) = nullptr;
-  /// Name in counters and timelines if NCCL runs it; empty without a device path.
+  /// Name in counters and timelines if NCCL runs the collective; empty if NCCL cannot run it.
   const char* device_algorithm = "";
-  /// Enqueues the calls for one tensor.
+  /// Enqueues the NCCL calls for one tensor.
   void (*enqueue)(const nccl::Calls&, std::size_t tensor) = nullptr;
 };
 
-/// The row of a collective.
+/// The table's row of a collective.
 const CollectiveSpec& spec_of(Collective collective);
-/// All rows, by the collective's number.
+/// All rows of the table, by the collective's number.
 std::span<const CollectiveSpec* const> collective_table() noexcept;
 
-/// Check of collectives with the digest of a group, or without numbers.
+/// Checks the numbers of collectives that take the digest of a group or no numbers.
 void take_digest(const Submitted& submitted);
-/// Check of collectives without numbers.
+/// Checks that a collective without numbers has none.
 void take_no_numbers(const Submitted& submitted);
-/// Check of collectives that divide their rows by splits, equally without splits.
+/// Checks the splits of collectives that divide rows by splits. Without splits it writes equal splits.
 void take_splits(const Submitted& submitted);
 
-/// write_rows of collectives with rows from every rank: first dimensions [tensor][member].
+/// Writes the first dimensions [tensor][member] into an order, for collectives with rows from every rank.
 void write_first_dimensions(std::span<const Descriptor* const> by_member, Execute& order);
 std::size_t count_first_dimensions(const Descriptor& descriptor, std::size_t members);
-/// True if these are possible, and include this rank's.
+/// True if the first dimensions of an order are valid, and equal this rank's own first dimensions.
 bool are_first_dimensions_possible(const Received& received);
-/// True if a tensor of the description can have this many rows; impossible rows would overflow later.
+/// True if a tensor of the description can have this number of rows. Larger numbers would overflow later.
 bool is_possible(const Descriptor& descriptor, std::size_t tensor, std::int64_t rows);
 
 }  // namespace sparkhvd

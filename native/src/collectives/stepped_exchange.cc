@@ -53,7 +53,8 @@ void SteppedExchange::advance(std::uint64_t chunk) {
   exchange(now);
 }
 
-/// Calls `use(Range)` for each range of the tensors in these parts: one, or two around the slice's end.
+/// Calls `use(Range)` for each contiguous range of these parts: one range, or two if the parts wrap around the slice's
+/// end.
 template <class Use>
 void SteppedExchange::for_runs(const Flight& flight, Parts parts, Use use) const {
   const std::size_t first = parts.first % size_;
@@ -126,7 +127,8 @@ void SteppedExchange::exchange_results(Flight& flight, Rank to, Parts leaving, R
 RingExchange::RingExchange(Context& context, std::size_t window, std::size_t slice_elements)
     : SteppedExchange(context, window, slice_elements, steps(context.team.islands().size()), 1) {}
 
-/// First sums of parts, one more addend at each rank, then results.
+/// Posts a step of the ring. The first P - 1 steps send sums, to which each rank adds its own addend; the others send
+/// results.
 void RingExchange::exchange(Flight& flight) {
   const Rank next = ranks_[(me_ + 1) % size_];
   const Rank previous = ranks_[(me_ + size_ - 1) % size_];
@@ -157,7 +159,7 @@ std::vector<HalvingExchange::Round> HalvingExchange::rounds_of(std::size_t islan
 }
 
 std::size_t HalvingExchange::steps(std::size_t islands) noexcept {
-  return 2 * static_cast<std::size_t>(std::bit_width(islands - 1));  // rounds_of() has half as many
+  return 2 * static_cast<std::size_t>(std::bit_width(islands - 1));  // 2 per round of rounds_of()
 }
 
 HalvingExchange::HalvingExchange(Context& context, std::size_t window, std::size_t slice_elements)
@@ -165,8 +167,8 @@ HalvingExchange::HalvingExchange(Context& context, std::size_t window, std::size
                       context.team.islands().size() / 2),
       rounds_(rounds_of(context.team.islands().size())) {}
 
-/// This rank owns part `me`, and adds up its remaining parts behind it: first it sends the far half of these, then half
-/// of the rest, and the results return the same way.
+/// Posts a step of halving and doubling. This rank owns part `me`. It begins with sums of all parts; in each step it
+/// sends away the half of its remaining parts that is farther behind `me`. The results return in the reverse order.
 void HalvingExchange::exchange(Flight& flight) {
   const bool is_sum = flight.step < rounds_.size();
   const Round round = rounds_[is_sum ? flight.step : 2 * rounds_.size() - 1 - flight.step];

@@ -1,5 +1,6 @@
-// Exchanges between many islands, where all-to-all messages would be short: a chunk takes several steps. In each step a
-// rank sends to one other rank and receives from one. Several chunks alternate, so that a connection is never idle.
+// Exchanges between many islands, for which the messages of a direct exchange would be short. A chunk takes several
+// steps. In each step a rank sends to one rank and receives from one rank. Several chunks alternate, so that a
+// connection is never idle.
 #pragma once
 
 #include <cstddef>
@@ -18,20 +19,21 @@ class SteppedExchange {
   SteppedExchange& operator=(const SteppedExchange&) = delete;
   virtual ~SteppedExchange() = default;
 
-  /// `slice`: bytes of the tensors. `partial`: its partial results, overwritten, and lent until `sent`.
+  /// Starts a chunk. `slice`: range in bytes of the tensors. `partial`: the partial results of the slice; the exchange
+  /// overwrites them, and they are lent until `sent`.
   void start(std::uint64_t chunk, Range slice, std::byte* partial);
-  /// The chunks with remaining steps: [oldest, end). All ranks must run their steps in the same order, because a
-  /// connection carries no tags: round-robin, the oldest first.
+  // The chunks from `oldest` to `end` (exclusive) have remaining steps. All ranks must run these steps in the same
+  // order, because a connection carries no tags: round-robin, beginning with the oldest chunk.
   std::uint64_t oldest() const noexcept { return oldest_; }
   std::uint64_t end() const noexcept { return end_; }
   Transfers::Done arrived(std::uint64_t chunk) const;
-  /// One step, after its data has arrived.
+  /// Does one step of a chunk. Call it after `arrived` holds.
   void advance(std::uint64_t chunk);
   Transfers::Done sent(std::uint64_t chunk) const;
 
  protected:
   struct Flight {
-    Transfers arriving;  // of this step
+    Transfers arriving;  // receives of the current step
     Transfers leaving;
     Range slice;
     std::byte* partial;
@@ -39,25 +41,26 @@ class SteppedExchange {
     std::byte* incoming;
   };
 
-  /// `window`: chunks at once. `slice_elements`: of the largest slice. `parts_at_once`: received in a step.
+  /// `window`: largest number of chunks in flight. `slice_elements`: elements of the largest slice. `parts_at_once`:
+  /// largest number of parts received in a step.
   SteppedExchange(Context& context, std::size_t window, std::size_t slice_elements,
                   std::size_t steps, std::size_t parts_at_once);
 
   /// Posts the sends and receives of this step.
   virtual void exchange(Flight& flight) = 0;
-  /// Processes the received data.
+  /// Processes the received data of this step.
   virtual void take(const Flight& flight) = 0;
 
-  /// Parts of a slice, one after the other and around its end.
+  /// Consecutive parts of a slice; after the last part they continue with part 0.
   struct Parts {
     std::size_t first;
     std::size_t count;
   };
-  /// Sends sums of these parts, and receives sums of others.
+  /// Sends the sums of the parts `leaving`, and receives the sums of the parts `arriving`.
   void exchange_sums(Flight& flight, Rank to, Parts leaving, Rank from, Parts arriving) const;
   /// Adds the received sums to this rank's.
   void add(const Flight& flight, Parts arrived) const;
-  /// The part has all addends now: the result.
+  /// Computes the result of a part that has all addends.
   void finish(const Flight& flight, std::size_t part) const;
   void exchange_results(Flight& flight, Rank to, Parts leaving, Rank from, Parts arriving) const;
 
@@ -85,8 +88,8 @@ class SteppedExchange {
   std::uint64_t end_ = 0;
 };
 
-/// 2(P-1) steps to the next neighbour (ring; Patarasuk and Yuan, JPDC 2009, doi:10.1016/j.jpdc.2008.09.002), for many
-/// bytes. A part is added up along the ring, so its order of addends starts behind its owner.
+/// Ring exchange: 2(P-1) steps, each to the next neighbour, for many bytes (Patarasuk and Yuan, JPDC 2009,
+/// doi:10.1016/j.jpdc.2008.09.002). A part is added up along the ring, beginning at the rank behind its owner.
 class RingExchange final : public SteppedExchange {
  public:
   static std::size_t steps(std::size_t islands) noexcept { return 2 * (islands - 1); }
@@ -97,15 +100,16 @@ class RingExchange final : public SteppedExchange {
   void take(const Flight& flight) override;
 };
 
-/// 2 log2 P steps, rounded up, over distances that halve, and double again for the results (Traeff, "Optimal,
-/// non-pipelined reduce-scatter and allreduce algorithms", arXiv:2410.14234): as halving and doubling, for any P.
+/// Halving and doubling for any P: 2 ceil(log2 P) steps. The distance between sender and receiver halves for the sums,
+/// and doubles for the results (Traeff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms",
+/// arXiv:2410.14234).
 class HalvingExchange final : public SteppedExchange {
  public:
   static std::size_t steps(std::size_t islands) noexcept;
   HalvingExchange(Context& context, std::size_t window, std::size_t slice_elements);
 
  private:
-  /// A step's distance, and its number of parts.
+  /// Distance of a step, and the number of parts that it sends.
   struct Round {
     std::size_t distance;
     std::size_t parts;

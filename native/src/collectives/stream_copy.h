@@ -12,8 +12,8 @@
 
 namespace sparkhvd {
 
-/// Like memcpy, past the cache: the old contents of the target are not fetched first, and nothing
-/// else is evicted. Pays for large targets that have not just been read.
+/// Copies like memcpy, but past the cache: it does not fetch the old contents of the target, and evicts no other data.
+/// This is faster for large targets that have not just been read.
 inline void stream_copy(std::byte* to, const std::byte* from, std::size_t bytes) noexcept {
 #if defined(__x86_64__)
   constexpr std::size_t kLine = 64;
@@ -28,7 +28,7 @@ inline void stream_copy(std::byte* to, const std::byte* from, std::size_t bytes)
     }
   }
   std::memcpy(to + at, from + at, bytes - at);
-  // These stores are not ordered before later ones, such as a counter's, otherwise.
+  // Orders these stores before later stores, such as the store of a counter.
   _mm_sfence();
 #else
   std::memcpy(to, from, bytes);

@@ -1,5 +1,5 @@
-// Allreduce of small tensors between ranks without shared memory: every rank sends everything to every
-// other and adds up itself. One step instead of two; the bytes do not matter.
+// Allreduce of small tensors between ranks without shared memory: every rank sends its tensors to all other ranks, and
+// adds up all tensors itself. This takes one step instead of two; for small tensors the additional bytes do not matter.
 #include <memory>
 
 #include "collectives/collectives.h"
@@ -12,7 +12,7 @@ Task symmetric_allreduce(Context& context) {
   const DType dtype = context.operation.descriptor.dtype;
   const Team& team = context.team;
   const std::size_t bytes = pieces.bytes();
-  // A copy of the input is sent, because in place the result is written before all ranks have read it.
+  // Sends a copy of the input, because an in-place result may overwrite the input before all ranks have received it.
   const auto memory = std::make_unique_for_overwrite<std::byte[]>(bytes * team.size());
   const auto place = [&](std::size_t index) { return memory.get() + index * bytes; };
   pieces.read(0, {place(team.index()), bytes});

@@ -48,7 +48,7 @@ void Submitted::refuse(const std::string& text) const { invalid(label + ": " + t
 
 void take_digest(const Submitted& submitted) {
   if (submitted.descriptor.numbers.size() > 1) {
-    submitted.refuse("it takes one number, the digest of a group, or none.");
+    submitted.refuse("it takes either no splits or one number, the digest of a group.");
   }
 }
 
@@ -77,7 +77,7 @@ void take_splits(const Submitted& submitted) {
   }
   if (numbers.size() != size) {
     submitted.refuse(std::to_string(numbers.size()) + " splits were given for " +
-                     std::to_string(size) + " ranks. Give one per rank of the process set.");
+                     std::to_string(size) + " ranks. Give one split per rank of the process set.");
   }
   std::int64_t left = shape[0];
   for (const auto rows : numbers) {

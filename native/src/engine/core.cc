@@ -16,7 +16,7 @@ constexpr std::uint32_t kFailedSpins = 100;
 constexpr std::uint32_t kFailedSpinsOfNetwork = 3;
 // Ranks that share CPUs spin by yielding, which costs less than waking a sleeping rank.
 constexpr auto kCrowdedSpin = std::chrono::milliseconds(1);
-// Interval at which a rank that sleeps in an operation polls for ended processes: a wakeup of 10 us each time.
+// Interval at which a rank that sleeps in an operation looks for ended processes. Each wakeup takes 10 us.
 constexpr auto kLookPeriod = std::chrono::milliseconds(15);
 
 const Kernels& kernels_or_error(std::int32_t isa) {
@@ -32,13 +32,13 @@ std::vector<Fd> tuned_sockets(EngineOptions& options) {
   const std::size_t size = options.sockets.size() / (1 + options.world.streams);
   for (std::size_t i = 0; i < options.sockets.size(); ++i) {
     const int fd = options.sockets[i].get();
-    // The first connection of each pair carries control frames, and its end is the loss of a rank.
+    // Only the first connection of each pair carries control frames. Its end means that the rank is lost.
     if (fd >= 0) tune_tcp(fd, i < size ? std::optional(options.host_loss_s) : std::nullopt);
   }
   return std::move(options.sockets);
 }
 
-/// A rank waits according to the CPUs that its host's ranks may use.
+/// How a rank's threads wait, according to the CPUs that the ranks of its host may use.
 Spinning spinning_of(const World& world, std::int32_t spin_us) {
   Spinning spinning;
   spinning.time = std::chrono::microseconds(spin_us);
@@ -82,7 +82,7 @@ Core::Core(EngineOptions options, const std::function<void()>& notify,
 
 // ---- A round ---------------------------------------------------------------------------------
 
-/// Entry of the driver: any error inside fails the engine, and every operation with it.
+/// Runs `body` for the driver. An exception fails the engine, and every operation with it.
 template <class Body>
 bool Core::protect(Body body) noexcept {
   try {
@@ -105,8 +105,8 @@ bool Core::step(Work work) noexcept {
 }
 
 bool Core::move(Work work) {
-  // The others' frames come before this rank's own submissions: an answer must not overtake a join and
-  // exclude earlier submissions of the joined rank.
+  // Frames of the other ranks are handled before this rank's own submissions. Otherwise the coordinator could complete
+  // an operation without a rank that has submitted it and has joined afterwards.
   bool moved = devices_.hear();
   moved |= !in_flight_.has_failed() && sets_.receive_shared();
   moved |= take_requests();
@@ -115,13 +115,13 @@ bool Core::move(Work work) {
     return peers_.poll(0, interrupted) || moved;
   }
   if (work == Work::kAll) {
-    // Peers begin at once, because this rank may copy for a while now.
+    // Sends frames first, so that the peers can begin: this rank may now copy tensors for a while.
     if (sets_.tell(true)) peers_.flush(false);
     moved |= move_operations();
     if (in_flight_.has_failed()) return true;
   }
-  // A submission writes frames only: a reading peer could otherwise hold it, and Python's lock, for a
-  // whole tensor.
+  // During a submission only frames are written. Writing tensors could take long, and the caller may hold Python's
+  // lock.
   sets_.tell(work == Work::kAll);
   moved |= peers_.flush(work == Work::kAll);
   moved |= check_time();
@@ -136,10 +136,11 @@ bool Core::move_operations() {
     moved |= messages_.step();
   }
   moved |= sets_.run();
-  // On one host the shared memory matters, not the sockets: polling them costs a system call.
+  // On one host frames come through shared memory, so the sockets are polled only in some rounds: each poll costs a
+  // system call.
   const bool must_look = peers_.take_look();
   moved |= must_look;
-  // Orders for devices arrive on a connection, if there is another rank.
+  // With more than one rank, orders for devices always arrive on a connection.
   const bool takes_orders = devices_.is_open() && world_.size() > 1;
   if (must_look || takes_orders || !sets_.is_all_shared() || ++steps_ % 8 == 0) {
     bool interrupted = false;
@@ -169,7 +170,7 @@ void Core::submit(std::shared_ptr<Operation> operation) {
   }
   const Group* group = groups_.find_open(operation->process_set);
   if (group == nullptr) return sets_.refuse_removed(*operation);
-  receive_messages();  // a withdrawn message no longer matches
+  receive_messages();  // first, so that a withdrawn message cannot match
   if (in_flight_.has_failed()) return in_flight_.finish_failed(*operation);
   messages_.post(std::move(operation), group->team.ranks());
 }
@@ -194,7 +195,7 @@ bool Core::sleep(TimePoint deadline, bool& interrupted) noexcept {
       moved = peers_.poll(milliseconds_until(std::min(end, next_look())), interrupted);
       if (!in_flight_.has_failed()) moved |= peers_.look_for_ended();
     } while (!moved && !interrupted && !in_flight_.has_failed() && Clock::now() < end);
-    // The caller's wait may be over, so that it does not step again.
+    // Sends now, because the caller's wait may be over and this thread may not drive again.
     if (!in_flight_.has_failed()) {
       sets_.tell(true);
       peers_.flush(true);
@@ -210,14 +211,15 @@ bool Core::expects_bell() const {
 TimePoint Core::wake_up() const { return std::min(next_deadline(), next_look()); }
 
 TimePoint Core::next_deadline() const {
-  // After a failure only the device is pending: all other deadlines are past, and would keep a thread awake.
+  // After a failure only the device's operations are pending. Other deadlines have passed and would keep a thread
+  // awake.
   if (in_flight_.has_failed()) return devices_.next_deadline();
   return std::min({devices_.next_deadline(), peers_.next_deadline(), messages_.next_deadline(),
                    sets_.next_deadline()});
 }
 
-/// Next poll of a sleeping rank for ended processes: soon while an operation is in flight, else never, because an
-/// idle engine costs nothing and detects it when the connection closes.
+/// Next time at which a sleeping rank looks for ended processes: soon while an operation is in flight, else never. An
+/// idle engine must not use the CPU, and sees the closed connection.
 TimePoint Core::next_look() const {
   if (in_flight_.has_failed() || !world_.memory() || in_flight_.is_idle()) return kNever;
   return Clock::now() + kLookPeriod;
@@ -237,7 +239,7 @@ bool Core::check_time() {
 // ---- Frames ----------------------------------------------------------------------------------
 
 void Core::on_frame(Rank from, FrameType type, std::span<const std::byte> body) {
-  // Messages of the peer through shared memory are older.
+  // The peer's frames in shared memory may be older, so they are handled first.
   sets_.receive_shared();
   if (in_flight_.has_failed()) return;
   switch (type) {
@@ -258,7 +260,8 @@ void Core::on_frame(Rank from, FrameType type, std::span<const std::byte> body) 
     case FrameType::kAbort: {
       const auto message = decode<Abort>(body);
       for (const Loss& loss : message.losses) {
-        if (!world_.membership().includes(loss.rank)) throw nonsense("a loss of no rank");
+        if (!world_.membership().includes(loss.rank))
+          throw nonsense("the loss of a rank that does not exist");
         in_flight_.note(loss);
       }
       return in_flight_.fail(message.status, message.message);
@@ -280,7 +283,7 @@ void Core::on_frame(Rank from, FrameType type, std::span<const std::byte> body) 
     case FrameType::kData:
       break;
   }
-  throw nonsense("a frame out of turn");
+  throw nonsense("an unexpected frame");
 }
 
 void Core::on_goodbye(Rank from, const Goodbye& message) {
@@ -294,7 +297,7 @@ void Core::on_goodbye(Rank from, const Goodbye& message) {
 // ---- Endings ---------------------------------------------------------------------------------
 
 void Core::end_all(std::int32_t status, const std::string& message) {
-  // Links first: nothing may be written to a tensor once its operation is finished.
+  // Links first: no link may write to a tensor after its operation is finished.
   for (auto& link : world_.data_links()) link.cancel_lent();
   messages_.clear();
   sets_.let_go();
@@ -319,7 +322,7 @@ void Core::let_go() noexcept {
   try {
     devices_.abort();
   } catch (const std::exception&) {
-    // Its operations end with its deadline.
+    // The device's operations then end at their deadline.
   }
 }
 
@@ -327,7 +330,7 @@ void Core::leave() noexcept {
   try {
     say_goodbye();
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "sparkhvd warning: rank %d could not say goodbye: %s\n",
+    std::fprintf(stderr, "sparkhvd warning: rank %d could not send its goodbye: %s\n",
                  index_of(world_.rank()), error.what());
     in_flight_.fail_without_memory();
   }
@@ -335,13 +338,14 @@ void Core::leave() noexcept {
 
 void Core::say_goodbye() {
   if (!in_flight_.has_failed()) sets_.tell(true);
-  devices_.hear();  // the goodbye reports the ended operations of the device
+  devices_.hear();  // updates the numbers of ended device operations, which the goodbye reports
   if (!in_flight_.has_failed()) {
     end_all(SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(world_.rank()) +
                                     " was shut down while the operation was in flight.");
     const Bytes goodbye = encode(sets_.goodbye());
     for (auto& link : world_.links()) peers_.send(link.peer(), goodbye);
-    // Operations that ended here may need this rank's communicators on the others for a moment.
+    // Without pending operations the communicators stay for a moment: other ranks may still need them for operations
+    // that have ended here.
     if (devices_.has_some()) devices_.abort();
   }
   peers_.leave();

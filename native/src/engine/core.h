@@ -1,9 +1,10 @@
-// The parts that the driver drives: peers, process sets, devices and messages; and their behaviour when the engine fails.
+// The parts that the driver drives (peers, process sets, devices and messages), and their behaviour when the engine
+// fails.
 //
-// **Threads.** The driver's, unless marked as any thread's.
+// **Threads.** Only the driver's thread calls it, except for the functions under "Any thread".
 //
-// **Shutdown.** `say_goodbye` ends operations in flight and lets the peers read the goodbye before connections close. A
-// failure releases all lent memory before any caller is notified.
+// **Shutdown.** `leave` ends operations in flight and lets the peers read the goodbye before connections close. A
+// failure releases all memory lent to connections before any caller is notified.
 #pragma once
 
 #include <cstdint>
@@ -35,14 +36,14 @@ struct EngineOptions {
   double stall_warning_s = 0;
   double stall_shutdown_s = 0;
   double host_loss_s = 0;
-  int stack_signal = 0;  // see stacks.h
+  int stack_signal = 0;  // this and `stack_pipe`: see stacks.h
   int stack_pipe = -1;
 };
 
 class Core final : public Drivable, private PeerEvents, private Failing {
  public:
-  /// Collective; throws TIMEOUT, PEER_LOST or MISMATCH naming the rank. `notify` is called when a thread's wait condition
-  /// may hold.
+  /// Connects to the other ranks; all ranks must call it. Throws TIMEOUT, PEER_LOST or MISMATCH with the rank. It calls
+  /// `notify` when the wait condition of a thread may hold.
   Core(EngineOptions options, const std::function<void()>& notify);
 
   // Any thread.
@@ -53,7 +54,7 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   Recorder& recorder() noexcept { return recorder_; }
   WakeupEvent& wakeup() noexcept { return wakeup_; }
   const World& world() const noexcept { return world_; }
-  /// An epoll that reports pending work.
+  /// Descriptor of an epoll instance that reports pending work.
   int connections() const noexcept { return peers_.fd(); }
   Spinning spinning() const noexcept { return spinning_; }
 
@@ -66,7 +67,7 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   bool has_requests() const override { return in_flight_.has_requests(); }
   bool is_idle() const override { return in_flight_.is_idle(); }
 
-  /// Leaves the job, as the last driver; must succeed, else the peers see the connections close.
+  /// Leaves the job. The last driver calls it. If it fails, the peers see closed connections without a goodbye.
   void leave() noexcept;
   void after_fork() noexcept;
 
@@ -99,7 +100,7 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   const Kernels& kernels_;
   Recorder recorder_;
   WakeupEvent wakeup_;
-  // Descriptors, created before the ranks connect, as the driver's are.
+  // Their descriptors are created before the ranks connect, so that a lack of descriptors fails early.
   Poller poller_;
   Stacks stacks_;
   World world_;

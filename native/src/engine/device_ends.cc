@@ -1,4 +1,5 @@
-// Events of the device, and the ends of its operations: finished, failed, left by a rank (see device_orders.h).
+// Events of the device, and the ends of its operations after a success, a failure or the departure of a rank (see
+// device_orders.h).
 #include <algorithm>
 
 #include "engine/device_orders.h"
@@ -8,17 +9,16 @@
 namespace sparkhvd {
 namespace {
 
-// Time that a failure which NCCL blames on a peer waits for the peer's goodbye, or for its name: a leaving
-// rank sends its goodbye before it ends its communicators, and the end of a process closes its connections.
+// If NCCL blames a peer for a failure, this rank waits for the cause for this time: a leaving rank sends its goodbye
+// before it ends its communicators, and a process that ends closes its connections. The message then names the rank.
 constexpr auto kNamingTime = std::chrono::seconds(1);
-// For the communicator of a set that a rank has left: see kDepartureTime in nccl/plane_end.cc.
+// Time to end the communicator of a set that a rank has left: see kDepartureTime in nccl/plane_end.cc.
 constexpr auto kMarkedTime = std::chrono::seconds(4);
 
 }  // namespace
 
 // ---- From the device -------------------------------------------------------------------------
 
-/// Processes events of the plane. True if there were any.
 bool DeviceOrders::hear() {
   auto* open = plane();
   if (open == nullptr) return false;
@@ -83,10 +83,11 @@ void DeviceOrders::check_time(TimePoint now) {
   }
   if (!on_plane_.empty() && now >= on_plane_.front().warn_at) warn_of_stall(now);
   if (now >= marked_deadline_) {
-    return in_flight_.fail(SPARKHVD_SHUT_DOWN,
-                           "the communicator of " + rank_text(options_.rank) +
-                               " with a rank that shut down does not end. Call "
-                               "shutdown() on a rank only after its last operation.");
+    return in_flight_.fail(
+        SPARKHVD_SHUT_DOWN,
+        rank_text(options_.rank) +
+            " could not end its NCCL communicator with a rank that shut down. Call "
+            "shutdown() on a rank only after its last operation.");
   }
   for (const auto& [id, group] : groups_) {
     if (now < group->device.id_deadline) continue;
@@ -94,11 +95,11 @@ void DeviceOrders::check_time(TimePoint now) {
         group->device.waiting.empty() ? "" : group->device.waiting.front().name;
     return in_flight_.fail(SPARKHVD_TIMEOUT,
                            "operation '" + name + "' on the device: " + rank_text(options_.rank) +
-                               " waited in vain for " + where + ", which begins a communicator.");
+                               " waited in vain for " + where + ", which creates a communicator.");
   }
 }
 
-/// Operations that the device runs now.
+/// Starts the time limit of the first operation, because the device runs it now.
 void DeviceOrders::watch_first() {
   OnPlane& first = on_plane_.front();
   first.since = Clock::now();
@@ -114,7 +115,7 @@ void DeviceOrders::warn_of_stall(TimePoint now) {
       first.process_set == 0 ? "" : " of process set " + std::to_string(first.process_set);
   warn(first.label + set + ": " + rank_text(options_.rank) + " is waiting for " +
        plane()->whereabouts() + " since " + seconds_text(waited) +
-       " s, after all ranks submitted it; what was ordered behind it waits too. A process may be "
+       " s, after all ranks submitted it; later operations wait too. A process may be "
        "stopped, or a GPU or the network between GPUs hangs.");
   recorder_.activity().stall_warnings.add();
 }
@@ -123,7 +124,7 @@ void DeviceOrders::on_done(const nccl::News::Done& done) {
   const auto entry = std::ranges::find_if(on_plane_, [&](const OnPlane& one) {
     return one.process_set == done.process_set && one.sequence == done.sequence;
   });
-  if (entry == on_plane_.end()) return;  // ended by a deadline
+  if (entry == on_plane_.end()) return;  // a deadline has ended it
   const auto operation = entry->operation;
   const bool was_first = entry == on_plane_.begin();
   on_plane_.erase(entry);
@@ -163,7 +164,7 @@ void DeviceOrders::abort() {
   open->abort();
 }
 
-/// The communicators have ended, or timed out: their operations end with the engine's error.
+/// Ends all operations of the plane with the engine's error, after the communicators have ended or timed out.
 void DeviceOrders::end_on_plane(bool is_device_busy) noexcept {
   for (; !on_plane_.empty(); on_plane_.pop_front()) {
     const auto& operation = on_plane_.front().operation;
@@ -187,19 +188,20 @@ void DeviceOrders::stop() {
   end_on_plane(!has_stopped || (open->has_news() && open->take_news().is_busy));
 }
 
-/// Operations that the departing rank has finished end here on their own; later operations must be ended.
+/// Handles a rank that has left. Operations that it has finished finish here on their own; later operations must be
+/// ended.
 void DeviceOrders::depart(Group& group, Rank rank, std::uint64_t executed) {
   OnDevices& orders = group.device;
   if (!group.departed) group.departed = rank;
   orders.departure_limit = std::min(orders.departure_limit, executed);
-  // A set that the departing rank's goodbye does not mention has received its last message.
+  // If the goodbye does not mention the set (UINT64_MAX), the coordinator has already sent the set's last message.
   if (rank == group.coordinator() && !orders.expected && executed != UINT64_MAX) {
     orders.expected = std::max(executed, orders.received);
   }
   mark_for_abort(group);
 }
 
-/// NCCL has detected first that a rank is gone.
+/// Handles a broken communicator: NCCL has noticed the loss of a rank before its connection closed.
 void DeviceOrders::on_broken(const nccl::News::Broken& broken) {
   Group* group = groups_.find(broken.process_set);
   if (group == nullptr) return;  // removed: it has no pending operation
@@ -208,12 +210,12 @@ void DeviceOrders::on_broken(const nccl::News::Broken& broken) {
   if (group->departed) mark_for_abort(*group);
 }
 
-/// Ends the device operations that cannot end on their own, of a process set that a rank has left.
+/// Ends device operations of a process set that a rank has left, if they cannot finish on their own.
 void DeviceOrders::mark_for_abort(Group& group) {
   OnDevices& orders = group.device;
   const bool is_broken = broken_.erase(group.id) > 0;
   for (const OnPlane& one : on_plane_) {
-    // Then not even the operations that the departing rank has finished.
+    // In a broken communicator even operations that the departing rank has finished cannot finish here.
     if (is_broken && one.process_set == group.id) {
       orders.departure_limit = std::min(orders.departure_limit, one.sequence);
     }
@@ -234,7 +236,6 @@ void DeviceOrders::on_relay_end() {
   }
 }
 
-/// True if its order may still arrive although the coordinator orders nothing more.
 bool DeviceOrders::may_be_ordered(const Group& group, const Operation& operation) const {
   return operation.on_device && group.device.expected &&
          group.device.received < *group.device.expected && !peers_.has_left(Rank{0});

@@ -1,4 +1,4 @@
-// The order of operations on devices, and their launch by the plane. device_ends.cc ends them.
+// The order of operations on devices, and their launch by the plane. device_ends.cc has their ends.
 #include "engine/device_orders.h"
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 namespace sparkhvd {
 namespace {
 
-// Users create few process sets; a larger number is invalid.
+// Largest number of orders that rank 0 holds for process sets that it has not created yet. Users create few process
+// sets, so a peer with more is invalid.
 constexpr std::size_t kMaxHeldOrders = 4096;
 
 std::string relay_text(Collective collective, const std::string& name) {
@@ -31,7 +32,7 @@ const Descriptor& descriptor_of(const Group& group, const Execute& execute) {
   return mine != group.submitted.end() ? mine->second->descriptor : execute.descriptor.value();
 }
 
-/// True if the result has bytes of some rank, so that it needs a place.
+/// True if a result has bytes, but the caller gave no memory for it.
 bool lacks_output(const Operation& operation, const Execute& message, std::size_t members) {
   const Descriptor& descriptor = operation.descriptor;
   if (spec_of(descriptor.collective).result != Result::kAgreed) return false;
@@ -63,7 +64,7 @@ void DeviceOrders::open(const nccl::DeviceOptions& options) {
     throw Error(SPARKHVD_INVALID_ARGUMENT, "device " + std::to_string(options.ordinal) + ": " +
                                                rank_text(options_.rank) + " has opened device " +
                                                std::to_string(open->device()->ordinal()) +
-                                               " before, and a rank has one.");
+                                               ", and a rank can open only one device.");
   }
   in_flight_.check();
   auto plane = std::make_unique<nccl::DevicePlane>(
@@ -71,7 +72,8 @@ void DeviceOrders::open(const nccl::DeviceOptions& options) {
       options_.has_cpu_for_plane);
   in_flight_.if_usable([&] { plane_.store(plane.get(), std::memory_order_release); });
   if (is_open()) own_plane_ = std::move(plane);
-  wakeup_.ring_self();  // sleepers have not announced their sleep to the plane
+  // A thread that already sleeps has not announced its sleep to the plane, so the plane could not wake it.
+  wakeup_.ring_self();
 }
 
 std::shared_ptr<nccl::Device> DeviceOrders::device() const {
@@ -81,7 +83,6 @@ std::shared_ptr<nccl::Device> DeviceOrders::device() const {
 
 // ---- The order -------------------------------------------------------------------------------
 
-/// The coordinator: all ranks of the set are ready for this.
 void DeviceOrders::order(Group& group, Execute execute) {
   OnDevices& orders = group.device;
   orders.waiting.push_back(std::move(execute));
@@ -94,7 +95,7 @@ void DeviceOrders::order(Group& group, Execute execute) {
     return in_flight_.fail(
         SPARKHVD_INVALID_ARGUMENT,
         joined_text(operation_label(descriptor.collective, orders.waiting.front().name),
-                    options_.rank, "it begins the communicator as the set's first rank"));
+                    options_.rank, "it must create the communicator as the set's first rank"));
   }
   orders.id_deadline = deadline_after(Clock::now(), descriptor.timeout_s);
   open->make_unique_id(group.id);
@@ -125,7 +126,7 @@ void DeviceOrders::send_orders(Group& group) {
   }
 }
 
-/// Rank 0 has left, so these will never reach any rank.
+/// Refuses orders that rank 0 has not passed on. Rank 0 has left, so they will not reach any rank.
 void DeviceOrders::refuse_orders(Group& group) {
   OnDevices& orders = group.device;
   std::vector<Refuse> refused;
@@ -145,7 +146,6 @@ void DeviceOrders::refuse_orders(Group& group) {
   }
 }
 
-/// Rank 0: a new process set, whose first rank sends it orders.
 void DeviceOrders::relay_to(std::int32_t process_set, std::vector<Rank> ranks) {
   if (options_.rank != Rank{0}) return;
   relays_[process_set].ranks = std::move(ranks);
@@ -153,12 +153,11 @@ void DeviceOrders::relay_to(std::int32_t process_set, std::vector<Rank> ranks) {
   for (auto& [from, execute] : held) on_order(from, std::move(execute));
 }
 
-/// Rank 0: the coordinator of a process set has sent the next order.
 void DeviceOrders::on_order(Rank from, Execute execute) {
   if (options_.rank != Rank{0}) throw nonsense("an order to pass on, which only rank 0 does");
   const auto entry = relays_.find(execute.process_set);
   if (entry == relays_.end()) {
-    // The set's ranks may have created it before this rank has begun.
+    // The ranks of the set may have created it before this rank begins to create it.
     if (groups_.was_made(execute.process_set) || held_.size() >= kMaxHeldOrders) {
       throw nonsense("an order for a process set that does not exist");
     }
@@ -167,7 +166,8 @@ void DeviceOrders::on_order(Rank from, Execute execute) {
   }
   Relay& relay = entry->second;
   if (from != relay.ranks.front() || from == options_.rank || execute.sequence != relay.next) {
-    throw nonsense("an order that only the coordinator of a process set may send, in order");
+    throw nonsense(
+        "an order from a rank that is not the coordinator, or with a wrong sequence number");
   }
   ++relay.next;
   pass_on(Team(options_.rank, {relay.ranks}), std::move(execute));
@@ -184,11 +184,13 @@ void DeviceOrders::on_execute(Rank from, Execute message) {
   if (from != Rank{0}) throw nonsense("an order for devices that rank 0 has not passed on");
   Group* const found = groups_.find(message.process_set);
   if (found == nullptr || !found->communicator) {
-    throw nonsense("an order for devices of a process set that is not there");
+    throw nonsense("an order for devices of a process set that does not exist");
   }
   Group& group = *found;
-  if (message.sequence != group.device.received) throw nonsense("an order out of order");
-  if ((message.sequence == 0) == message.unique_id.empty()) throw nonsense("an id out of order");
+  if (message.sequence != group.device.received)
+    throw nonsense("an order with a wrong sequence number");
+  if ((message.sequence == 0) == message.unique_id.empty())
+    throw nonsense("an NCCL id that is missing or unexpected");
   ++group.device.received;
   if (!group.device.sent.empty()) group.device.sent.pop_front();
   check_contributors(group.team, message);
@@ -209,7 +211,7 @@ void DeviceOrders::on_execute(Rank from, Execute message) {
   if (!in_flight_.has_failed()) hooks_.settle(group);
 }
 
-/// Null if it has ended here because a rank has left.
+/// Takes the submitted operation of an order; null if it has ended because a rank has left.
 std::shared_ptr<Operation> DeviceOrders::take_submitted(Group& group, const Execute& message) {
   const auto entry = group.submitted.find(message.name);
   if (entry == group.submitted.end() && group.departed) return nullptr;
@@ -234,17 +236,19 @@ void DeviceOrders::hand_over(Group& group, const Execute& message,
   if (open == nullptr) {
     return in_flight_.fail(
         SPARKHVD_INVALID_ARGUMENT,
-        joined_text(label, options_.rank, "NCCL needs every rank, with zeros of one that joined"));
+        joined_text(label, options_.rank,
+                    "NCCL needs every rank, and a joined rank contributes zeros"));
   }
   nccl::Launch launch;
   if (operation) {
     if (lacks_output(*operation, message, group.team.size())) {
-      return in_flight_.fail(SPARKHVD_INVALID_ARGUMENT,
-                             label + ": it has no output on " + rank_text(options_.rank) +
-                                 ". On a device the caller gives one with room for all rows.");
+      return in_flight_.fail(
+          SPARKHVD_INVALID_ARGUMENT,
+          label + ": it has no output on " + rank_text(options_.rank) +
+              ". On a device the caller must pass an output with room for all rows.");
     }
     operation->rows = message.rows;
-    // For an alltoall more than the caller reads.
+    // An alltoall's order has more numbers than the caller reads.
     operation->rows.resize(
         std::min(message.rows.size(), group.team.size() * descriptor.shapes.size()));
     operation->trace.algorithm = spec.device_algorithm;
@@ -253,7 +257,7 @@ void DeviceOrders::hand_over(Group& group, const Execute& message,
   } else {
     if (!nccl::nccl_type(descriptor.dtype) ||
         !nccl::nccl_op(descriptor.reduce_op, descriptor.dtype)) {
-      throw nonsense("a reduction that NCCL has not got");
+      throw nonsense("a reduction that NCCL does not have");
     }
     launch.passed_over = descriptor;
   }

@@ -1,10 +1,11 @@
-// Operations on devices: one order for all process sets, launched by the plane, finished when the device has finished.
+// Operations on devices: in one order for all process sets. The plane (nccl/plane.h) launches them, and they finish
+// when the device has finished.
 //
-// Two communicators that launch in different orders on two ranks deadlock. So there is one order: a process set's
-// coordinator decides the next operation and sends it to rank 0, which passes it on. A rank launches in the order of
-// rank 0's connection.
+// Two NCCL communicators deadlock if two ranks launch their operations in different orders. So rank 0 determines one
+// order: the coordinator of a process set decides the set's next operation and sends it to rank 0. Rank 0 passes it on
+// to the ranks of the set. A rank launches operations in the order in which rank 0's frames arrive.
 //
-// **Threads.** The driver's, except `open`, `device` and `is_open`.
+// **Threads.** Only the driver's thread calls it, except `open`, `device` and `is_open`.
 #pragma once
 
 #include <atomic>
@@ -33,15 +34,15 @@ class DeviceOrders {
   struct Options {
     Rank rank{};
     double stall_warning_s = 0;
-    bool has_cpu_for_plane = false;  // besides the caller's, on a host with this many ranks
+    bool has_cpu_for_plane = false;  // each rank of the host has a second CPU, for the plane
   };
   /// Effects of a process set's orders on its other operations.
   struct Hooks {
-    /// A waiting operation will not get an order.
+    /// Refuses a waiting operation that will not get an order.
     std::function<void(const Refuse&)> refuse;
-    /// An order has arrived, or will not: operations that waited for it may end.
+    /// Ends waiting operations: an order has arrived, or no more orders can arrive.
     std::function<void(Group&)> settle;
-    /// A thread may wait for a launch.
+    /// Notifies threads that wait for a launch.
     std::function<void()> launched;
   };
   DeviceOrders(const Options& options, Groups& groups, InFlight& in_flight, Peers& peers,
@@ -51,30 +52,30 @@ class DeviceOrders {
 
   // Any thread.
 
-  /// Throws UNSUPPORTED if a library or the device is missing; has no effect if it is open.
+  /// Opens the device; has no effect if it is open. Throws UNSUPPORTED if a library or the device is missing.
   void open(const nccl::DeviceOptions& options);
-  /// Null before it is open.
+  /// The device; null before it is open.
   std::shared_ptr<nccl::Device> device() const;
   bool is_open() const noexcept { return plane() != nullptr; }
   bool has_cpu_for_plane() const noexcept { return options_.has_cpu_for_plane; }
 
-  // The driver's.
+  // Only the driver's thread.
 
-  /// Processes events of the plane. True if there were any.
+  /// Processes events of the plane. True if there were events.
   bool hear();
   TimePoint next_deadline() const;
-  /// The coordinator: all ranks of the set are ready for this.
+  /// Orders an operation, on the coordinator, when all ranks of the set are ready for it.
   void order(Group& group, Execute execute);
-  /// Rank 0: a new process set, whose first rank sends it orders.
+  /// Accepts orders, on rank 0, from the coordinator of a new process set.
   void relay_to(std::int32_t process_set, std::vector<Rank> ranks);
-  /// Rank 0: the coordinator of a process set has sent the next order.
+  /// Passes on the next order of a process set, on rank 0.
   void on_order(Rank from, Execute execute);
   void on_execute(Rank from, Execute message);
-  /// A rank has left, after finishing these device operations.
+  /// Handles a rank that has left. It has finished the first `executed` device operations of the set.
   void depart(Group& group, Rank rank, std::uint64_t executed);
-  /// Rank 0 has left, and passes on no more orders.
+  /// Handles the departure of rank 0: no more orders can arrive.
   void on_relay_end();
-  /// True if the operation's order may still arrive although the coordinator orders nothing more.
+  /// True if the operation's order may still arrive from rank 0, although the coordinator sends no more orders.
   bool may_be_ordered(const Group& group, const Operation& operation) const;
   /// True when the ordered device operations of a removed process set have ended.
   bool is_done(const Group& group) const;
@@ -82,28 +83,28 @@ class DeviceOrders {
   bool has_some() const noexcept { return !on_plane_.empty(); }
 
   void abort();
-  /// At shutdown: afterwards the plane has stopped, and every operation has ended.
+  /// Stops the plane and ends every operation, at shutdown.
   void stop();
 
  private:
-  // Operations of the plane, in the order of the device; null: this rank has joined.
+  // An operation that the plane has, in the order of the device. `operation` is null if this rank has joined.
   struct OnPlane {
     std::int32_t process_set = 0;
     std::uint64_t sequence = 0;
     std::shared_ptr<Operation> operation;
     std::string label;
     double timeout_s = 0;
-    // Of the first: the others wait for it.
+    // Set only for the first operation, because the operations behind it wait for it.
     TimePoint since{};
     TimePoint deadline = kNever;
     TimePoint warn_at = kNever;
   };
-  /// Error of NCCL; becomes the engine's failure at its deadline, unless explained by then.
+  /// An error of NCCL. It becomes the engine's failure at the time `at`, unless the loss of a rank explains it earlier.
   struct DeviceFailure {
     Error error;
     TimePoint at{};
   };
-  // Rank 0's: process sets by coordinator, whose orders it passes on in sequence.
+  // A process set on rank 0, which passes on the set's orders in sequence.
   struct Relay {
     std::vector<Rank> ranks;
     std::uint64_t next = 0;
@@ -133,17 +134,17 @@ class DeviceOrders {
   const Hooks hooks_;
 
   std::deque<OnPlane> on_plane_;
-  TimePoint abort_deadline_ = kNever;  // then operations on the plane end without it
+  TimePoint abort_deadline_ = kNever;  // then operations end without waiting for the plane
   TimePoint marked_deadline_ = kNever;
   std::optional<DeviceFailure> failure_;
-  std::map<std::int32_t, DeviceFailure> broken_;  // communicators by process set
+  std::map<std::int32_t, DeviceFailure> broken_;  // errors of communicators, by process set
   std::map<std::int32_t, Relay> relays_;
   std::vector<std::pair<Rank, Execute>>
       held_;  // orders for sets that this rank has not created yet
 
   Mutex opening_;
   std::unique_ptr<nccl::DevicePlane> own_plane_ GUARDED_BY(opening_);
-  std::atomic<nccl::DevicePlane*> plane_{nullptr};  // the same, for its users
+  std::atomic<nccl::DevicePlane*> plane_{nullptr};  // own_plane_, readable without the mutex
 };
 
 }  // namespace sparkhvd

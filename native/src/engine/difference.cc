@@ -14,7 +14,8 @@ std::string number_text(double value) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.17g", value);
   double parsed = 0;
-  for (int digits = 1; digits <= 17; ++digits) {  // the shortest that reads back as the same number
+  // Finds the shortest text that reads back as the same number.
+  for (int digits = 1; digits <= 17; ++digits) {
     std::snprintf(text, sizeof(text), "%.*g", digits, value);
     if (std::sscanf(text, "%lf", &parsed) == 1 && parsed == value) break;
   }

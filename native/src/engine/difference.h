@@ -1,4 +1,4 @@
-// The facts that must be equal on all ranks of an operation, and the message if they differ. Pure.
+// Checks that all ranks of an operation agree on it, and writes the error message if they differ. No I/O.
 #pragma once
 
 #include <optional>
@@ -9,7 +9,7 @@
 
 namespace sparkhvd {
 
-/// Message on the difference of two ranks' descriptions of one operation; nothing if they agree.
+/// A rank's description of an operation.
 struct Submission {
   Rank rank;
   const Descriptor& descriptor;

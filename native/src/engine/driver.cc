@@ -17,18 +17,18 @@
 namespace sparkhvd {
 namespace {
 
-// After this time without a driving caller, and at most twice as long, the progress thread takes over.
-// Waking it after every call of a series would cost more than the calls. So would setting a timer each
-// time (5 us in a virtual machine), so a running timer is kept.
+// The progress thread takes over when no caller has driven for this time, or at most twice this time. Waking it after
+// every call of a series would cost more than the calls. Setting a timer each time would too (5 us in a virtual
+// machine), so a running timer is kept.
 constexpr auto kTakeOverTime = std::chrono::microseconds(200);
-// If ranks share CPUs, a wakeup takes a CPU from a working rank, and a caller is away for longer.
+// Take-over time if ranks share CPUs: a wakeup takes a CPU from a working rank, and callers return later.
 constexpr auto kCrowdedTakeOverTime = std::chrono::milliseconds(1);
-// The same while nothing is in flight here: peers get their answers, and no rank waits for bytes.
+// Take-over time while nothing is in flight here: no rank waits for this rank's bytes, only for answers.
 constexpr auto kIdleTakeOverTime = std::chrono::milliseconds(10);
 constexpr auto kTrialPeriod = std::chrono::milliseconds(16);
 constexpr auto kTrialTime = std::chrono::milliseconds(1);
 
-// Wait conditions of the progress thread.
+// Keys of the events that the progress thread waits for.
 constexpr std::uint64_t kConnectionsKey = 0;
 constexpr std::uint64_t kControlKey = 1;
 constexpr std::uint64_t kTimerKey = 2;
@@ -141,7 +141,7 @@ void Driver::release() {
 }
 
 void Driver::after_fork() noexcept {
-  // No epoll_ctl either: the epoll instance is shared with the parent.
+  // No epoll_ctl: the child shares the epoll instance with the parent.
   own_.poller.close();
   own_.control.reset();
   own_.timer.reset();
@@ -191,8 +191,8 @@ void Driver::run_progress_thread() {
   }
 }
 
-/// Drives until there is no work (true) or a caller wants to drive (false). `is_called`: an event has
-/// occurred.
+/// Drives until there is no work (returns true) or a caller wants to drive (returns false). `is_called`: an event has
+/// woken the thread.
 bool Driver::progress_until_idle(bool is_called) {
   TimePoint spin_end = Clock::now() + (is_called ? spinning_.time : Clock::duration::zero());
   driven_.look();
@@ -201,7 +201,7 @@ bool Driver::progress_until_idle(bool is_called) {
       spin_end = Clock::now() + spinning_.time;
       continue;
     }
-    // A thread without waiters spins only in the middle of an operation that all ranks have started.
+    // No caller waits, so the progress thread spins only while an operation runs that all ranks have started.
     if (driven_.is_running() && Clock::now() < spin_end) {
       relax(spinning_.is_crowded);
       continue;
@@ -236,7 +236,7 @@ void Driver::wait(const WaitCondition& goal, TimePoint deadline, bool has_reques
   if (waiters_ == 0 && !is_stopping_) hand_over_.store(false, std::memory_order_relaxed);
 }
 
-/// True if the deadline, a signal or the end came before the condition held.
+/// Drives until the condition holds. True if the deadline, a signal or the engine's end came first.
 bool Driver::drive_to(const WaitCondition& goal, TimePoint deadline) {
   bool is_spinning = false;
   TimePoint spin_end = Clock::now() + patience(goal);
@@ -272,18 +272,19 @@ bool Driver::drive_to(const WaitCondition& goal, TimePoint deadline) {
   return false;
 }
 
-/// Between hosts the network's work may need the spinning CPU, so waiters sleep at once after a few
-/// consecutive fruitless spins. On one host many are needed: a sleeping rank makes the others wait for its
-/// wakeup, so that they sleep too, and from then on small operations would cost a wakeup each. Waiters retry
-/// in the first of every 16 ms, by a clock that the processes of a host share, because a spin succeeds
-/// only if the peer spins too.
+/// Time for which a waiter spins before it sleeps.
+///
+/// Between hosts the network's work may need the CPU, so waiters stop spinning after a few consecutive spins without
+/// success. On one host they stop only after many: if a rank sleeps, the other ranks wait for its wakeup and sleep too,
+/// and from then on every small operation costs a wakeup. A spin succeeds only if the peer spins too. So waiters spin
+/// again in the first millisecond of every 16 ms, by a clock that all processes of a host share.
 Clock::duration Driver::patience(const WaitCondition& goal) const {
   if (failed_spins_ < spinning_.max_failed || goal.is_imminent()) return spinning_.time;
   const bool is_trial = Clock::now().time_since_epoch() % kTrialPeriod < kTrialTime;
   return is_trial ? spinning_.time : Clock::duration::zero();
 }
 
-/// Sleeps until an event. True if a signal, the deadline or the end ended it.
+/// Sleeps until an event. True if a signal, the deadline or the engine's end ended the sleep.
 bool Driver::sleep_until(TimePoint deadline) {
   if (!announce_sleep()) return false;
   {
@@ -306,8 +307,8 @@ bool Driver::sleep_until(TimePoint deadline) {
   return interrupted || (!moved && Clock::now() >= deadline);
 }
 
-/// Announces the sleep to the peers of this host and the plane, if they matter. False if there is work
-/// meanwhile.
+/// Announces the sleep to the peers of this host and to the plane, if they may have to wake this thread. False if new
+/// work has arrived meanwhile.
 bool Driver::announce_sleep() {
   if (!driven_.is_running() && !driven_.expects_bell()) return true;
   wakeup_.set_sleeping();

@@ -64,10 +64,10 @@ void Engine::shutdown() {
   const Lock once(shutdown_mutex_);
   if (is_shut_down_) return;
   driver_.take_for_good();
-  // The reason for an abort must not be lost to an immediate shutdown.
+  // Sends a requested abort now, because otherwise the shutdown could hide its reason from the peers.
   if (core_.in_flight().is_abort_requested()) core_.step(Work::kControl);
   core_.leave();
-  // No exception may prevent the join of the thread, not even for lack of memory.
+  // No exception may prevent the join of the thread, even if memory is exhausted.
   const auto attempt = [this](auto body) noexcept {
     try {
       body();
@@ -85,8 +85,8 @@ void Engine::shutdown() {
 }
 
 void Engine::after_fork() noexcept {
-  // A mutex may be held by a thread that does not exist here: no locks, no epoll_ctl (the epoll
-  // instances are shared with the parent), only the copies of the descriptors.
+  // Only closes the child's copies of the descriptors. A mutex may be held by a thread that does not exist in the
+  // child, and epoll_ctl would change the epoll instances of the parent.
   is_forked_copy_.store(true, std::memory_order_relaxed);
   core_.after_fork();
   driver_.after_fork();

@@ -12,13 +12,15 @@ namespace sparkhvd {
 namespace {
 
 constexpr auto kGoodbyeTime = std::chrono::seconds(1);
-// Time in the caller's thread. Live hosts take microseconds, or 40 ms if a kernel delays its last acknowledgement.
+// Longest wait in the caller's thread. A live host takes microseconds, or 40 ms if its kernel delays the last
+// acknowledgement.
 constexpr auto kGoodbyeHere = std::chrono::milliseconds(100);
 constexpr auto kGoodbyePause = std::chrono::microseconds(200);
-// Bytes from one connection in one round.
+// Largest number of bytes that are read from a connection in one round.
 constexpr std::size_t kReadBudget = 1 << 20;
 
-// Closes in the background. A process may be forked at any moment, so no lock guards it.
+// Number of background threads that still close connections. It is atomic and has no lock, because a lock could be held
+// at the moment of a fork.
 std::atomic<std::size_t> background = 0;
 
 bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
@@ -48,7 +50,7 @@ void GracefulClose::say(GracefulClose graceful_close) {
 }
 
 void GracefulClose::finish() {
-  // In a forked child they never end.
+  // The deadline is for a forked child: it has a copy of the counter, but no background threads that count down.
   const TimePoint deadline = Clock::now() + kGoodbyeTime;
   while (background > 0 && Clock::now() < deadline) std::this_thread::sleep_for(kGoodbyePause);
 }
@@ -61,7 +63,7 @@ bool GracefulClose::close_until(TimePoint deadline) {
   return true;
 }
 
-/// Closes every connection whose bytes have reached the peer's host. True if all are closed.
+/// Closes every connection with all bytes delivered to the peer's host. True if all connections are closed.
 bool GracefulClose::close_delivered() {
   bool is_done = true;
   const auto part = [&](Link& link) {
@@ -77,7 +79,7 @@ bool GracefulClose::close_delivered() {
     const bool had_output = link.wants_write();
     link.flush();
     if (had_output && !link.wants_write()) link.close_write();
-    link.read(ignore_frame, kReadBudget);  // the peer may need room
+    link.read(ignore_frame, kReadBudget);  // reads, because the peer may wait until it can write
     if (link.wants_write() && link.state() == Link::State::kOpen) {
       is_done = false;
     } else {

@@ -1,8 +1,8 @@
-// The end of an engine's connections: they stay open until their last bytes have reached the peers' hosts.
+// Closes an engine's connections after their last bytes have reached the peers' hosts.
 //
-// A stopped or starved peer may need long to make room. An earlier close could destroy unread bytes: tensors, the goodbye
-// or the cause of a failure. Waiting in `shutdown` would delay a program that joins another job. So connections that
-// remain after a moment move to a background thread, for at most a second.
+// A stopped or starved peer may take long to read. Closing a connection earlier could destroy unread bytes: tensors,
+// the goodbye or the cause of a failure. Waiting in `shutdown` would delay a program that joins another job. So after a
+// moment a background thread takes over the remaining connections, for at most a second.
 #pragma once
 
 #include <vector>
@@ -17,9 +17,9 @@ class GracefulClose {
  public:
   GracefulClose(std::vector<ControlLink> links, std::vector<DataLink> data_links);
 
-  /// Closes delivered connections, for a moment here and then in the background.
+  /// Closes each connection when its bytes are delivered, first in the caller's thread and then in the background.
   static void say(GracefulClose graceful_close);
-  /// Waits for closes in the background, before the process ends.
+  /// Waits until the background threads have closed their connections. Call it before the process ends.
   static void finish();
 
  private:

@@ -1,4 +1,4 @@
-// A rank's state of one process set: submitted, negotiated and running operations.
+// A rank's state of one process set: its submitted, negotiated and running operations.
 #pragma once
 
 #include <cstdint>
@@ -19,37 +19,37 @@
 
 namespace sparkhvd {
 
-/// A negotiated operation.
+/// A negotiated operation that waits for its start or runs.
 struct Running {
-  std::shared_ptr<Operation> operation;  // null: this rank has joined and only counts
+  std::shared_ptr<Operation> operation;  // null: this rank has joined and does not take part
   std::unique_ptr<Context> context;
   Task task;
   std::uint64_t sequence = 0;
-  std::unique_ptr<Execute> passed_over;  // the order that a joined rank counts
+  std::unique_ptr<Execute> passed_over;  // on a joined rank: the order, whose chunks it counts
   bool is_started = false;
-  std::optional<OperationFailed> failure;  // then it has ended
-  bool has_looked = false;  // removal of a process set: has processed its received frames
-  ProgressTimeout timeout;  // restarts with every step
+  std::optional<OperationFailed> failure;  // set if the operation has ended with an error
+  bool has_looked = false;  // removal of a process set: frames received before it are processed
+  ProgressTimeout timeout;  // restarts with every step of the task
 };
 
-/// Negotiated operations on the ranks' devices, beside `running`.
+/// State of the process set's operations on devices, which are not in `running`.
 struct OnDevices {
   std::uint64_t received = 0;
   std::uint64_t finished = 0;
   std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
-  /// Number of operations, after the coordinator has sent its last message or has left: rank 0 passes them
-  /// on, so they may arrive later.
+  /// Total number of the set's device operations, known when the coordinator has sent its last message or has left.
+  /// Their orders come from rank 0, so some may arrive later.
   std::optional<std::uint64_t> expected;
 
-  // The coordinator's.
+  // Used on the coordinator only:
   bool has_id = false;
-  TimePoint id_deadline = kNever;  // of the creation of the communicator's id
-  std::deque<Execute> waiting;     // for the id
+  TimePoint id_deadline = kNever;  // for the creation of NCCL's unique id
+  std::deque<Execute> waiting;     // orders that wait for the id
   struct Sent {
     std::string name;
     Collective collective{};
   };
-  std::deque<Sent> sent;  // to rank 0, which has not passed them on yet
+  std::deque<Sent> sent;  // orders sent to rank 0 that it has not passed on yet
 };
 
 struct Group {
@@ -62,41 +62,41 @@ struct Group {
 
   std::int32_t id;
   Team team;
-  std::optional<Communicator> communicator;  // after the members share their memory
-  std::optional<Negotiation> negotiation;    // on the coordinator
+  std::optional<Communicator> communicator;  // set when the members share their memory
+  std::optional<Negotiation> negotiation;    // on the coordinator only
   std::map<std::string, std::shared_ptr<Operation>> submitted;  // not negotiated yet
-  TimePoint give_up_at = kNever;                                // of these, or earlier
+  TimePoint give_up_at = kNever;  // first deadline of `submitted`, or earlier
   Plan plan;
-  ReadyAgain unsent;            // submitted, and not sent to the coordinator yet
-  ExecuteAgain unsent_orders;   // the coordinator's: decided, and not sent to the members yet
+  ReadyAgain unsent;            // submissions not sent to the coordinator yet
+  ExecuteAgain unsent_orders;   // on the coordinator: orders not sent to the members yet
   std::deque<Running> running;  // in the negotiated order
   std::uint64_t executes_received = 0;
   std::uint64_t executed = 0;
   OnDevices device;
   std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
-  std::optional<Rank> departed;                // the first that has left gracefully
-  bool is_closed = false;                      // the coordinator orders nothing more, and why
+  std::optional<Rank> departed;                // the first rank that has left gracefully
+  bool is_closed = false;                      // the coordinator sends no more orders
   std::int32_t why_closed = SPARKHVD_OK;
   std::string closing_text;
   bool is_removed = false;  // deleted when nothing runs any more
 };
 
-/// The process sets of a rank, by number.
+/// The process sets of a rank, by id.
 class Groups {
  public:
   using Map = std::map<std::int32_t, std::unique_ptr<Group>>;
 
-  /// Null if it does not exist.
+  /// The process set; null if it does not exist.
   Group* find(std::int32_t id) const {
     const auto entry = groups_.find(id);
     return entry == groups_.end() ? nullptr : entry->second.get();
   }
-  /// The same; null also if it was removed, and only finishes negotiated operations.
+  /// The process set; null if it does not exist, or was removed and only finishes its negotiated operations.
   Group* find_open(std::int32_t id) const {
     Group* group = find(id);
     return group == nullptr || group->is_removed ? nullptr : group;
   }
-  /// True if it was created, with or without this rank, and removed.
+  /// True if the process set was created and is not here: it was removed, or does not include this rank.
   bool is_gone(std::int32_t id) const { return id < next_ && !groups_.contains(id); }
   bool was_made(std::int32_t id) const { return id < next_; }
   std::int32_t take_number() { return next_++; }
@@ -113,7 +113,7 @@ class Groups {
 
  private:
   Map groups_;
-  std::int32_t next_ = 1;  // 0 has all ranks
+  std::int32_t next_ = 1;  // next id; set 0 has all ranks
 };
 
 }  // namespace sparkhvd

@@ -35,23 +35,24 @@ InFlight::InFlight(const Membership& membership, Recorder& recorder, Failing& fa
 void InFlight::submit(std::shared_ptr<Operation> operation) {
   const Lock lock(mutex_);
   if (failure_) throw Error(failure_->status(), operation->label() + ": " + failure_->what());
-  // The driver may not have taken the abort yet, and would announce this operation to peers first.
+  // If the driver has not taken the abort yet, it would announce this operation to the peers before the abort.
   if (abort_reason_) throw Error(SPARKHVD_SHUT_DOWN, operation->label() + ": " + *abort_reason_);
   const auto members = members_.find(operation->process_set);
-  // The set was removed after the request was read; a rank outside it may have left since.
+  // The set existed when the request was checked, so it was removed since. This comes before the check of departed
+  // ranks, because the set's own ranks are not known any more.
   if (members == members_.end()) {
     throw Error(SPARKHVD_INVALID_ARGUMENT, operation->label() + ": its process set was removed.");
   }
   const bool needs_all = !spec_of(operation->descriptor.collective).is_point_to_point;
   for (const auto& [rank, kind] : losses_) {
-    // Any other loss is recorded just before the engine fails, which will end this operation with its cause.
+    // After any other loss the engine fails at once, and then ends this operation with the cause.
     if (!needs_all || kind != LossKind::kLeft) continue;
     if (std::ranges::count(*members->second, rank) == 0) continue;
     throw Error(SPARKHVD_SHUT_DOWN,
                 departure_text(operation->descriptor.collective, operation->name, rank));
   }
   auto& of_this_name = operations_[{operation->process_set, operation->name}];
-  // An operation on the device no longer needs its name: the host may be many steps ahead of a GPU.
+  // A launched device operation no longer needs its name: the program may be many steps ahead of the GPU.
   if (of_this_name && !nccl::is_launched(*of_this_name)) {
     throw Error(SPARKHVD_INVALID_ARGUMENT,
                 operation->label() +
@@ -145,7 +146,8 @@ void InFlight::finish(Operation& operation, std::int32_t status, std::string mes
   {
     const Lock lock(mutex_);
     const auto entry = operations_.find({operation.process_set, operation.name});
-    // The caller may release it after its end; a later operation may have the name.
+    // `kept` keeps the operation alive, because its caller may release it at its end. The entry stays if a later
+    // operation has the name.
     std::shared_ptr<Operation> kept;
     if (entry != operations_.end() && entry->second.get() == &operation) {
       kept = std::move(entry->second);
@@ -168,7 +170,7 @@ void InFlight::finish_failed(Operation& operation) noexcept {
 }
 
 void InFlight::finish_all(std::int32_t status, const std::string& message) {
-  // All operations in flight, in any state: no caller may wait forever.
+  // Ends all operations in flight in any state, so that no caller waits forever.
   std::vector<std::shared_ptr<Operation>> operations;
   {
     const Lock lock(mutex_);
@@ -177,7 +179,7 @@ void InFlight::finish_all(std::int32_t status, const std::string& message) {
     submitted_.clear();
   }
   for (auto& operation : operations) {
-    // The device may still write to its tensors: it ends with the communicators.
+    // An operation on the device ends with the communicators, because the device may still write to its tensors.
     if (!is_with_device(*operation)) finish(*operation, status, labelled(*operation, message));
   }
 }
@@ -192,7 +194,7 @@ void InFlight::fail(std::int32_t status, const std::string& message) noexcept {
   }
 }
 
-/// Every operation ends without allocating memory, and the peers see the connections close.
+/// Ends every operation without allocating memory. The peers see closed connections.
 void InFlight::fail_without_memory() noexcept {
   has_failed_ = true;
   failing_.let_go();
@@ -212,7 +214,7 @@ void InFlight::fail_without_memory() noexcept {
 
 Error InFlight::failure() const {
   const Lock lock(mutex_);
-  // Before a failure this is called only at the end of an engine that never worked.
+  // Without a failure, only an engine that never worked calls this, at its end.
   if (!failure_)
     return {SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(membership_.self) + " has ended."};
   return *failure_;

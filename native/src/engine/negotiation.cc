@@ -71,7 +71,7 @@ std::optional<std::string> Negotiation::disagreement(const std::string& name,
       return text;
   }
   if (pending.num_arrived == options_.members.size()) return std::nullopt;
-  // The missing ranks have joined: they add nothing, which is correct only for a sum.
+  // The missing ranks have joined and contribute zeros. This is correct only for a sum.
   const bool is_sum = first.reduce_op == ReduceOp::kSum || first.reduce_op == ReduceOp::kAverage;
   const bool goes_on = spec_of(first.collective).goes_on_without_joined;
   if (goes_on && is_sum) return std::nullopt;
@@ -97,7 +97,7 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
   if (const auto write_rows = spec_of(first.collective).write_rows) {
     write_rows(contributors, execute);
   }
-  // Only if all are in the same registered memory: a mailbox is only read, a buffer is also written.
+  // All tensors must be in the same registered memory, because ranks only read mailboxes but also write to buffers.
   const auto is_same = [&](const Descriptor* each) {
     return each->place && each->place->segment == first.place->segment;
   };
@@ -112,8 +112,8 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
   return execute;
 }
 
-/// Checks that the results of an order fit into the ranks' own memory; returns the error, if any. For a large result the
-/// order first queries every rank for memory.
+/// Checks that the results of an order fit into the callers' memory, and returns the error, if any. It also sets
+/// `asks_for_memory` for large results.
 std::string Negotiation::check_results(const std::string& name, const Pending& pending,
                                        Execute& order) const {
   const Descriptor& first = first_of(pending.arrived);
@@ -135,8 +135,8 @@ std::string Negotiation::check_results(const std::string& name, const Pending& p
       if (bytes <= room) continue;
       return operation_label(first.collective, name) + ": the result on " +
              rank_text(options_.members[i]) + " has " + std::to_string(bytes) + " bytes (" +
-             std::to_string(rows) + " rows), and its output " + std::to_string(room) +
-             ". Give an output for all rows that the ranks bring.";
+             std::to_string(rows) + " rows), but its output has " + std::to_string(room) +
+             ". Give an output with room for the rows of all ranks.";
     }
   }
   return {};
@@ -165,7 +165,7 @@ void Negotiation::conclude(const std::string& name, const Pending& pending, Time
   wait_longer_for_joins(now);
 }
 
-/// Ranks that continue after others have joined delay these legitimately.
+/// Restarts the time limit of the joined ranks: they wait legitimately while the other ranks still run operations.
 void Negotiation::wait_longer_for_joins(TimePoint now) {
   if (!join_) return;
   join_->since = now;
@@ -180,7 +180,7 @@ bool Negotiation::is_complete(const Pending& pending) const {
   return true;
 }
 
-/// A formerly pending operation.
+/// Removes a pending operation and returns it.
 Negotiation::Pending Negotiation::take(const std::string& name) {
   Pending pending = std::move(pending_.extract(name).mapped());
   if (pending.number) planned_[*pending.number].pending = nullptr;
@@ -250,7 +250,7 @@ Negotiation::Outcome Negotiation::join(Rank from, Ready message, TimePoint now) 
   next_tick_ = std::min(next_tick_, join_->deadline);
   join_->last = from;
   join_->joined.emplace(from, std::move(message.descriptor));
-  // It will no longer be late: an earlier refusal must not match its next operation.
+  // Drops the refusals that wait for this rank, because it will not submit anything more.
   for (auto& [name, refused] : refused_) std::erase(refused.unaware, from);
   std::erase_if(refused_, [](const auto& entry) { return entry.second.unaware.empty(); });
   if (!departed_.empty()) {
@@ -258,7 +258,7 @@ Negotiation::Outcome Negotiation::join(Rank from, Ready message, TimePoint now) 
                 departure_text(Collective::kJoin, join_->name, departed_.front()), outcome);
     return outcome;
   }
-  // Operations that waited for this rank continue without it.
+  // Operations that only this rank had not submitted continue without it.
   for (auto entry = pending_.begin(); entry != pending_.end();) {
     const auto current = entry++;
     if (!is_complete(current->second)) continue;

@@ -1,4 +1,4 @@
-// Repeated operations (see negotiation.h).
+// The plan: numbers for repeated operations (see negotiation.h).
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -9,8 +9,8 @@
 namespace sparkhvd {
 namespace {
 
-/// Digest of the ranks' descriptions. Equal digests of different descriptions are harmless, because the last description
-/// is planned.
+/// Digest of the ranks' descriptions. If different descriptions have equal digests, no harm is done: the plan stores
+/// the last description.
 class Digest {
  public:
   void add(const Descriptor& descriptor) {
@@ -45,11 +45,11 @@ class Digest {
 
 }  // namespace
 
-/// The number of a repeated operation, if the plan has room; stores the descriptions of all ranks.
+/// Returns the number of a repeated operation, if the plan has room, and stores the descriptions of all ranks.
 std::optional<std::uint32_t> Negotiation::plan(const std::string& name, const Pending& pending) {
   Digest digest;
   for (const auto& descriptor : pending.arrived) digest.add(*descriptor);
-  // Names that never repeat are dropped from time to time.
+  // Drops names without a number when there are many, because generated names never repeat.
   if (seen_.size() >= 2 * kMaxPlanned && !seen_.contains(name)) {
     std::erase_if(seen_, [](const auto& entry) { return !entry.second.number; });
   }
@@ -63,7 +63,7 @@ std::optional<std::uint32_t> Negotiation::plan(const std::string& name, const Pe
   }
   Planned& planned = planned_[*seen.number];
   planned.descriptors = pending.arrived;
-  // Ranks mostly have equal descriptions, which are stored once.
+  // The descriptions are equal on most ranks, so equal descriptions are stored once.
   for (auto& descriptor : planned.descriptors) {
     if (*descriptor == *planned.descriptors[0]) descriptor = planned.descriptors[0];
   }
@@ -71,7 +71,7 @@ std::optional<std::uint32_t> Negotiation::plan(const std::string& name, const Pe
 }
 
 Negotiation::Outcome Negotiation::ready_again(Rank from, std::uint32_t number, TimePoint now) {
-  if (number >= planned_.size()) throw nonsense("an operation that no plan has");
+  if (number >= planned_.size()) throw nonsense("an operation number that is not in the plan");
   Planned& planned = planned_[number];
   if (!refused_.empty()) {
     if (auto refusal = take_refusal(from, planned.name)) return std::move(*refusal);

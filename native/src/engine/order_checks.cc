@@ -14,7 +14,7 @@ void check_contributors(const Team& team, const Execute& message) {
   bool ok = std::ranges::adjacent_find(ranks, std::ranges::greater_equal()) == ranks.end() &&
             message.descriptor && spec_of(message.descriptor->collective).goes_on_without_joined;
   for (const Rank rank : ranks) ok = ok && team.includes(rank);
-  if (!ok) throw nonsense("impossible contributors to '" + message.name + "'");
+  if (!ok) throw nonsense("invalid contributors to '" + message.name + "'");
 }
 
 void check_order(const Team& team, const Operation& operation, const Execute& message) {
@@ -22,7 +22,7 @@ void check_order(const Team& team, const Operation& operation, const Execute& me
   const bool ok = (message.contributors.empty() || spec.goes_on_without_joined) &&
                   (spec.are_rows_possible == nullptr ||
                    spec.are_rows_possible({operation.descriptor, message, team}));
-  if (!ok) throw nonsense("impossible numbers for " + operation.label());
+  if (!ok) throw nonsense("invalid numbers for " + operation.label());
 }
 
 bool is_contributor(const Execute& message, Rank rank) {

@@ -1,4 +1,4 @@
-// Validity checks of an order, whose numbers become sizes of memory. Pure: no sockets.
+// Checks that an order is valid, before its numbers become sizes of memory. No I/O.
 #pragma once
 
 #include "message.h"
@@ -7,9 +7,9 @@
 
 namespace sparkhvd {
 
-/// Throws unless the contributors of an operation, without joined ranks, are possible.
+/// Throws unless the contributors of an order (all ranks without the joined ranks) are valid.
 void check_contributors(const Team& team, const Execute& message);
-/// Throws unless the coordinator's numbers are possible.
+/// Throws unless the numbers of an order are valid for the operation.
 void check_order(const Team& team, const Operation& operation, const Execute& message);
 bool is_contributor(const Execute& message, Rank rank);
 

@@ -16,7 +16,7 @@ void check_splits(const std::vector<std::int64_t>& splits, std::size_t members) 
   throw Error(SPARKHVD_PEER_LOST, "impossible splits");
 }
 
-/// Places in registered memory of the contributors that belong to the island.
+/// Places of the contributors in this island, from the order's places of all contributors.
 std::vector<Place> places_in(const std::vector<Rank>& island, const Execute& order,
                              std::span<const Rank> contributors) {
   std::vector<Place> places;

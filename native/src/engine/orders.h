@@ -1,5 +1,5 @@
-// An order, reduced to each rank's needs. The coordinator has all ranks' splits and places; sent to all,
-// these would be N^2 numbers per operation. Pure: no sockets.
+// Splits an order into the parts that each rank needs. The coordinator has the splits and places of all ranks; sending
+// them to all ranks would take N^2 numbers per operation. No I/O.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@
 
 namespace sparkhvd {
 
-/// The `rows` of an alltoall's order, concatenated: one rank's part of all splits.
+/// The `rows` of an alltoall's order: what one rank needs to know of all ranks' splits.
 struct AlltoallRows {
-  std::span<const std::int64_t> incoming;  // [member]: to this rank
-  /// [local]: rows that this rank of the island sends to others of it, before this rank's. Empty on
-  /// devices.
+  std::span<const std::int64_t> incoming;  // [member]: rows that the member sends to this rank
+  /// [local]: for each sender of the island, rows that it sends to ranks of the island before this rank: this rank's
+  /// rows begin behind them. Empty on devices.
   std::span<const std::int64_t> before;
-  /// The most rows that a rank of the island sends to the others of it; on devices: that any rank sends.
+  /// CPU: the most rows that a rank of the island sends inside the island. Device: the most rows from a rank to a rank.
   std::int64_t longest = 0;
 
   static std::size_t count(std::size_t members, std::size_t local_size) noexcept {
@@ -30,7 +30,7 @@ struct AlltoallRows {
         longest(rows.back()) {}
 };
 
-/// Computes these rows from the splits of an order. Throws Error if the splits are impossible.
+/// Computes the AlltoallRows of `rank` from the splits of an order. Throws Error if the splits are invalid.
 std::vector<std::int64_t> alltoall_rows(const Execute& order, const Team& team, Rank rank);
 
 struct OrderPart {
@@ -38,8 +38,8 @@ struct OrderPart {
   Execute order;
 };
 
-/// Sends an order to all ranks of `team`, reduced to each rank's part of alltoall's splits and its island's
-/// places.
+/// Divides an order for the ranks of `team`: a rank gets its own part of alltoall's splits, and the places of its
+/// island.
 std::vector<OrderPart> parts_of(Execute order, const Team& team);
 
 }  // namespace sparkhvd

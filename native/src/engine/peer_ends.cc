@@ -7,9 +7,9 @@
 namespace sparkhvd {
 namespace {
 
-// Number of ranks whose stacks one warning requests, because all usually have the same cause.
+// A warning requests the stacks of at most this number of ranks, because they usually wait for the same cause.
 constexpr std::size_t kMaxStacks = 8;
-// Time for a live peer, or its kernel, to report the cause of its end.
+// After a connection for tensors has closed, its rank (or the rank's kernel) has this time to report the cause.
 constexpr auto kLastWordsTime = std::chrono::seconds(2);
 
 }  // namespace
@@ -54,10 +54,10 @@ void Peers::answer_stack(Rank to, const StackRequest& request) {
 void Peers::on_stack(Rank from, const Stack& message) {
   if (from != world_.rank()) {
     auto& requests = stack_requests_[from];
-    if (requests.empty()) throw nonsense("a stack without request");
+    if (requests.empty()) throw nonsense("a stack that was not requested");
     const StackUse use = requests.front();
     requests.pop_front();
-    // A peer may send any number; more than a day means never.
+    // Limits the peer's number to a day, so that the subtraction cannot overflow.
     const std::chrono::milliseconds still(std::min<std::uint64_t>(message.still_ms, 86'400'000));
     events_.on_life(from, Clock::now() - still);
     if (use == StackUse::kSignOfLife) return;
@@ -78,7 +78,8 @@ LossKind Peers::kind_of(const Link& link) {
 
 void Peers::suspect(const DataLink& link) {
   const LossKind kind = kind_of(link);
-  // A dead peer may have sent last frames, so it is only a suspect for a short time. A silent peer is lost at once.
+  // A silent peer is lost at once. A peer that has ended may have sent last frames with the cause, so this rank first
+  // waits for them for a short time.
   if (kind == LossKind::kSilent) return lose(link.peer(), kind, link.trouble());
   suspects_.try_emplace(link.peer(), Suspect{Clock::now() + kLastWordsTime, kind, link.trouble()});
 }

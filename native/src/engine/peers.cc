@@ -1,4 +1,4 @@
-// Connections of the other ranks: reading, writing, closing. peer_ends.cc handles the ends of ranks.
+// The connections to the other ranks: reading, writing, closing. peer_ends.cc handles ranks that leave or are lost.
 #include "engine/peers.h"
 
 #include "engine/graceful_close.h"
@@ -8,7 +8,7 @@ namespace sparkhvd {
 namespace {
 
 constexpr std::uint64_t kBellKey = UINT64_MAX;
-// Bytes from one connection before the others are read.
+// Largest number of bytes that are read from a connection before the other connections are read.
 constexpr std::size_t kReadBudget = 1 << 20;
 
 bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
@@ -42,7 +42,7 @@ void Peers::start() {
   };
   start(world_.links(), with_frames_);
   start(world_.data_links(), with_tensors_);
-  // Bytes behind the handshake are already buffered and would not wake a thread.
+  // Bytes that came with the handshake are already buffered, so no epoll event would report them.
   wakeup_.ring_self();
 }
 
@@ -50,7 +50,7 @@ void Peers::start() {
 
 bool Peers::poll(int timeout_ms, bool& interrupted) {
   bool moved = false;
-  // Frames that were read together with earlier ones cause no event.
+  // Frames that were buffered together with earlier frames cause no epoll event.
   for (auto& link : world_.links()) {
     if (!in_flight_.has_failed() && link.is_open() && link.has_buffered()) {
       moved |= read(link);
@@ -61,8 +61,8 @@ bool Peers::poll(int timeout_ms, bool& interrupted) {
   const std::size_t size = world_.size();
   for (const auto& event : poller_.wait(timeout_ms, interrupted)) {
     if (event.data.u64 == kBellKey) {
-      // Counts as movement: its cause may have arrived after this round's poll, and a peer signals once
-      // per sleep.
+      // Returns true, so that the caller runs another round: the signal's cause may have arrived after this round
+      // looked for it, and a peer signals only once per sleep.
       wakeup_.clear();
       moved = true;
       continue;
@@ -110,7 +110,7 @@ bool Peers::read(ControlLink& link) {
     on_end(link);
     return true;
   }
-  // An answer is written at once, so that a writable connection needs no other epoll events.
+  // Writes the answers at once, so that usually the connection need not be watched for writing.
   flush(link);
   watch(link);
   return moved;
@@ -138,7 +138,7 @@ bool Peers::flush(bool with_tensors) {
     if (link.take_has_written() && link.is_tcp()) loss_watch_.start();
     if (!link.is_open() || !link.wants_write()) continue;
     moved |= flush(link);
-    watch(link);  // the rest is written when the socket is writable
+    watch(link);  // epoll reports when the socket can take the rest
   }
   with_frames_.clear();
   if (!with_tensors) return moved;
@@ -208,8 +208,8 @@ void Peers::on_end(ControlLink& link) {
   link.close();
 }
 
-/// The connection for control frames shows the end of a rank, with its last frames. If it shows nothing, only
-/// this connection has broken.
+/// Handles a closed connection for tensors. If the rank has ended, its connection for control frames shows this too,
+/// with the rank's last frames. So the rank is only a suspect for now.
 void Peers::on_end(DataLink& link) {
   if (!has_left(link.peer())) suspect(link);
   unwatch(link);
@@ -230,10 +230,11 @@ void Peers::part_with_all(const Bytes& last_words) {
   }
 }
 
-/// After a failure: the first cause is sent before the connection closes, so that peers do not blame this
-/// rank, even if the peer needs long to make room. Meanwhile the peer's bytes are read and dropped, because
-/// it may need room too. The socket stays open for reading: closing it with unread bytes would reset it and
-/// lose the message.
+/// Sends the last frames to a peer after a failure, and then closes the connection for writing.
+///
+/// The peer must receive the cause of the failure, or it would blame this rank. The peer may read slowly, so the rest
+/// is written later. Meanwhile its bytes are read and dropped, because it may wait until it can write. The socket stays
+/// open for reading: closing it with unread bytes would reset it and lose the message.
 void Peers::part_with(ControlLink& link) {
   flush(link);
   if (link.wants_write() && link.state() == Link::State::kOpen) return watch(link);

@@ -1,9 +1,9 @@
-// The other ranks' connections: reading, writing, and ranks that have left or are lost.
+// The connections to the other ranks: reading, writing, and ranks that leave or are lost.
 //
-// **Threads.** The driver's.
+// **Threads.** Only the driver's thread uses it.
 //
-// **Ends.** A rank that leaves sends a goodbye. A connection for control frames that closes without one is the loss of its
-// rank, which fails the engine. If only a connection for tensors closes, the rank has a moment to report the cause.
+// **Ends.** A rank that leaves sends a goodbye. If a connection for control frames closes without a goodbye, its rank
+// is lost and the engine fails. If only a connection for tensors closes, the rank has a moment to report the cause.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +26,15 @@
 
 namespace sparkhvd {
 
-/// Receiver of the peers' frames.
+/// Interface of the part that handles the peers' frames.
 class PeerEvents {
  public:
   virtual ~PeerEvents() = default;
-  /// Handles frames, except about the connection itself. Throws Error if the peer cannot have sent it.
+  /// Handles a frame. Throws Error if the peer may not send it.
   virtual void on_frame(Rank from, FrameType type, std::span<const std::byte> body) = 0;
-  /// A rank has answered a request for a sign of life, with the time of its last tensor bytes on a connection.
+  /// Handles a rank's sign of life. `moved_at`: time of its last tensor bytes on a connection.
   virtual void on_life(Rank rank, TimePoint moved_at) = 0;
-  /// The first connection for tensors has closed.
+  /// Handles the end of the rank's first connection for tensors.
   virtual void on_data_end(Rank rank) = 0;
 };
 
@@ -45,28 +45,28 @@ class Peers {
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
-  /// An epoll of the connections and the wakeup event.
+  /// Descriptor of an epoll instance with the connections and the wakeup event.
   int fd() const noexcept { return poller_.fd(); }
   /// Watches all connections, before the first driver.
   void start();
 
-  /// Reads and writes pending bytes, after at most `timeout_ms` (-1: unlimited). True if anything moved.
+  /// Waits at most `timeout_ms` (-1: without limit) for events, then reads and writes. True if anything changed.
   bool poll(int timeout_ms, bool& interrupted);
-  /// Reads connections in the next round, also if shared memory usually replaces them.
+  /// Makes the next round read the connections, even if all frames normally use shared memory.
   void look_soon() noexcept { must_look_ = true; }
   bool take_look() noexcept { return std::exchange(must_look_, false); }
-  /// Writes to writable connections: only frames, or tensors as well.
+  /// Writes pending control frames, and tensors if `with_tensors`, as far as the connections have room.
   bool flush(bool with_tensors);
-  /// Finds ended processes of this host; their last frames are read first. True if there were any.
+  /// Finds ended processes of this host and reads their last frames. True if it read frames or lost a rank.
   bool look_for_ended();
-  /// Fails the engine if a rank is lost.
+  /// Fails the engine if the time limit of a silent host or of a suspect is over.
   void check_time(TimePoint now);
   TimePoint next_deadline() const;
 
   /// True if the rank has sent a goodbye.
   bool has_left(Rank rank) const { return has_left_[static_cast<std::size_t>(index_of(rank))]; }
   void note_goodbye(Rank rank);
-  /// Fails the engine, with the kind and `why` of a rank's loss.
+  /// Records the loss of a rank and fails the engine. `why` is the cause for the message.
   void lose(Rank peer, LossKind kind, const std::string& why);
 
   void send(Rank to, const Bytes& frame);
@@ -75,21 +75,21 @@ class Peers {
   /// Sends every other rank of the team its part of the order; returns this rank's.
   std::optional<Execute> send_order(Execute order, const Team& team);
 
-  /// Requests the stacks of stragglers, as long as their engines are alive.
+  /// Requests the stacks of stragglers for the warning on stderr.
   void ask_for_stacks(const std::vector<Rank>& ranks);
-  /// Requests a sign of life: `on_life` follows. False if the rank has left.
+  /// Requests a sign of life; the answer causes a call of `on_life`. False if the rank has left.
   bool ask_for_life(Rank rank);
   void answer_stack(Rank to, const StackRequest& request);
   void on_stack(Rank from, const Stack& message);
 
-  /// After a failure: notifies every peer, and closes the connections for tensors.
+  /// Sends `last_words` to every peer after a failure, and closes the connections for tensors.
   void part_with_all(const Bytes& last_words);
   /// Moves all connections to a GracefulClose.
   void leave();
   void after_fork() noexcept;
 
  private:
-  /// A peer with a closed connection for tensors, and its deadline to report the cause.
+  /// A peer with a closed connection for tensors. It may report the cause until the time `until`.
   struct Suspect {
     TimePoint until;
     LossKind kind;
@@ -115,7 +115,7 @@ class Peers {
   std::size_t index_of_link(const DataLink& link) const;
 
   World& world_;
-  // Reports the wakeup event, or a connection by its index: connections for control frames by rank, then
+  // Reports the wakeup event, or the index of a connection: first connections for control frames by rank, then
   // connections for tensors.
   Poller& poller_;
   WakeupEvent& wakeup_;

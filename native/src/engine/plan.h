@@ -1,5 +1,5 @@
-// A rank's copy of the plan of a process set: repeated operations, by number. The coordinator numbers them (see
-// negotiation.h). Pure: no sockets.
+// A rank's copy of the plan of a process set: repeated operations, by number. The coordinator gives the numbers (see
+// negotiation.h). No I/O.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class Plan {
     Execute order;          // as this rank has received it
   };
 
-  /// Returns the number of an operation with an unchanged description.
+  /// The number of an operation; std::nullopt if it has no number or its description has changed.
   std::optional<std::uint32_t> find(const Operation& operation) const {
     const auto entry = numbers_.find(operation.name);
     if (entry == numbers_.end() || entries_[entry->second].descriptor != operation.descriptor) {
@@ -31,13 +31,13 @@ class Plan {
     return entry->second;
   }
 
-  /// Throws Error if it does not exist.
+  /// The entry of a number. Throws Error if it does not exist.
   const Entry& at(std::uint32_t number) const {
-    if (number >= entries_.size()) throw nonsense("an operation that no plan has");
+    if (number >= entries_.size()) throw nonsense("an operation number that is not in the plan");
     return entries_[number];
   }
 
-  /// Stores an order with a number. Throws Error if the number is impossible.
+  /// Stores an order with a number. Throws Error if the plan has the number for another name, or leaves a gap.
   void remember(const Operation& operation, const Execute& order) {
     const std::uint32_t number = *order.number;
     if (number == entries_.size()) {
@@ -48,7 +48,7 @@ class Plan {
     }
     entries_[number].descriptor = operation.descriptor;
     entries_[number].order = order;
-    entries_[number].order.number.reset();  // once is enough
+    entries_[number].order.number.reset();  // so that later runs do not store the order again
   }
 
  private:

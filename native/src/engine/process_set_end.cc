@@ -1,4 +1,4 @@
-// Deadlines of operations, ranks that leave, and the ends of process sets (see process_sets.h).
+// Deadlines of operations, ranks that leave, and the end of process sets (see process_sets.h).
 #include <algorithm>
 
 #include "engine/process_sets.h"
@@ -25,14 +25,14 @@ void ProcessSets::check_time(TimePoint now) {
   }
 }
 
-/// False if the engine has failed.
+/// Checks the time limit of the first running operation. False if the engine has failed.
 bool ProcessSets::check_running(Group& group, TimePoint now) {
   if (group.running.empty() || now < group.running.front().timeout.deadline()) return true;
   auto& running = group.running.front();
   const auto* waiting = running.context ? running.context->schedule.waiting : nullptr;
   std::vector<Rank> ranks;
   if (waiting != nullptr) {
-    // Any rank's bytes count, because the ranks that this one waits for may wait themselves.
+    // Bytes of all ranks of the set count, because the ranks that this rank waits for may wait for other ranks.
     if (running.timeout.extend(waiting->moved_at(), running.operation->descriptor.timeout_s,
                                group.team.ranks(), ask_for_life_)) {
       return true;
@@ -68,8 +68,8 @@ bool ProcessSets::check_submitted(Group& group, TimePoint now) {
   return true;
 }
 
-/// A join lasts as long as the others are busy, so its coordinator may be silent for a long time. From time to time a sign
-/// of life is requested.
+/// True if an operation may wait longer for its coordinator. A join lasts as long as the other ranks are busy, so its
+/// coordinator may send nothing for a long time. This rank then requests a sign of life from time to time.
 bool ProcessSets::may_wait_longer(const Group& group, Operation& operation) {
   if (operation.descriptor.collective != Collective::kJoin) return false;
   const Rank coordinator = group.coordinator();
@@ -84,7 +84,7 @@ void ProcessSets::note_life(Rank rank, TimePoint moved_at) {
     if (!group->running.empty()) group->running.front().timeout.note_life(rank, moved_at);
     if (group->coordinator() != rank) continue;
     for (auto& [name, operation] : group->submitted) {
-      // Any sign of life counts.
+      // A sign of life is enough here; the time of the last bytes does not matter.
       if (operation->timeout.note_life(rank, Clock::now())) group->give_up_at = Clock::now();
     }
   }
@@ -95,7 +95,7 @@ void ProcessSets::note_life(Rank rank, TimePoint moved_at) {
 void ProcessSets::depart(Rank rank, const Goodbye& goodbye) {
   for (auto& [id, group] : groups_) {
     if (!group->team.includes(rank)) continue;
-    // A peer that does not mention a process set has removed it, after all of its negotiated operations.
+    // If the goodbye does not mention a process set, the peer has removed it and has finished all of its operations.
     std::uint64_t executed = UINT64_MAX;
     std::uint64_t executed_on_device = UINT64_MAX;
     for (const auto& entry : goodbye.sets) {
@@ -108,15 +108,16 @@ void ProcessSets::depart(Rank rank, const Goodbye& goodbye) {
   }
 }
 
-/// Operations that the departing rank has finished can be finished here; later ones cannot.
+/// Handles a rank that has left. Operations that it has finished can finish here too; later operations end with an
+/// error.
 void ProcessSets::depart(Group& group, Rank rank, std::uint64_t executed) {
   if (!group.departed) group.departed = rank;
   group.departure_limit = std::min(group.departure_limit, executed);
   while (!group.running.empty() && group.running.back().sequence >= group.departure_limit) {
     Running last = std::move(group.running.back());
     group.running.pop_back();
-    // Only an operation that has started lends memory; an earlier one may be in the middle of its
-    // transfers.
+    // Only a started operation has lent memory to connections. If this operation has not started, an earlier operation
+    // may be in the middle of its transfers, so they must not be cancelled.
     if (last.is_started) {
       for (auto& link : world_.data_links()) link.cancel_lent(group.id);
     }
@@ -133,10 +134,10 @@ void ProcessSets::depart(Group& group, Rank rank, std::uint64_t executed) {
   refuse_after_coordinator(group);
 }
 
-/// A process set with an interrupted creation: other members may have finished it, and must not wait for a
-/// coordinator that never works.
+/// Closes a process set after its creation was interrupted on this rank, its coordinator. Other members may have
+/// finished the creation, and would wait for the coordinator forever.
 void ProcessSets::abandon_group(const Operation& operation, Rank departed) {
-  if (operation.rows.empty()) return;  // not begun
+  if (operation.rows.empty()) return;  // the creation has not begun
   Group* group = groups_.find_open(static_cast<std::int32_t>(operation.rows.at(0)));
   if (group == nullptr || group->communicator || !group->is_coordinator()) return;
   announce_end(*group, SPARKHVD_SHUT_DOWN,
@@ -144,7 +145,7 @@ void ProcessSets::abandon_group(const Operation& operation, Rank departed) {
                    " shut down while it was added.");
 }
 
-/// The coordinator's last message on a process set.
+/// Sends the coordinator's last message about a process set.
 void ProcessSets::announce_end(Group& group, std::int32_t status, const std::string& text) {
   tell(group);
   const std::uint64_t orders = group.negotiation ? group.negotiation->device_orders() : 0;
@@ -163,7 +164,7 @@ void ProcessSets::close_group(Group& group, std::int32_t status, const std::stri
   messages_.close(group.id, status, text);
 }
 
-/// Submissions on a closed set, except operations that may still be ordered on a device.
+/// Ends all submissions on a closed set, except device operations with an order that may still arrive.
 void ProcessSets::end_closed(Group& group) {
   std::erase_if(group.submitted, [&](const auto& entry) {
     Operation& operation = *entry.second;
@@ -178,8 +179,8 @@ void ProcessSets::settle(Group& group) {
   refuse_after_coordinator(group);
 }
 
-/// The coordinator decides every operation, also after another rank has left. After its own goodbye all of its
-/// messages have arrived.
+/// Refuses the remaining submissions after the coordinator has left. Its goodbye is its last message, so no more orders
+/// can arrive, except for devices through rank 0.
 void ProcessSets::refuse_after_coordinator(Group& group) {
   const Rank coordinator = group.coordinator();
   if (!peers_.has_left(coordinator)) return;

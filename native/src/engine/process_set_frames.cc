@@ -1,4 +1,4 @@
-// Frames about process sets: their routes and permitted senders (see process_sets.h).
+// Frames about process sets: their routes, and the ranks that may send them (see process_sets.h).
 #include <algorithm>
 #include <type_traits>
 
@@ -7,7 +7,8 @@
 
 namespace sparkhvd {
 
-/// The process set that this rank coordinates and `from` is in.
+/// The process set of a frame from a member to its coordinator. Throws unless this rank coordinates it and `from` is in
+/// it.
 Group& ProcessSets::coordinated(std::int32_t process_set, Rank from) {
   Group* const found = groups_.find(process_set);
   if (found == nullptr || !found->is_coordinator() || !found->team.includes(from)) {
@@ -16,14 +17,15 @@ Group& ProcessSets::coordinated(std::int32_t process_set, Rank from) {
   return *found;
 }
 
-/// A submitter may have missed the end of the process set, if it arrived before the set's creation.
+/// Refuses a submission on a closed set. Its sender may not know the end of the set, if the message about the end
+/// arrived before the sender had created the set.
 void ProcessSets::refuse_closed(Rank to, const Group& group, Collective collective,
                                 const std::string& name) {
   const std::string text = operation_label(collective, name) + ": " + group.closing_text;
   peers_.send(to, encode(Refuse{group.id, name, group.why_closed, text}));
 }
 
-/// The process set, at work, that `from` coordinates.
+/// The process set of a frame from its coordinator. Throws unless `from` coordinates it and its creation is complete.
 Group& ProcessSets::followed(std::int32_t process_set, Rank from) {
   Group* const found = groups_.find(process_set);
   if (found == nullptr || from != found->coordinator()) {
@@ -62,7 +64,7 @@ bool ProcessSets::hear_next(Group& group, ControlReader& reader) {
       if (message.is_on_device) throw nonsense("an order for devices in shared memory");
     }
     if constexpr (requires { message.sequence; }) {
-      // An earlier order was too large, and arrives on the connection.
+      // An earlier order was too large for shared memory and has not arrived on the connection yet.
       if (message.sequence > group.executes_received) return false;
     }
     reader.pop();
@@ -85,7 +87,7 @@ bool ProcessSets::hear_next(Group& group, ControlReader& reader) {
       return take(std::type_identity<ExecuteAgain>(), &ProcessSets::on_execute_again);
     }
   }
-  throw nonsense("a frame out of turn");
+  throw nonsense("an unexpected frame");
 }
 
 bool ProcessSets::is_all_shared() const {
@@ -102,13 +104,14 @@ bool ProcessSets::listens() const {
 void ProcessSets::on_credit(Rank from, const Credit& message) {
   const bool is_gone =
       message.process_set != PointToPoint::kStream && groups_.is_gone(message.process_set);
-  if (is_gone) return;  // its operations ended here before the peer's last receive was posted
-  if (message.connection >= world_.options().streams) throw nonsense("credit for no connection");
+  if (is_gone) return;  // the set was removed here before the peer granted its last credit
+  if (message.connection >= world_.options().streams)
+    throw nonsense("credit for a connection that does not exist");
   world_.data_link(from, message.connection).grant(message.process_set, message.bytes);
 }
 
-/// Throws unless a rank may have sent this about new memory by now: a process set allocates one piece at a
-/// time, and continues only when all have answered.
+/// Throws if a rank has sent more frames about new memory than it may. A process set shares one piece at a time, and
+/// continues when all ranks have answered.
 void ProcessSets::check_shares(Rank from, const SegmentKey& key, std::size_t outstanding,
                                std::size_t limit) const {
   const Group* group = groups_.find(key.process_set);
@@ -124,7 +127,8 @@ void ProcessSets::on_offer(Rank from, const SegmentOffer& message) {
 
 void ProcessSets::on_mapped(Rank from, const SegmentMapped& message) {
   world_.arrived(from, message);
-  // A rank with all answers to one piece may answer for the next while others still collect.
+  // Two answers are possible: a rank with all answers to a piece may already answer for the next piece, while this rank
+  // still collects answers to the first.
   check_shares(from, message.key, world_.num_mapped(from, message.key.process_set), 2);
 }
 

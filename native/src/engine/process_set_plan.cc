@@ -1,4 +1,4 @@
-// Operations of the plan: sent to and by the coordinator as numbers, many in a frame (see process_sets.h).
+// Operations of the plan: ranks and coordinator send them as numbers, many in a frame (see process_sets.h).
 #include <algorithm>
 
 #include "engine/process_sets.h"
@@ -6,7 +6,7 @@
 namespace sparkhvd {
 namespace {
 
-// Over connections numbers wait for a driving thread, or for this many of them.
+// On a connection, numbers wait until this many are collected, or until the driver sends all.
 constexpr std::size_t kToldAtOnce = 32;
 
 }  // namespace
@@ -45,7 +45,7 @@ void ProcessSets::tell(Group& group) {
   }
 }
 
-/// This rank submits an operation of the plan.
+/// Submits an operation of the plan by its number.
 void ProcessSets::submit_again(Group& group, std::uint32_t number) {
   if (group.is_coordinator()) {
     recorder_.arrived(group.id, group.plan.at(number).name, world_.rank());
@@ -71,7 +71,7 @@ void ProcessSets::on_ready_again(Rank from, const ReadyAgain& message) {
   }
 }
 
-/// The coordinator: all ranks have submitted an operation of the plan.
+/// Orders an operation of the plan, on the coordinator, when all ranks have submitted it.
 void ProcessSets::give_order_again(Group& group, const Again& order) {
   auto& orders = group.unsent_orders;
   if (orders.numbers.empty()) orders.sequence = order.sequence;

@@ -1,4 +1,4 @@
-// Negotiated operations: started in their order, run, and their effects (see process_sets.h).
+// Starts and runs negotiated operations in their order, and applies their effects (see process_sets.h).
 #include <algorithm>
 
 #include "collectives/spec.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kRemoved = "its process set was removed before every rank had submitted it.";
 
-/// The coordinator of a removed process set has sent its last message.
+/// Holds when the last message of a removed set's coordinator has arrived.
 class Closed final : public Condition {
  public:
   explicit Closed(const Group& group) : group_(&group) {}
@@ -23,7 +23,7 @@ class Closed final : public Condition {
   const Group* group_;
 };
 
-/// A removed process set: its coordinator's orders must arrive before the set is deleted.
+/// Waits for the last message of a removed set's coordinator, because its orders must arrive before the set is deleted.
 Task wait_until_closed(Context& context, const Group& group) {
   context.algorithm = "remove_process_set";
   co_await Closed(group);
@@ -41,7 +41,7 @@ std::vector<Rank> ranks_of(const Operation& operation) {
 
 bool ProcessSets::run() {
   bool moved = false;
-  // Process sets take turns: one that waits does not stop another.
+  // Each process set advances as far as it can. A set that waits does not stop the other sets.
   for (auto entry = groups_.begin(); entry != groups_.end() && !in_flight_.has_failed();) {
     Group& group = *entry->second;
     while (!group.running.empty() && !in_flight_.has_failed() && run_first(group)) moved = true;
@@ -61,11 +61,11 @@ bool ProcessSets::is_running() const {
                              [](const auto& entry) { return !entry.second->running.empty(); });
 }
 
-/// Advances the first negotiated operation of a process set. False if it has to wait.
+/// Advances the first negotiated operation of a process set. False if the operation has to wait.
 bool ProcessSets::run_first(Group& group) {
   Running& running = group.running.front();
   if (!running.operation) {
-    // Now, not when the order came: operations before this one may change the settings.
+    // Counts the chunks now, not when the order came, because earlier operations may change the settings.
     Communicator& communicator = *group.communicator;
     const Execute& order = *running.passed_over;
     communicator.advance_chunks(chunks_of(communicator, group.team.restricted(order.contributors),
@@ -75,7 +75,7 @@ bool ProcessSets::run_first(Group& group) {
     if (!running.is_started) {
       if (running.operation->descriptor.collective == Collective::kRemoveProcessSet &&
           !std::exchange(running.has_looked, true)) {
-        // Earlier submissions on the set come first, on any route.
+        // First reads the connections once, because earlier submissions on the set may still be on them.
         peers_.look_soon();
         return false;
       }
@@ -98,7 +98,7 @@ bool ProcessSets::run_first(Group& group) {
   return true;
 }
 
-/// Resumes an operation's task. False if it has to wait.
+/// Resumes an operation's task. False if the task has to wait.
 bool ProcessSets::go_on(Running& running) {
   try {
     return running.task.resume();
@@ -133,7 +133,7 @@ void ProcessSets::begin(Group& group, Running& running) {
   running.task = run(*running.context);
 }
 
-/// Effects of an operation after its run.
+/// Applies the effects of an operation after its run.
 void ProcessSets::conclude(Group& group, Running& running) {
   Operation& operation = *running.operation;
   Context& context = *running.context;
@@ -159,7 +159,7 @@ void ProcessSets::conclude(Group& group, Running& running) {
                                      " was never added. Give the id that adding it returned.");
       }
       if (Group* removed = groups_.find_open(static_cast<std::int32_t>(operation.rows.at(0)))) {
-        removed->is_removed = true;  // negotiated operations still run
+        removed->is_removed = true;  // its negotiated operations still run
       }
       break;
     default:
@@ -175,10 +175,10 @@ void ProcessSets::conclude(Group& group, Running& running) {
 void ProcessSets::keep_buffer(Operation& operation, std::shared_ptr<Segment> segment) {
   operation.segment = std::move(segment);
   if (!operation.segment || !operation.segment->has(world_.rank())) {
-    operation.segment = nullptr;  // reported by sparkhvd_work_buffer
+    operation.segment = nullptr;  // sparkhvd_work_buffer then reports the error
     return;
   }
-  // A common piece is not a place with a separate tensor per rank.
+  // All ranks of the host have the same piece, so an in-place reduction cannot use it.
   if (operation.segment->is_one_piece()) return;
   std::erase_if(buffers_, [](const auto& buffer) { return buffer.expired(); });
   buffers_.push_back(operation.segment);
@@ -195,8 +195,8 @@ void ProcessSets::complete_group(Group& group, const Operation& operation, Conte
   announce(group.team.restricted(ranks_of(operation)), id);
 }
 
-/// The process set exists from here on, so that its coordinator receives the first operation. It runs
-/// operations after its ranks have shared their memory.
+/// Creates the process set. From here on its coordinator accepts submissions; operations run after the ranks have
+/// shared their memory.
 void ProcessSets::add_group(Group& group, Running& running) {
   const std::int32_t id = groups_.take_number();
   running.operation->rows = {id};
@@ -209,11 +209,12 @@ void ProcessSets::add_group(Group& group, Running& running) {
                               Segment::Kind::kWorkspace);
 }
 
-/// Ranks could disagree on the remaining operations, so the set's coordinator decides: after its last order it
-/// sends a final message, and the set stays until a member has received it.
+/// Begins the removal of a process set. The ranks could disagree on the remaining operations, so the coordinator
+/// decides: after its last order it sends a final message, and each member keeps the set until it has received this
+/// message.
 void ProcessSets::remove_group(Running& running) {
   const auto id = static_cast<std::int32_t>(running.operation->descriptor.numbers.at(0));
-  if (!groups_.was_made(id)) return;  // reported by conclude()
+  if (!groups_.was_made(id)) return;  // conclude() reports the error
   running.operation->rows = {id};
   in_flight_.withdraw(id);
   Group* group = groups_.find_open(id);

@@ -1,4 +1,4 @@
-// Submission of operations, and the frames of their negotiation (see process_sets.h).
+// Submits operations and handles the frames of their negotiation (see process_sets.h).
 #include "engine/process_sets.h"
 
 #include <algorithm>
@@ -78,14 +78,14 @@ void ProcessSets::submit(std::shared_ptr<Operation> operation) {
   }
   group.submitted.emplace(operation->name, operation);
   if (const auto number = group.plan.find(*operation)) return submit_again(group, *number);
-  tell(true);  // earlier submissions come first
+  tell(true);  // sends earlier submissions first
   Ready ready{operation->process_set, operation->name, operation->descriptor};
   if (group.is_coordinator()) {
     recorder_.arrived(group.id, operation->name, world_.rank());
     apply(group, group.negotiation->ready(world_.rank(), std::move(ready), Clock::now()));
   } else {
     const Bytes frame = encode(ready);
-    // A join means that nothing follows, so it must not overtake frames on the connection. Other operations
+    // A join is a rank's last submission, so it must not overtake earlier frames on the connection. Other submissions
     // may overtake each other, because the coordinator decides their order anyway.
     const bool may_overtake = operation->descriptor.collective != Collective::kJoin;
     if (may_overtake && group.has_control_rings() && group.communicator->tell_coordinator(frame)) {
@@ -100,8 +100,8 @@ void ProcessSets::refuse_removed(Operation& operation) {
                     operation.label() + ": its process set was removed.");
 }
 
-/// Place of the operation's input where the others of this host can read it without this rank's help: in
-/// registered memory, or, if it is small, in a mailbox.
+/// Finds or makes a place for the operation's input where the other ranks of the host can read it: in registered
+/// memory, or in a mailbox if the input is small.
 void ProcessSets::place(Group& group, Operation& operation) {
   if (operation.descriptor.collective != Collective::kAllreduce || operation.pieces.bytes() == 0 ||
       operation.descriptor.reduce_op == ReduceOp::kAdasum || group.team.local_size() < 2) {
@@ -147,7 +147,7 @@ void ProcessSets::on_ready(Rank from, Ready message) {
   if (groups_.is_gone(message.process_set)) return;
   Group& group = coordinated(message.process_set, from);
   if (spec_of(message.descriptor.collective).is_point_to_point) {
-    throw nonsense("a message that is negotiated");
+    throw nonsense("a submission of a send or receive, which are not negotiated");
   }
   if (group.is_closed) {
     return refuse_closed(from, group, message.descriptor.collective, message.name);
@@ -173,17 +173,17 @@ void ProcessSets::apply(Group& group, Negotiation::Outcome outcome) {
       give_order_again(group, *again);
     } else {
       auto& refuse = std::get<Refuse>(decision.message);
-      // The coordinator's message includes the cause, because the goodbye may arrive later.
+      // The refusal includes the lost ranks, because the goodbye of the lost rank may arrive later.
       if (refuse.status == SPARKHVD_SHUT_DOWN) refuse.losses = in_flight_.losses();
       if (peers_.send_to(decision.to, encode(refuse))) on_refuse(group.coordinator(), refuse);
     }
   }
 }
 
-/// The coordinator: all ranks of the set run this next. Through shared memory all read one message, if
-/// it fits; an order's number keeps orders on different routes in sequence.
+/// Sends an order to all ranks of the set. If it fits into shared memory, all ranks read the same message there. The
+/// sequence number keeps orders from shared memory and connections in sequence.
 void ProcessSets::give_order(Group& group, Execute order) {
-  tell(group);  // earlier orders
+  tell(group);  // sends earlier orders first
   const bool is_short = order.splits.size() * sizeof(std::int64_t) <= ControlRing::kMaxFrame;
   if (is_short && group.has_control_rings() && group.communicator->tell_members(encode(order))) {
     return on_execute(world_.rank(), std::move(order));
@@ -202,11 +202,11 @@ void ProcessSets::on_execute(Rank from, Execute message) {
 }
 
 void ProcessSets::count_order(Group& group, std::uint64_t sequence) {
-  if (sequence != group.executes_received) throw nonsense("an order out of order");
+  if (sequence != group.executes_received) throw nonsense("an order with a wrong sequence number");
   ++group.executes_received;
 }
 
-/// An operation of this rank has been negotiated.
+/// Handles an order for an operation that this rank has submitted.
 void ProcessSets::agree(Group& group, Execute message) {
   const auto entry = group.submitted.find(message.name);
   if (entry == group.submitted.end()) {
@@ -230,7 +230,7 @@ void ProcessSets::agree(Group& group, Execute message) {
   start_later(group, operation, std::move(message));
 }
 
-/// It runs when it is the first in its process set.
+/// Queues a negotiated operation. It runs when it is the first operation of its process set.
 void ProcessSets::start_later(Group& group, const std::shared_ptr<Operation>& operation,
                               Execute message) {
   Team team =
@@ -244,7 +244,7 @@ void ProcessSets::start_later(Group& group, const std::shared_ptr<Operation>& op
   group.running.push_back(std::move(running));
 }
 
-/// An operation that runs without this rank, because it has joined.
+/// Queues an order that other ranks run without this rank, because this rank has joined.
 void ProcessSets::pass_over(Group& group, Execute message) {
   if (!message.descriptor) throw nonsense("an order without a description");
   Running running;
@@ -253,12 +253,12 @@ void ProcessSets::pass_over(Group& group, Execute message) {
   group.running.push_back(std::move(running));
 }
 
-/// Places in registered memory as addresses.
+/// Converts the places of an order into addresses.
 void ProcessSets::resolve_places(Group& group, const Team& team, Operation& operation,
                                  const Execute& message) {
   if (message.places.empty()) return;
   if (!operation.descriptor.place || message.places.size() != team.local_size()) {
-    throw nonsense("impossible places for " + operation.label());
+    throw nonsense("invalid places for " + operation.label());
   }
   const Segment* segment =
       operation.mailbox ? group.communicator->segment() : operation.segment.get();
@@ -277,13 +277,14 @@ void ProcessSets::resolve_places(Group& group, const Team& team, Operation& oper
 
 void ProcessSets::on_refuse(Rank from, const Refuse& message) {
   Group* const found = groups_.find(message.process_set);
-  if (found == nullptr) return;  // removed
+  if (found == nullptr) return;  // the set was removed
   Group& group = *found;
   if (from != group.coordinator()) {
     throw nonsense("a frame that only the coordinator of a process set may send");
   }
   for (const Loss& loss : message.losses) {
-    if (!world_.membership().includes(loss.rank)) throw nonsense("a loss of no rank");
+    if (!world_.membership().includes(loss.rank))
+      throw nonsense("the loss of a rank that does not exist");
     in_flight_.note(loss);
   }
   if (message.name.empty()) {
@@ -292,7 +293,7 @@ void ProcessSets::on_refuse(Rank from, const Refuse& message) {
     return close_group(group, status_of(message), message.message);
   }
   const auto entry = group.submitted.find(message.name);
-  if (entry == group.submitted.end()) return;  // already timed out here
+  if (entry == group.submitted.end()) return;  // the operation has already timed out here
   const auto operation = entry->second;
   group.submitted.erase(entry);
   if (operation->mailbox) group.communicator->free_mailbox(*operation->mailbox);

@@ -1,7 +1,7 @@
-// The life of collective operations, by process set: sent to the coordinator, negotiated, run in the negotiated order,
-// finished; and the creation and removal of process sets.
+// Runs collective operations: sends each to the coordinator of its process set, negotiates it, runs it in the
+// negotiated order and finishes it. It also creates and removes process sets.
 //
-// **Threads.** The driver's.
+// **Threads.** Only the driver's thread uses it.
 #pragma once
 
 #include <cstdint>
@@ -40,18 +40,18 @@ class ProcessSets {
   ProcessSets(const ProcessSets&) = delete;
   ProcessSets& operator=(const ProcessSets&) = delete;
 
-  /// Opens the process set of all ranks.
+  /// Opens process set 0, which has all ranks.
   void open_world();
   /// Takes a collective operation that this rank has submitted.
   void submit(std::shared_ptr<Operation> operation);
   void refuse_removed(Operation& operation);
 
-  /// Receives frames through shared memory. True if there were any.
+  /// Receives frames through shared memory. True if there were frames.
   bool receive_shared();
-  /// Sends batched numbers to the other ranks: through shared memory at once, else if they are many or
-  /// `waits_for_no_more`. False if there were none to send.
+  /// Sends the plan's numbers that are not sent yet. Shared memory sends them at once; a connection collects them until
+  /// there are many, or until `waits_for_no_more`. False if there were no numbers.
   bool tell(bool waits_for_no_more);
-  // Frames received on a connection. Throw Error if the peer cannot have sent them.
+  // Handlers of frames from a connection. They throw Error if the peer may not send the frame.
   void on_ready(Rank from, Ready message);
   void on_execute(Rank from, Execute message);
   void on_ready_again(Rank from, const ReadyAgain& message);
@@ -61,27 +61,28 @@ class ProcessSets {
   void on_offer(Rank from, const SegmentOffer& message);
   void on_mapped(Rank from, const SegmentMapped& message);
 
-  /// Advances negotiated operations. True if any moved.
+  /// Advances negotiated operations. True if an operation advanced.
   bool run();
   bool is_running() const;
-  /// True if all ordinary frames between the ranks use shared memory.
+  /// True if all frames between the ranks normally use shared memory.
   bool is_all_shared() const;
   /// True if a peer may send frames through shared memory.
   bool listens() const;
   TimePoint next_deadline() const;
   void check_time(TimePoint now);
 
-  /// The rank lives, and moved its last tensor bytes then: the operations that asked continue to wait.
+  /// Handles a rank's sign of life: the operations that requested it continue to wait. `moved_at`: time of its last
+  /// bytes.
   void note_life(Rank rank, TimePoint moved_at);
-  /// A rank has left, with this goodbye.
+  /// Handles a rank that has left. `goodbye` has the operations that it has finished.
   void depart(Rank rank, const Goodbye& goodbye);
-  /// Refuses operations that waited for orders, after the coordinator's last orders have arrived.
+  /// Refuses operations that still wait for an order, if the coordinator's last order has arrived.
   void settle(Group& group);
-  /// Operations that this rank has finished.
+  /// The goodbye of this rank, with the numbers of operations that it has finished.
   Goodbye goodbye() const;
-  /// Releases everything: the engine has failed or leaves, and ends the operations itself.
+  /// Releases all operations and their memory, because the engine has failed or leaves. It does not end the operations.
   void let_go() noexcept;
-  /// Also stops deciding for others.
+  /// Ends the negotiations of the process sets that this rank coordinates.
   void stop_deciding() noexcept;
 
  private:
@@ -137,8 +138,8 @@ class ProcessSets {
   Recorder& recorder_;
   const double stall_warning_s_;
   const AskForLife ask_for_life_;
-  std::vector<std::weak_ptr<Segment>> buffers_;  // registered by this rank
-  bool has_unsent_ = false;                      // a process set has batched numbers
+  std::vector<std::weak_ptr<Segment>> buffers_;  // memory that this rank has registered
+  bool has_unsent_ = false;                      // a process set has numbers to send
 };
 
 }  // namespace sparkhvd

@@ -1,4 +1,4 @@
-// Wait conditions of callers.
+// The conditions that callers wait for: the end or the launch of an operation.
 #pragma once
 
 #include <chrono>
@@ -10,10 +10,10 @@
 
 namespace sparkhvd {
 
-/// Time for which a thread polls only for its launch.
+/// Time for which a waiting thread polls only the launch of its operation.
 inline constexpr auto kLaunchTime = std::chrono::microseconds(20);
 
-/// The operation has ended.
+/// Holds when the operation has ended.
 class Ended final : public WaitCondition {
  public:
   explicit Ended(const Operation& operation) : operation_(operation) {}
@@ -23,8 +23,8 @@ class Ended final : public WaitCondition {
   const Operation& operation_;
 };
 
-/// The operation has ended, or is launched on the device. The device plane's thread
-/// launches a negotiated operation within a few microseconds, so polling for it is worthwhile.
+/// Holds when the operation has ended, or is launched on the device. The device plane's thread launches a negotiated
+/// operation within a few microseconds, so polling is worthwhile.
 class Launched final : public WaitCondition {
  public:
   Launched(const Operation& operation, bool has_cpu_for_plane)
@@ -35,8 +35,8 @@ class Launched final : public WaitCondition {
   bool is_imminent() const override {
     return has_cpu_for_plane_ && operation_.on_device->is_with_plane;
   }
-  /// The plane's thread has its own CPU, unless other programs take it, so this thread also yields. A CPU that they
-  /// have taken may return milliseconds later, and then everything else comes first.
+  /// Polls for the launch, and yields between polls, because another program may have taken the CPU of the plane's
+  /// thread. It polls only kLaunchTime: such a program may keep the CPU for milliseconds.
   bool await() const override {
     const TimePoint end = Clock::now() + kLaunchTime;
     do {

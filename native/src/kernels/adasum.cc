@@ -6,7 +6,8 @@
 namespace sparkhvd {
 namespace {
 
-// Independent sums, added up in order at the end: enough for any vector width, and the same on all.
+// Number of independent sums, which are added up in order at the end. It is enough for any vector width and equal on
+// all CPUs, so all CPUs give equal bits.
 constexpr std::size_t kLanes = 8;
 
 template <class T>

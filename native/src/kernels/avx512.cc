@@ -11,7 +11,8 @@
 namespace sparkhvd::kernels_detail {
 namespace {
 
-// The forms with a full mask: GCC 12 warns that the plain ones read an uninitialised vector.
+// The code uses intrinsics with a full mask, because GCC 12 warns that the plain intrinsics read an uninitialised
+// vector.
 constexpr __mmask16 kAllLanes = 0xffff;
 
 template <typename Floats>

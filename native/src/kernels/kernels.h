@@ -1,17 +1,17 @@
 // Elementwise reduction of several buffers into one: the only arithmetic of the engine.
 //
-// One table of functions per instruction set; all tables give equal bits. For every element the
-// addends are taken in the order of `srcs`, in the accumulation type (float32 for 16-bit floats, else the
-// type itself), scaled once and rounded once; vectors span elements only. Rules for equal bits where
-// hardware and compilers may differ:
+// There is one table of functions per instruction set, and all tables give equal bits. Each element is added up in the
+// order of `srcs`, in the accumulation type (float32 for 16-bit floats, else the type itself), then scaled once and
+// rounded once. Vector instructions work across elements, never across the addends of an element. Rules for equal bits
+// where hardware and compilers may differ:
 //   - a NaN result is always the canonical quiet NaN (payloads of operands depend on operand
 //   order);
 //   - Min and Max give NaN if any addend is NaN; of equal addends (-0 and +0) the last one wins;
-//   - a quotient is divided, not multiplied by a rounded reciprocal, so it is the correctly rounded
-//   one of the sum; only powers of two, whose reciprocals are exact, are multiplied;
+//   - an average divides the sum and does not multiply it by a rounded reciprocal, so it is rounded correctly; only for
+//   powers of two, with exact reciprocals, it multiplies;
 //   - integers wrap around; a scaled integer is computed in double, truncated and saturated (NaN
 //   gives 0);
-//   - bool is one byte, not zero = true: Sum and Max are "or", Product and Min are "and", never
+//   - bool is one byte, and any value except 0 is true: Sum and Max are "or", Product and Min are "and"; bool is never
 //   scaled.
 #pragma once
 
@@ -23,12 +23,12 @@
 
 namespace sparkhvd {
 
-/// Factors of a reduction. `divisor` is the number of addends in the world for Average and 1
-/// otherwise. A floating-point result is divided once, by divisor / postscale narrowed to the
-/// accumulation type; where divisor is a power of two it is multiplied once, by postscale / divisor.
-/// An integer becomes result * postscale / divisor in double, truncated.
+/// Factors of a reduction. `divisor` is the number of all addends for Average, and 1 otherwise. A floating-point result
+/// is divided once, by divisor / postscale in the accumulation type; if divisor is a power of two, it is multiplied
+/// once, by postscale / divisor. An integer result becomes result * postscale / divisor, computed in double and
+/// truncated.
 struct Scaling {
-  double prescale = 1;  // of every input
+  double prescale = 1;  // factor of every input
   double postscale = 1;
   int divisor = 1;
 };
@@ -39,7 +39,7 @@ struct Factors {
   double pre = 1;
   double post = 1;
   double divisor = 1;
-  double float_divisor = 1;  // divisor / post: what a floating-point result is divided by
+  double float_divisor = 1;  // divisor / post, which divides a floating-point result
   bool has_pre = false;
   bool has_post = false;
   bool has_divisor = false;
@@ -47,7 +47,7 @@ struct Factors {
 
 struct Buffers {
   void* dst;
-  void* const* copies;  // further destinations
+  void* const* copies;  // further destinations of the result
   std::size_t num_copies;
   const void* const* srcs;
   std::size_t num_srcs;
@@ -62,7 +62,7 @@ enum Operation : std::uint8_t {
   kOpMin,
   kOpMax,
   kOpProduct,
-  kOpAnd,  // this and the next two: of integers and bool
+  kOpAnd,  // the three bit operations are for integers and bool
   kOpOr,
   kOpXor,
   kNumOperations
@@ -72,7 +72,7 @@ struct Table {
   ReduceFunction functions[kNumForms][kNumDTypes][kNumOperations];
 };
 
-// nullptr where this build has no kernels for the instruction set.
+// Each function returns nullptr if this build has no kernels for the instruction set.
 const Table* scalar_table() noexcept;
 const Table* avx2_table() noexcept;
 const Table* avx512_table() noexcept;
@@ -80,30 +80,30 @@ const Table* neon_table() noexcept;
 
 }  // namespace kernels_detail
 
-/// The reductions of one instruction set. Stateless; may be used by any number of threads at once.
-/// Throws std::invalid_argument for Adasum, for bitwise operations on floating point, without sources and
-/// for a division of bool: callers check before.
+/// The reductions of one instruction set. The class has no state, so any number of threads may use it at once.
+/// Functions throw std::invalid_argument for Adasum, bitwise operations on floating point, an empty list of sources,
+/// and an average of bool. Callers check this before.
 class Kernels {
  public:
   explicit constexpr Kernels(const kernels_detail::Table& table) noexcept : table_(&table) {}
 
-  /// dst[i] = scaled and narrowed (srcs[0][i] op srcs[1][i] ...). `dst` may be one of `srcs`;
-  /// other overlaps give undefined results. No alignment is needed.
+  /// Computes dst[i] = srcs[0][i] op srcs[1][i] ..., scaled and converted to the element type. `dst` may be one of
+  /// `srcs`; other overlaps give undefined results. No alignment is needed.
   void reduce(DType dtype, ReduceOp op, void* dst, std::span<const void* const> srcs,
               std::size_t count, const Scaling& scaling) const;
 
-  /// The same with the result stored to every one of `dsts` in one pass; each may be one of `srcs`.
+  /// Does `reduce` and stores the result to all of `dsts` in one pass. Each of them may be one of `srcs`.
   void reduce_to_all(DType dtype, ReduceOp op, std::span<void* const> dsts,
                      std::span<const void* const> srcs, std::size_t count,
                      const Scaling& scaling) const;
 
-  /// The first half of a reduction between hosts: `accum` has accumulation_type(dtype) and may be
-  /// one of `srcs` only where that is `dtype` itself. Applies prescale only.
+  /// Does the first half of a reduction between hosts, with prescale only. `accum` has accumulation_type(dtype); it may
+  /// be one of `srcs` only if this type is `dtype` itself.
   void reduce_partial(DType dtype, ReduceOp op, void* accum, std::span<const void* const> srcs,
                       std::size_t count, const Scaling& scaling) const;
 
-  /// The second half: combines partial results in order, then postscale, divisor and the one
-  /// rounding. `dst` may be one of `accums`.
+  /// Does the second half: combines partial results in order, applies postscale and divisor, and rounds once. `dst` may
+  /// be one of `accums`.
   void finish(DType dtype, ReduceOp op, void* dst, std::span<const void* const> accums,
               std::size_t count, const Scaling& scaling) const;
 

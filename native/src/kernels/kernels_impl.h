@@ -1,11 +1,10 @@
 // The loops of every instruction set, written once with the compiler's vector types.
 //
-// Included by scalar.cc, avx2.cc, avx512.cc and neon.cc, each compiled with other flags. Two rules follow:
-//   - everything here has internal linkage and nothing here calls an inline function of the
-//   standard library:
-//     the linker keeps one copy of those, and the copy built for AVX-512 would then run on every
-//     CPU;
-//   - a file defines SPARKHVD_VECTOR_BYTES and the two float16 conversions before it includes this.
+// scalar.cc, avx2.cc, avx512.cc and neon.cc include this file, and each is compiled with other flags. Two rules follow:
+//   - Everything here has internal linkage, and nothing here calls an inline function of the standard library. The
+//     linker keeps only one copy of an inline function: it could keep the copy for AVX-512, which would then run on
+//     every CPU.
+//   - A file defines SPARKHVD_VECTOR_BYTES and the two float16 conversions before it includes this file.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +18,7 @@ namespace {
 
 #define SPARKHVD_INLINE __attribute__((always_inline)) inline
 
-// 16-bit floats are accumulated as float32, so one step handles as many of them as there are float32 in a
-// vector.
+// 16-bit floats are accumulated as float32, so a step handles as many 16-bit floats as a vector has float32 elements.
 template <typename T>
 struct VectorOf {
   typedef T type
@@ -71,7 +69,7 @@ SPARKHVD_INLINE void store_vector(void* to, const V& value) {
   std::memcpy(to, &value, sizeof value);
 }
 
-// A storage type: conversion of its elements to a vector of the accumulation type and back.
+// A storage type converts its elements to a vector of the accumulation type and back.
 template <typename T>
 struct Plain {
   using Element = T;
@@ -114,7 +112,7 @@ struct Bfloat16 {
     const auto wide = __builtin_convertvector(load_vector<HalfVector>(from), Vector<std::uint32_t>);
     return reinterpret_cast<Vector<float>>(wide << 16);
   }
-  // Round to nearest even. The only NaN here is the canonical one, which does not carry over.
+  // Rounds to nearest even. The only possible NaN is the canonical NaN: adding to it does not overflow into other bits.
   static SPARKHVD_INLINE void store(std::uint16_t* to, Vector<float> value) {
     const auto bits = reinterpret_cast<Vector<std::uint32_t>>(value);
     const auto rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
@@ -139,7 +137,7 @@ SPARKHVD_INLINE Vector<T> combine(Vector<T> a, Vector<T> b) {
     return a ^ b;
   } else {
     auto keep = kOp == kOpMin ? a < b : a > b;
-    if constexpr (kIsFloat<T>) keep |= a != a;  // a NaN stays; a NaN in b fails the comparison
+    if constexpr (kIsFloat<T>) keep |= a != a;  // keeps a NaN in a; a NaN in b fails the comparison
     return keep ? a : b;
   }
 }
@@ -150,8 +148,8 @@ SPARKHVD_INLINE Vector<std::uint8_t> combine_bool(Vector<std::uint8_t> a, Vector
   return kOp == kOpSum || kOp == kOpMax || kOp == kOpOr ? (a | b) : (a & b);
 }
 
-// A double as an integer: truncated, saturated, NaN as 0. The bounds are compared as doubles: the
-// largest 64-bit values round up to a power of two, which is out of range itself.
+// Converts a double to an integer: truncated and saturated; NaN gives 0. The bounds are compared as doubles. As a
+// double the largest 64-bit value is a power of two that is itself out of range.
 template <typename T>
 SPARKHVD_INLINE T saturate(double value) {
   constexpr bool kSigned = static_cast<T>(-1) < static_cast<T>(0);
@@ -164,8 +162,7 @@ SPARKHVD_INLINE T saturate(double value) {
   return value == value ? static_cast<T>(value) : static_cast<T>(0);
 }
 
-// Not inlined: lane by lane, and rare (Average of integers), it would be most of the library's
-// code.
+// It works element by element and is rare (Average of integers). Inlined, it would be most of the library's code.
 template <typename T>
 __attribute__((noinline)) void scale_integers(Vector<T>& values, double factor, double divisor) {
   for (std::size_t lane = 0; lane < SPARKHVD_VECTOR_BYTES / sizeof(T); ++lane) {
@@ -211,8 +208,7 @@ struct Loop {
   using In = typename From::Element;
   using Out = typename To::Element;
   static constexpr std::size_t kLanes = SPARKHVD_VECTOR_BYTES / sizeof(Accum);
-  // Independent vectors per step: enough loads in flight to hide the latency of one chain of
-  // additions.
+  // Number of independent vectors per step: enough to hide the latency of a chain of additions.
   static constexpr std::size_t kUnroll = 4;
 
   static SPARKHVD_INLINE Vector<Accum> load(const void* src, std::size_t at, const Factors& f) {
@@ -253,7 +249,7 @@ struct Loop {
     }
   }
 
-  // The rest uses a padded vector.
+  // Reduces the elements after the last whole vector, in a padded vector.
   static void tail(Out* dst, const Buffers& b, std::size_t at, const Factors& f) {
     const std::size_t rest = b.count - at;
     Vector<Accum> sum{};
@@ -284,7 +280,8 @@ struct Loop {
 
   static void run(const Buffers& b, const Factors& f) {
     auto* const dst = static_cast<Out*>(b.dst);
-    // Sums of two ranks on a host are the common case, and a known count keeps both pointers in registers.
+    // Sums of two ranks on a host are the common case. With a count known at compile time both pointers stay in
+    // registers.
     const bool is_common = kOp == kOpSum && b.num_srcs == 2;
     const std::size_t at = is_common ? body<2>(dst, b, f) : body<0>(dst, b, f);
     if (at < b.count) tail(dst, b, at, f);
@@ -299,7 +296,7 @@ constexpr void fill(ReduceFunction (&row)[kNumOperations]) {
   row[kOpProduct] = &Loop<From, To, kOpProduct>::run;
 }
 
-// Bits know no sign: one loop of a size.
+// Bit operations do not depend on the sign, so both types of a size use the same functions.
 template <typename Storage>
 constexpr void fill_bits(Table& table, DType dtype, DType other) {
   for (auto& form : table.functions) {

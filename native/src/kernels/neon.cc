@@ -1,7 +1,7 @@
 // The kernels for NEON, which every aarch64 CPU has; empty elsewhere.
 //
-// The vectors are as wide as those of scalar.cc. What differs is float16: one instruction converts
-// four elements (FCVTL, FCVTN), exactly or to nearest even as scalar.cc does it by hand.
+// The vectors are as wide as the vectors of scalar.cc. Only float16 differs: one instruction converts four elements
+// (FCVTL exactly, FCVTN to nearest even), with the same results as the code in scalar.cc.
 #include "kernels/kernels.h"
 
 #if defined(__aarch64__)

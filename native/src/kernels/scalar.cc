@@ -8,8 +8,7 @@
 #include <cpuid.h>
 #endif
 
-// 16 bytes: the vector registers that every x86-64 and aarch64 has. Elsewhere the compiler splits
-// them.
+// Every x86-64 and aarch64 CPU has vector registers of 16 bytes. On other CPUs the compiler splits the vectors.
 #define SPARKHVD_VECTOR_BYTES 16
 
 namespace sparkhvd::kernels_detail {
@@ -27,7 +26,7 @@ std::uint32_t bits_of(float value) {
   return bits;
 }
 
-// IEEE binary16 to binary32, exact; a signalling NaN becomes quiet, as the hardware does it.
+// Converts IEEE binary16 to binary32 exactly. A signalling NaN becomes quiet, as in hardware.
 float float_from_float16(std::uint16_t half) {
   const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000U) << 16;
   const std::uint32_t exponent = (half >> 10) & 0x1fU;
@@ -43,8 +42,8 @@ float float_from_float16(std::uint16_t half) {
   return float_from_bits(sign | ((exponent + 112) << 23) | (fraction << 13));
 }
 
-// binary32 to binary16, to nearest even; too large becomes infinite; a NaN keeps the top of its
-// payload.
+// Converts binary32 to binary16, rounded to nearest even. Values that are too large become infinite; a NaN keeps the
+// top bits of its payload.
 std::uint16_t float16_from_float(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000U;
@@ -52,7 +51,7 @@ std::uint16_t float16_from_float(float value) {
   std::uint32_t half = 0;
   if (magnitude > 0x7f800000U) {
     half = 0x7e00U | ((magnitude >> 13) & 0x3ffU);
-  } else if (magnitude >= 0x477ff000U) {  // 65520 and more round to 2^16
+  } else if (magnitude >= 0x477ff000U) {  // at least 65520: rounds to infinity
     half = 0x7c00U;
   } else if (magnitude >= 0x38800000U) {  // normal, at least 2^-14
     const std::uint32_t rebased = magnitude - (112U << 23);
@@ -97,7 +96,7 @@ const Table* scalar_table() noexcept { return &kTable; }
 namespace {
 
 #if defined(__x86_64__)
-// Queried from the CPU itself: __builtin_cpu_supports returns false for everything in zig's builds.
+// The code queries the CPU itself, because __builtin_cpu_supports always returns false in builds with zig.
 struct Features {
   bool avx2 = false;
   bool avx512 = false;
@@ -114,7 +113,7 @@ Features cpu_features() noexcept {
   if (!all_set(ecx, bit_OSXSAVE | bit_AVX | bit_F16C)) return {};
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return {};
   const unsigned sets = ebx;
-  // Which registers the operating system saves when it switches threads.
+  // The registers that the operating system saves when it switches threads.
   unsigned saved = 0;
   __asm__("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0));
   constexpr unsigned kYmm = 0x6;           // and xmm
@@ -124,7 +123,7 @@ Features cpu_features() noexcept {
           .avx512 = all_set(saved, kZmm) && all_set(sets, bit_AVX2 | kAvx512)};
 }
 
-// Queried once: a virtual machine answers CPUID through its host, which takes microseconds.
+// Queries the CPU once, because in a virtual machine the host answers CPUID, which takes microseconds.
 const Features& features() noexcept {
   static const Features found = cpu_features();
   return found;
@@ -184,7 +183,7 @@ Operation operation_of(const Operands& what) {
     case ReduceOp::kAdasum:
       break;
   }
-  throw std::invalid_argument("this operation is no elementwise reduction");
+  throw std::invalid_argument("this operation is not an elementwise reduction");
 }
 
 void run(const Table& table, Form form, const Operands& what, const Buffers& buffers,
@@ -192,7 +191,8 @@ void run(const Table& table, Form form, const Operands& what, const Buffers& buf
   if (buffers.num_srcs == 0) throw std::invalid_argument("a reduction needs at least one source");
   const auto dtype = static_cast<std::size_t>(what.dtype);
   const ReduceFunction function = table.functions[form][dtype][operation_of(what)];
-  if (function == nullptr) throw std::invalid_argument("floating point has no such reduction");
+  if (function == nullptr)
+    throw std::invalid_argument("floating-point types do not have this reduction");
   function(buffers, factors);
 }
 
@@ -200,7 +200,7 @@ Factors factors_of(const Scaling& scaling, Form form) {
   Factors factors;
   if (form != kFinish) factors.pre = scaling.prescale;
   if (form != kPartial) {
-    // As a factor a power of two rounds nothing, and multiplying is faster.
+    // Multiplying by the reciprocal of a power of two is exact, and faster than dividing.
     const bool is_exact = std::has_single_bit(static_cast<unsigned>(scaling.divisor));
     factors.post = is_exact ? scaling.postscale / scaling.divisor : scaling.postscale;
     factors.divisor = is_exact ? 1 : scaling.divisor;
@@ -252,8 +252,7 @@ bool isa_available(int isa) noexcept { return kernels_detail::table_of(isa) != n
 
 const Kernels& kernels(int isa) {
   using kernels_detail::table_of;
-  // One constant object per table: the tables are constants too, so there is nothing to initialise
-  // twice.
+  // There is one constant object per table, so that callers can keep a reference to it.
   static const Kernels scalar{*kernels_detail::scalar_table()};
   const kernels_detail::Table* const table = table_of(isa);
   if (table == nullptr) throw std::invalid_argument("this CPU lacks the instruction set");

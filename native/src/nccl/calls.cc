@@ -141,7 +141,7 @@ std::optional<NcclDataType> nccl_type(DType dtype) noexcept {
 }
 
 std::optional<NcclOp> nccl_op(ReduceOp op, DType dtype) noexcept {
-  const bool is_bool = dtype == DType::kBool;  // bytes of 0 or 1: "or" is Max, "and" is Min
+  const bool is_bool = dtype == DType::kBool;  // a byte of 0 or 1: Max is "or", Min is "and"
   switch (op) {
     case ReduceOp::kSum:
       return is_bool ? NcclOp::kMax : NcclOp::kSum;

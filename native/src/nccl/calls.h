@@ -1,4 +1,4 @@
-// The calls of NCCL for one operation, in terms of collectives. They only enqueue.
+// The NCCL calls of one operation. They only enqueue work on a stream.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@
 
 namespace sparkhvd::nccl {
 
-/// NCCL's type for reductions, if any.
+/// NCCL's type for reductions of `dtype`, if it has such a type.
 std::optional<NcclDataType> nccl_type(DType dtype) noexcept;
-/// NCCL's operation on it, if any (not Average, Adasum).
+/// NCCL's operation for a reduction, if it has such an operation (not for Average and Adasum).
 std::optional<NcclOp> nccl_op(ReduceOp op, DType dtype) noexcept;
 
 /// Memory for a rank that has joined: it contributes zeros, and its results are not read.
@@ -21,7 +21,7 @@ struct Scratch {
   std::byte* results = nullptr;
 };
 
-/// The members' rows of a tensor, in elements of a row.
+/// The rows of a tensor by member, and the size of a row.
 struct Rows {
   std::size_t row_bytes = 0;
   std::size_t row_elements = 0;
@@ -33,7 +33,7 @@ struct Rows {
 
 class Calls {
  public:
-  /// `tensors`: the caller's, or empty for a rank that has joined.
+  /// `tensors`: the caller's tensors; empty for a rank that has joined.
   Calls(const NcclApi& nccl, ncclComm_t communicator, NcclStream stream, const Launch& launch,
         std::span<const OnDevice::Tensor> tensors, const Scratch& scratch)
       : nccl_(nccl),
@@ -53,23 +53,23 @@ class Calls {
   std::byte* output(std::size_t tensor) const;
 
   std::size_t elements(std::size_t tensor) const;
-  /// Without counts.
+  /// Rows with the size of a row, but without counts.
   Rows shape(std::size_t tensor) const;
-  /// The first dimension divided: the first ranks get one more.
+  /// Rows with the first dimension divided among the ranks; the first ranks get an additional row.
   Rows divided_rows(std::size_t tensor) const;
 
-  // Zero bytes enqueue nothing.
+  // These functions enqueue nothing if there are no bytes.
   void allreduce(const void* input, void* output, std::size_t count) const;
   void reduce(const void* input, void* output, std::size_t count, std::size_t root) const;
   void reduce_scatter(const void* input, void* output, std::size_t count) const;
   void broadcast(const void* input, void* output, std::size_t bytes, std::size_t root) const;
   void send(const void* input, std::size_t bytes, std::size_t to) const;
   void receive(void* output, std::size_t bytes, std::size_t from) const;
-  /// Every member's bytes to all: `own` has this rank's, `output` all.
+  /// Sends every member's rows to all members. `own`: this rank's rows. `output`: memory for all rows.
   void gather_to_all(const Rows& rows, const std::byte* own, std::byte* output) const;
 
  private:
-  /// In a group errors belong to the group, except errors of a call's own arguments.
+  /// Throws if a call has failed. Inside a group NCCL reports most errors at the end of the group.
   void check(NcclResult result, const char* call) const;
   NcclDataType type() const { return nccl_type(descriptor_.dtype).value(); }
   NcclOp op() const { return nccl_op(descriptor_.reduce_op, descriptor_.dtype).value(); }

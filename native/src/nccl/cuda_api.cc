@@ -10,8 +10,8 @@ namespace {
 
 constexpr auto kDriver = "libcuda.so.1";
 
-/// The symbols carry the version of the ABI; cuda.h hides it behind macros of the plain names.
-/// Returns the names that the library lacks.
+/// Sets all function pointers and returns the names that the library lacks. Some symbols have a suffix with their
+/// version, such as _v2; cuda.h hides it behind macros with the plain names.
 std::vector<std::string> bind_all(CudaApi& api) {
   std::vector<std::string> missing;
   const auto require = [&](const char* symbol, auto*& function) {

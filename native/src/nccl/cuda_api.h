@@ -1,8 +1,8 @@
 // The functions of the CUDA driver (libcuda.so.1) that the engine calls, found at run time.
 //
-// The driver API and not the runtime's, because its soname has not changed since CUDA 1 and it
-// serves CUDA 12 and 13 alike; both meet in the primary context of a device, which is also the one
-// of torch and of NCCL. The names are the driver's own, so that its documentation can be searched.
+// The engine uses the driver API and not the runtime API: its soname has not changed since CUDA 1, and it works with
+// CUDA 12 and 13. Both APIs share the primary context of a device, which torch and NCCL also use. The names here are
+// the driver's own, so that its documentation can be searched.
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@ struct CUuuid {
   std::array<unsigned char, 16> bytes;
 };
 
-// Results that the code checks by name; the driver provides the text of all.
+// Results that the code checks by name. For messages the driver provides the names of all results.
 inline constexpr CUresult kCudaSuccess = 0;
 inline constexpr CUresult kCudaErrorInvalidValue = 1;
 inline constexpr CUresult kCudaErrorOutOfMemory = 2;
@@ -52,7 +52,8 @@ enum class CUstreamCaptureMode : int { kGlobal = 0, kThreadLocal = 1, kRelaxed =
 enum class CUpointerAttribute : int { kContext = 1, kMemoryType = 2, kDeviceOrdinal = 9 };
 inline constexpr unsigned kCudaMemoryTypeDevice = 2;
 
-/// Every function is there, once loaded. All but the first group need a current context.
+/// Functions of the driver. After `load` no pointer is null. All functions except the first group need a current
+/// context.
 struct CudaApi {
   CUresult (*cuInit)(unsigned flags) = nullptr;
   CUresult (*cuGetErrorName)(CUresult, const char** name) = nullptr;
@@ -60,7 +61,7 @@ struct CudaApi {
   CUresult (*cuDeviceGet)(CUdevice*, int ordinal) = nullptr;
   CUresult (*cuDeviceGetCount)(int* count) = nullptr;
   CUresult (*cuDeviceGetUuid)(CUuuid*,
-                              CUdevice) = nullptr;  // _v2 where there is one: of a MIG slice
+                              CUdevice) = nullptr;  // _v2 if available, for the UUID of a MIG slice
   CUresult (*cuDevicePrimaryCtxRetain)(CUcontext*, CUdevice) = nullptr;
   CUresult (*cuDevicePrimaryCtxRelease)(CUdevice) = nullptr;
   CUresult (*cuCtxPushCurrent)(CUcontext) = nullptr;
@@ -93,21 +94,21 @@ struct CudaApi {
   CUresult (*cuMemcpyDtoHAsync)(void* to, CUdeviceptr from, std::size_t bytes, CUstream) = nullptr;
   CUresult (*cuPointerGetAttribute)(void* value, CUpointerAttribute, CUdeviceptr) = nullptr;
 
-  /// Loads the driver and calls cuInit. `library`: a path or soname; empty: libcuda.so.1.
-  /// Throws Error(SPARKHVD_UNSUPPORTED) without a driver or device, or if an older driver lacks one of
-  /// the functions.
+  /// Loads the driver and calls cuInit. `library`: a path or soname; empty: libcuda.so.1. Throws
+  /// Error(SPARKHVD_UNSUPPORTED) if there is no driver or device, or if an old driver lacks a function.
   static std::shared_ptr<const CudaApi> load(const std::string& library = {});
 
-  /// "CUDA_ERROR_NOT_READY (600: device not ready)".
+  /// Text of a result: "CUDA_ERROR_NOT_READY (600: device not ready)".
   std::string describe(CUresult result) const;
 
-  /// Throws Error(SPARKHVD_INTERNAL) unless `result`, of the driver's function `call`, is success.
+  /// Throws Error(SPARKHVD_INTERNAL) unless `result` is success. `call`: name of the driver's function that returned
+  /// it.
   void check(CUresult result, std::string_view call) const;
 
   Library library;
 };
 
-/// Makes `context` the thread's current one for a scope, and restores the previous one.
+/// Makes `context` the thread's current context for a scope, and then restores the previous context.
 class CurrentContext {
  public:
   CurrentContext(const CudaApi& cuda, CUcontext context);
@@ -119,8 +120,8 @@ class CurrentContext {
   const CudaApi& cuda_;
 };
 
-/// Lets the thread query events for a scope while another one captures a graph in global mode,
-/// where CUDA would refuse the query and spoil that capture.
+/// Lets the thread query events for a scope while another thread captures a graph in global mode. Otherwise CUDA would
+/// refuse the query and invalidate that capture.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const CudaApi& cuda);

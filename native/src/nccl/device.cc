@@ -12,8 +12,8 @@ namespace {
 
 std::atomic<unsigned> forks{0};
 
-/// Number of forks between the process that loaded the library and this one. Read several times per
-/// operation, where getpid() would be a system call each.
+/// Number of forks between the process that loaded the library and this process. It is read several times per
+/// operation; getpid() would make a system call each time.
 unsigned generation() {
   static const int registered =
       ::pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
@@ -51,7 +51,7 @@ void Device::start() {
   int greatest = 0;
   cuda_->check(cuda_->cuCtxGetStreamPriorityRange(&least, &greatest),
                "cuCtxGetStreamPriorityRange");
-  // Others wait for a rank's data, and its own computation can catch up.
+  // The greatest priority, because other ranks wait for this rank's data, while its own computation can catch up.
   cuda_->check(cuda_->cuStreamCreateWithPriority(&stream_, kCudaStreamNonBlocking, greatest),
                "cuStreamCreateWithPriority");
 }
@@ -66,7 +66,7 @@ Device::~Device() {
       cuda_->cuStreamDestroy(stream_);
     }
     cuda_->cuDevicePrimaryCtxRelease(device_);
-  } catch (const Error&) {  // the driver has ended earlier, with all of its resources
+  } catch (const Error&) {  // the driver has ended before and has freed its resources
   }
 }
 
@@ -91,18 +91,18 @@ CUevent Device::take_event() {
 }
 
 void Device::give_event(CUevent event) noexcept {
-  if (!is_mine()) return;  // and the lock may be another process's
+  if (!is_mine()) return;  // in a forked child, where the lock may be held forever
   try {
     const Lock lock(mutex_);
     events_.push_back(event);
-  } catch (const std::bad_alloc&) {  // lost until the process ends
+  } catch (const std::bad_alloc&) {  // the event leaks until the process ends
   }
 }
 
 void Device::refuse_capture(CUstream stream, const std::string& label) const {
   CUstreamCaptureStatus status = CUstreamCaptureStatus::kNone;
   const CUresult result = cuda_->cuStreamIsCapturing(stream, &status);
-  // The legacy stream cannot report it while another stream that waits for it is captured.
+  // The query of the legacy stream fails with this code while a stream that synchronizes with it is captured.
   constexpr CUresult kCaptureImplicit = 906;
   if (result != kCaptureImplicit) {
     cuda_->check(result, "cuStreamIsCapturing");
@@ -150,7 +150,7 @@ DeviceMemory::~DeviceMemory() {
     } else {
       device_->cuda().cuMemFree(reinterpret_cast<CUdeviceptr>(data_));
     }
-  } catch (const Error&) {  // the driver has ended earlier, with its memory
+  } catch (const Error&) {  // the driver has ended before and has freed its memory
   }
 }
 

@@ -1,11 +1,11 @@
 // One GPU of this process: the primary context, a private stream, events and memory.
 //
-// **Threads.** Any. The pool of events has its own lock; everything else is set once.
+// **Threads.** Any thread may use it. The pool of events has its own lock; everything else is set only once.
 //
-// **Ownership.** Shared by the plane, by operations (their events) and by memory, which may all
-// outlive the engine; the last one releases the context.
+// **Ownership.** The plane, operations (for their events) and device memory share a Device. They may outlive the
+// engine, and the last owner releases the context.
 //
-// **Fork.** A forked child never calls CUDA: resources that it drops are lost with its process.
+// **Fork.** A forked child never calls CUDA, so it does not free resources; they end with its process.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ struct DeviceOptions {
 
 class Device {
  public:
-  /// Throws UNSUPPORTED or INTERNAL with the reason.
+  /// Loads the libraries and starts the device. Throws UNSUPPORTED or INTERNAL with the reason.
   explicit Device(const DeviceOptions& options);
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -38,7 +38,7 @@ class Device {
   const CudaApi& cuda() const noexcept { return *cuda_; }
   const NcclApi& nccl() const noexcept { return *nccl_; }
   CUcontext context() const noexcept { return context_; }
-  /// All NCCL work on this device is enqueued here, in one order.
+  /// The stream for all NCCL work on this device, in one order.
   CUstream stream() const noexcept { return stream_; }
   /// False in a forked child.
   bool is_mine() const noexcept;
@@ -46,7 +46,7 @@ class Device {
   CUevent take_event();
   void give_event(CUevent event) noexcept;
 
-  /// Throws INVALID_ARGUMENT if the stream is being captured into a graph.
+  /// Throws INVALID_ARGUMENT with `label` if the stream is being captured into a graph.
   void refuse_capture(CUstream stream, const std::string& label) const;
 
  private:
@@ -60,10 +60,10 @@ class Device {
   CUcontext context_ = nullptr;
   CUstream stream_ = nullptr;
   Mutex mutex_;
-  std::vector<CUevent> events_ GUARDED_BY(mutex_);  // not in use
+  std::vector<CUevent> events_ GUARDED_BY(mutex_);  // events that are not in use
 };
 
-/// An event of the pool, for as long as it is needed.
+/// An event of the device's pool. The destructor returns it to the pool.
 class Event {
  public:
   Event() noexcept = default;
@@ -89,14 +89,15 @@ class Event {
   CUevent event_ = nullptr;
 };
 
-/// Memory of a device, NCCL's own kind where the version has it, because only that can be registered.
+/// Memory of a device. It comes from ncclMemAlloc if the version of NCCL has it, because NCCL can register only such
+/// memory.
 class DeviceMemory {
  public:
-  /// Throws UNSUPPORTED if there is not enough. The calling thread has the context.
+  /// Allocates memory. Throws UNSUPPORTED if there is not enough. The device's context must be current.
   DeviceMemory(std::shared_ptr<Device> device, std::size_t bytes);
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
-  /// Any thread.
+  /// Frees the memory; any thread may call it.
   ~DeviceMemory();
 
   std::byte* data() const noexcept { return data_; }

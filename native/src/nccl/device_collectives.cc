@@ -23,7 +23,7 @@ bool has_work(const Launch& launch) {
   for (std::size_t i = 0; i < descriptor.shapes.size(); ++i) {
     std::vector<std::int64_t> shape = descriptor.shapes[i];
     if (spec.is_uneven && !shape.empty()) {
-      // This rank's rows do not determine the others'.
+      // This rank's own rows do not show whether other ranks have rows.
       const std::size_t per_tensor = launch.rows.size() / descriptor.shapes.size();
       const auto rows = std::span(launch.rows).subspan(i * per_tensor, per_tensor);
       shape[0] = std::ranges::any_of(rows, [](auto count) { return count > 0; }) ? 1 : 0;

@@ -1,4 +1,4 @@
-// The plane's interface to an operation on the device.
+// Functions with which the plane runs an operation on the device.
 #pragma once
 
 #include "nccl/calls.h"
@@ -6,13 +6,13 @@
 
 namespace sparkhvd::nccl {
 
-/// Bytes of zeros and of room for results that a joined rank needs.
+/// Bytes of zeros, and bytes for results, that a rank needs after it has joined.
 std::size_t scratch_bytes(const Descriptor& descriptor);
 
-/// True if any rank moves a byte; nothing is enqueued otherwise.
+/// True if a rank moves a byte. Otherwise the plane enqueues nothing.
 bool has_work(const Launch& launch);
 
-/// The calls of one operation, inside of the caller's group.
+/// Enqueues the calls of one operation. The caller has started an NCCL group.
 void enqueue(const Calls& calls);
 
 }  // namespace sparkhvd::nccl

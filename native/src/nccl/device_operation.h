@@ -1,4 +1,4 @@
-// State of an operation on the device, besides that of every operation.
+// Additional state of an operation on the device.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@ namespace sparkhvd::nccl {
 
 class Requests;
 
-/// A caller's registered memory of a device. When the caller releases it, the plane's thread, if alive,
-/// deregisters it from NCCL.
+/// A caller's registered memory of a device. When the caller releases it, the plane's thread deregisters it from NCCL,
+/// if the thread still runs.
 class DeviceBuffer {
  public:
   DeviceBuffer(std::shared_ptr<DeviceMemory> memory, std::shared_ptr<Requests> plane)
@@ -42,21 +42,22 @@ struct OnDevice {
 
   explicit OnDevice(std::shared_ptr<Device> the_device) : device(std::move(the_device)) {}
 
-  /// Makes `stream` wait for the end of the operation; false before its launch. Any thread.
+  /// Makes `stream` wait for the end of the operation. False if it has not been launched. Any thread may call it.
   bool let_wait(std::uint64_t stream, const std::string& label) const;
 
   std::shared_ptr<Device> device;
-  std::vector<Tensor> tensors;  // of the shapes in the operation's descriptor
-  Event ready;                  // behind the caller's pending work at the submission
-  Event done;                   // behind the operation, after `is_launched`
+  std::vector<Tensor> tensors;  // their shapes are in the operation's descriptor
+  Event ready;                  // recorded behind the caller's pending work at the submission
+  Event done;                   // recorded behind the operation; valid after `is_launched`
   std::atomic<bool> is_launched{false};
-  bool is_with_plane = false;  // the driver's
-  // Ended by a deadline: the device may use the tensors forever. Written before the operation ends.
+  bool is_with_plane = false;  // only the driver's thread uses it
+  // True if a deadline has ended the operation: the device may still use the tensors. Written before the operation
+  // ends.
   bool is_left_to_device = false;
-  std::shared_ptr<DeviceBuffer> buffer;  // of a registration that has finished
+  std::shared_ptr<DeviceBuffer> buffer;  // the memory, after a registration has finished
 };
 
-/// True if the operation is launched on the device. Any thread.
+/// True if the operation has been launched on the device. Any thread may call it.
 inline bool is_launched(const Operation& operation) noexcept {
   return operation.on_device && operation.on_device->is_launched.load(std::memory_order_acquire);
 }
@@ -65,12 +66,12 @@ inline bool is_launched(const Operation& operation) noexcept {
 struct Launch {
   std::int32_t process_set = 0;
   std::uint64_t sequence = 0;
-  std::vector<Rank> ranks;                // of the process set, ascending
-  std::size_t index = 0;                  // of this rank in it
-  std::vector<std::int64_t> rows;         // as in the order
-  std::shared_ptr<Operation> operation;   // null: this rank has joined, and contributes zeros
-  std::optional<Descriptor> passed_over;  // then: the others' operation
-  std::optional<NcclUniqueId> unique_id;  // with the first order: the id of its communicator
+  std::vector<Rank> ranks;                // ranks of the process set, ascending
+  std::size_t index = 0;                  // index of this rank in `ranks`
+  std::vector<std::int64_t> rows;         // rows of the order
+  std::shared_ptr<Operation> operation;   // null: this rank has joined and contributes zeros
+  std::optional<Descriptor> passed_over;  // if this rank has joined: description of the operation
+  std::optional<NcclUniqueId> unique_id;  // only with the set's first order: its communicator's id
 
   const Descriptor& descriptor() const {
     return operation ? operation->descriptor : passed_over.value();

@@ -24,7 +24,8 @@ Library::~Library() {
 
 Library Library::open(const std::string& name) {
   Library library;
-  // RTLD_LOCAL: another NCCL in the process must not take our symbols, nor we its.
+  // RTLD_LOCAL: another NCCL in the process must not use this library's symbols, and this library must not use its
+  // symbols.
   library.handle_ = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (library.handle_ == nullptr) {
     const char* reason = ::dlerror();

@@ -1,4 +1,4 @@
-// Shared libraries found at run time: neither CUDA nor NCCL is linked.
+// Shared libraries that are loaded at run time, because sparkhvd is not linked to CUDA or NCCL.
 #pragma once
 
 #include <span>
@@ -6,8 +6,8 @@
 
 namespace sparkhvd::nccl {
 
-/// One opened shared library. It stays loaded permanently, because libnccl and libcuda have threads and
-/// exit handlers; destruction only releases the handle.
+/// An opened shared library. The destructor only releases the handle. The library stays loaded, because libnccl and
+/// libcuda have threads and exit handlers.
 class Library {
  public:
   Library() noexcept = default;
@@ -20,18 +20,18 @@ class Library {
   /// Opens `name` (a path, or a soname that the loader searches); throws with the loader's message.
   static Library open(const std::string& name);
 
-  /// The loaded library of this soname in the process, if any.
+  /// The library of this soname that the process has already loaded, if any.
   static Library find_loaded(const std::string& soname) noexcept;
 
   explicit operator bool() const noexcept { return handle_ != nullptr; }
 
-  /// The address of `symbol`, or null.
+  /// The address of `symbol`; null if the library lacks it.
   void* find(const char* symbol) const noexcept;
 
-  /// Name by which it was opened.
+  /// The name with which it was opened.
   const std::string& name() const noexcept { return name_; }
 
-  /// The file of `address`, one of its symbols; its name if the loader does not know.
+  /// The library's file, found by the address of a symbol; the library's name if the loader does not know the file.
   std::string file_of(const void* address) const;
 
  private:

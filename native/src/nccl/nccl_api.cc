@@ -9,15 +9,15 @@ namespace sparkhvd::nccl {
 namespace {
 
 constexpr auto kSoname = "libnccl.so.2";
-constexpr int kOldest = 21800;  // the configuration with splitShare
+constexpr int kOldest = 21800;  // the first version with splitShare in ncclConfig_t
 
 std::string text_of_version(int version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
          std::to_string(version % 100);
 }
 
-/// Returns the names that the library lacks. Each function also exists as pncclX, for tools that intercept
-/// calls; the plain name must be called.
+/// Sets all function pointers and returns the names that the library lacks. It uses the plain names and not the names
+/// pncclX, so that tools can intercept the calls.
 std::vector<std::string> bind_all(NcclApi& api) {
   std::vector<std::string> missing;
   const auto require = [&](const char* symbol, auto*& function) {
@@ -50,7 +50,7 @@ std::vector<std::string> bind_all(NcclApi& api) {
   return missing;
 }
 
-/// The functions of `library`; throws if it is unusable.
+/// Binds the functions of `library`. Throws if NCCL is too old or lacks functions.
 std::shared_ptr<const NcclApi> adopt(Library library) {
   auto api = std::make_shared<NcclApi>();
   api->library = std::move(library);
@@ -60,9 +60,9 @@ std::shared_ptr<const NcclApi> adopt(Library library) {
   }
   api->file = api->library.file_of(reinterpret_cast<const void*>(api->ncclGetVersion));
   if (api->ncclGetVersion(&api->version) != NcclResult::kSuccess) {
-    throw Error(SPARKHVD_UNSUPPORTED, api->file + " does not tell its version");
+    throw Error(SPARKHVD_UNSUPPORTED, api->file + " does not report its version");
   }
-  // Before 2.9 the code had another form (2804 was 2.8.4), which is smaller than any of today's.
+  // Before 2.9 version codes had four digits (2804 for 2.8.4), so they are smaller than all later codes.
   if (api->version < kOldest) {
     throw Error(SPARKHVD_UNSUPPORTED,
                 api->file + " is NCCL " +
@@ -98,8 +98,8 @@ std::shared_ptr<const NcclApi> NcclApi::load(const NcclSearch& search) {
       throw_not_found({error.what()});
     }
   }
-  // A loaded copy must win, even if it is too old: two NCCLs in one process need the GPU memory and the
-  // threads twice.
+  // If the process has already loaded NCCL, the engine uses only this copy, even if it is too old: two NCCLs in a
+  // process need twice the GPU memory and threads.
   if (Library loaded = Library::find_loaded(kSoname)) {
     try {
       return adopt(std::move(loaded));

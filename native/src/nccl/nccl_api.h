@@ -1,5 +1,5 @@
-// The functions of libnccl.so.2 that the engine calls, found at run time, and the parts of nccl.h
-// that they need. Versions 2.18 to 2.32 are known; newer versions are accepted, because NCCL only adds.
+// The functions of libnccl.so.2 that the engine calls, found at run time, and the parts of nccl.h that they need. This
+// file knows versions 2.18 to 2.32. The engine also accepts newer versions, because NCCL only adds to its interface.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ namespace sparkhvd::nccl {
 using ncclComm_t = struct ncclComm*;
 using NcclStream = struct CUstream_st*;
 
-/// Later versions have more; those are errors with a text of their own (2.30: 8 is a timeout).
+/// Results of NCCL. Later versions have more results; all of them are errors (8 is a timeout since 2.30).
 enum class NcclResult : int {
   kSuccess = 0,
   kUnhandledCudaError = 1,
@@ -43,20 +43,20 @@ enum class NcclDataType : int {
   kBfloat16 = 9,
 };
 
-/// Avg (4) is left out on purpose: for floats it turns NVLink SHARP off.
+/// Reductions of NCCL, without Avg (4): for floats it turns off NVLink SHARP.
 enum class NcclOp : int { kSum = 0, kProduct = 1, kMax = 2, kMin = 3 };
 
 struct NcclUniqueId {
   std::array<char, 128> bytes;
 };
 
-/// ncclConfig_t up to 2.32. NCCL reads the first `size` bytes and only the fields that `version`
-/// had, so `size` is the end of the last field that is set and `version` the one that added it.
+/// ncclConfig_t up to 2.32. NCCL reads the first `size` bytes, and only fields that `version` had. So `size` is the end
+/// of the last field that is set, and `version` is the version that added this field.
 struct NcclConfig {
   static constexpr int kUnset = INT_MIN;
 
-  /// 44 and not the 48 of 2.18's sizeof: bytes 44 to 47 were padding in 2.18, but 2.26.2 to 2.26.6
-  /// take them as trafficClass without asking for the version.
+  /// 44, although sizeof was 48 in 2.18: bytes 44 to 47 were padding in 2.18, but 2.26.2 to 2.26.6 read them as
+  /// trafficClass without checking `version`.
   std::size_t size = 44;
   std::uint32_t magic = 0xcafebeef;
   std::uint32_t version = 21800;
@@ -67,7 +67,7 @@ struct NcclConfig {
   const char* net_name = nullptr;
   int split_share = kUnset;
   int traffic_class = kUnset;       // 2.26
-  const char* comm_name = nullptr;  // 2.27, and the next four
+  const char* comm_name = nullptr;  // 2.27, with the next four fields
   int collnet_enable = kUnset;
   int cta_policy = kUnset;
   int shrink_share = kUnset;
@@ -78,14 +78,14 @@ struct NcclConfig {
   int num_rma_ctx = kUnset;
   int max_p2p_peers = kUnset;          // 2.30.3
   int graph_stream_ordering = kUnset;  // 2.30.5
-  int launch_order_implicit = kUnset;  // 2.31, and the next three
+  int launch_order_implicit = kUnset;  // 2.31, with the next three fields
   int num_rma_sig = kUnset;
   int rma_eager_init = kUnset;
   int host_cft_mode = kUnset;
   int nvls_host_mode = kUnset;  // 2.32
 };
 
-// What gcc computed from the headers of 2.14 to 2.32.
+// Offsets that gcc computed from the headers of 2.14 to 2.32.
 static_assert(offsetof(NcclConfig, size) == 0);
 static_assert(offsetof(NcclConfig, magic) == 8);
 static_assert(offsetof(NcclConfig, version) == 12);
@@ -115,16 +115,16 @@ static_assert(offsetof(NcclConfig, nvls_host_mode) == 112);
 static_assert(sizeof(NcclConfig) == 120);
 static_assert(sizeof(NcclUniqueId) == 128);
 
-/// A configuration for 2.18 and later of a communicator whose calls do not block.
+/// Configuration of a communicator with non-blocking calls, for 2.18 and later.
 inline NcclConfig non_blocking_config() {
   NcclConfig config;
   config.blocking = 0;
   return config;
 }
 
-/// Where to look for libnccl.
+/// Paths in which to look for libnccl.
 struct NcclSearch {
-  /// The only path to try. Empty: the copy that the process has loaded, then the candidates,
+  /// The only path to try. If it is empty, the engine tries the copy that the process has loaded, then the candidates,
   /// then the loader's libnccl.so.2.
   std::string library;
   std::vector<std::string> candidates;
@@ -153,10 +153,10 @@ struct NcclApi {
                            int root, ncclComm_t, NcclStream) = nullptr;
   NcclResult (*ncclBroadcast)(const void* send, void* recv, std::size_t count, NcclDataType,
                               int root, ncclComm_t, NcclStream) = nullptr;
-  /// `send_count` per rank; in place when send == recv + rank * send_count.
+  /// `send_count` is per rank. In place if send == recv + rank * send_count.
   NcclResult (*ncclAllGather)(const void* send, void* recv, std::size_t send_count, NcclDataType,
                               ncclComm_t, NcclStream) = nullptr;
-  /// `recv_count` per rank; in place when recv == send + rank * recv_count.
+  /// `recv_count` is per rank. In place if recv == send + rank * recv_count.
   NcclResult (*ncclReduceScatter)(const void* send, void* recv, std::size_t recv_count,
                                   NcclDataType, NcclOp, ncclComm_t, NcclStream) = nullptr;
   NcclResult (*ncclSend)(const void* send, std::size_t count, NcclDataType, int peer, ncclComm_t,
@@ -164,29 +164,28 @@ struct NcclApi {
   NcclResult (*ncclRecv)(void* recv, std::size_t count, NcclDataType, int peer, ncclComm_t,
                          NcclStream) = nullptr;
 
-  // Null if the version lacks it.
+  // These functions are null if the version lacks them.
   NcclResult (*ncclMemAlloc)(void** memory, std::size_t bytes) = nullptr;  // 2.19
   NcclResult (*ncclMemFree)(void* memory) = nullptr;                       // 2.19
   NcclResult (*ncclCommRegister)(ncclComm_t, void* memory, std::size_t bytes,
                                  void** handle) = nullptr;               // 2.19
   NcclResult (*ncclCommDeregister)(ncclComm_t, void* handle) = nullptr;  // 2.19
 
-  /// Loads libnccl. Throws Error(SPARKHVD_UNSUPPORTED) with every searched place and the reason of its
-  /// failure.
+  /// Loads libnccl. Throws Error(SPARKHVD_UNSUPPORTED) with every path that it tried and the reason of its failure.
   static std::shared_ptr<const NcclApi> load(const NcclSearch& search = {});
 
-  /// "2.28.9".
+  /// The version as text: "2.28.9".
   std::string version_text() const;
 
-  /// "ncclAllReduce failed: unhandled cuda error (1): <NCCL's last error>". `comm` may be null.
+  /// Text of a failed call: "ncclAllReduce failed: unhandled cuda error (1): <NCCL's last error>". `comm` may be null.
   std::string describe(NcclResult result, std::string_view call, ncclComm_t comm = nullptr) const;
 
-  /// Throws Error(SPARKHVD_INTERNAL) unless `result` is success; also where it is in progress.
+  /// Throws Error(SPARKHVD_INTERNAL) unless `result` is success. It also throws for "in progress".
   void check(NcclResult result, std::string_view call, ncclComm_t comm = nullptr) const;
 
   Library library;
-  int version = 0;   // as NCCL counts: 22809 is 2.28.9
-  std::string file;  // where it was found
+  int version = 0;   // NCCL's version code: 22809 is 2.28.9
+  std::string file;  // path of the library
 };
 
 }  // namespace sparkhvd::nccl

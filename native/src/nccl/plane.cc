@@ -16,7 +16,7 @@ bool Requests::push(Request request) {
 }
 
 std::optional<Request> Requests::next(Clock::duration longest) {
-  // Frequent readers do not take the lock from writers.
+  // Checks the flag first, so that frequent polling does not take the lock from writers.
   if (longest == Clock::duration::zero() && !has_some_.load(std::memory_order_acquire)) {
     return std::nullopt;
   }
@@ -54,10 +54,10 @@ bool OnDevice::let_wait(std::uint64_t stream, const std::string& label) const {
 }
 
 DeviceBuffer::~DeviceBuffer() {
-  if (!memory_->is_mine()) return;  // a forked child: the lock may be another process's
+  if (!memory_->is_mine()) return;  // in a forked child, where the lock may be held forever
   try {
-    plane_->push(FreeMemory{memory_});  // an ended plane drops it, which frees it here
-  } catch (const std::exception&) {     // no memory for the request: freed here
+    plane_->push(FreeMemory{memory_});  // a plane that has ended drops the request; then freed here
+  } catch (const std::exception&) {     // no memory for the request; then freed here
   }
 }
 
@@ -93,7 +93,7 @@ void DevicePlane::mark_for_abort(std::int32_t process_set, std::uint64_t limit) 
 }
 
 bool DevicePlane::has_news() const noexcept {
-  return core_->has_news.load(std::memory_order_seq_cst);  // see WakeupEvent
+  return core_->has_news.load(std::memory_order_seq_cst);  // seq_cst: see WakeupEvent
 }
 
 News DevicePlane::take_news() { return core_->take_news(); }
@@ -114,7 +114,7 @@ bool DevicePlane::stop(TimePoint deadline) {
     if (has_ended) {
       thread->join();
     } else {
-      thread->detach();  // see Shutdown, above
+      thread->detach();  // see Shutdown in plane.h
     }
   }
   return has_ended;

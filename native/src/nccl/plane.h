@@ -1,17 +1,17 @@
-// The device's side of the engine: creates communicators, launches operations in the driver's order, and
-// detects their ends.
+// The device plane: the part of the engine that uses NCCL. It creates communicators, launches operations in the
+// driver's order, and detects their ends.
 //
-// **Threads.** One thread, "sparkhvd-nccl", makes every call of NCCL, because neither a communicator
-// nor two of one device may be used by two threads at a time. The driver sends requests and receives
-// events; the plane wakes it by its wakeup event. A second thread runs only to abort: ncclCommAbort may
-// block, and no caller waits for it longer than kAbortTime.
+// **Threads.** One thread, "sparkhvd-nccl", makes all NCCL calls, because two threads must not use a communicator, or
+// two communicators of a device, at the same time. The driver sends it requests and receives its events; the plane
+// wakes the driver by the wakeup event. A second thread runs only to abort: ncclCommAbort may block, and no caller
+// waits for it longer than kAbortTime.
 //
-// **Ownership.** Requests and events are queues with their own locks. Communicators and operations in
-// flight belong to the plane's thread, and after it has parked to the aborting thread.
+// **Ownership.** The queues of requests and events have their own locks. Communicators and operations in flight belong
+// to the plane's thread. When it has left NCCL for good (it has *parked*), they belong to the aborting thread.
 //
-// **Shutdown.** Failure and shutdown alike: `abort`, then `stop`. A thread that never returns from a library
-// is abandoned, with everything that it may use: it can be neither joined nor ended, and waiting for it
-// would hang the process.
+// **Shutdown.** After a failure and at shutdown the driver calls `abort` and then `stop`. A thread that never returns
+// from a library is abandoned, with everything that it may use: it cannot be joined or ended, and waiting for it would
+// hang the process.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@
 
 namespace sparkhvd::nccl {
 
-/// Longest wait of operations for the end of their communicators after a failure.
+/// Longest time after a failure until operations end, even if their communicators have not ended.
 inline constexpr auto kAbortTime = std::chrono::seconds(3);
 
 struct MakeUniqueId {
@@ -51,9 +51,9 @@ using Request = std::variant<std::unique_ptr<Launch>, MakeUniqueId, RemoveCommun
 /// Requests to the plane's thread, in order.
 class Requests {
  public:
-  /// False after `close`: it will never be read.
+  /// Adds a request. False after `close`: the plane's thread would never read it.
   bool push(Request request);
-  /// The next request; nothing after `longest`, or when woken.
+  /// Waits for the next request. std::nullopt after `longest`, or after `wake`.
   std::optional<Request> next(Clock::duration longest);
   void wake();
   /// Accepts no more requests; returns the remaining ones.
@@ -63,7 +63,7 @@ class Requests {
   Mutex mutex_;
   std::condition_variable changed_;
   std::deque<Request> requests_ GUARDED_BY(mutex_);
-  std::atomic<bool> has_some_{false};  // or is woken
+  std::atomic<bool> has_some_{false};  // there are requests, or `wake` was called
   bool is_woken_ GUARDED_BY(mutex_) = false;
   bool is_closed_ GUARDED_BY(mutex_) = false;
 };
@@ -84,18 +84,18 @@ struct News {
     std::int32_t process_set = 0;
     Error error;
   };
-  std::vector<Done> done;  // in the order of their end
+  std::vector<Done> done;  // ended operations, in the order of their end
   std::vector<Id> ids;
-  std::vector<Broken> broken;    // communicators that have lost a peer, according to NCCL
-  std::optional<Error> failure;  // of NCCL or CUDA: launches are no longer possible
-  bool is_aborted = false;       // every communicator has ended, or timed out
-  bool is_busy = false;          // then: the device still runs their operations
+  std::vector<Broken> broken;    // communicators for which NCCL has reported the loss of a peer
+  std::optional<Error> failure;  // error of NCCL or CUDA, after which nothing can be launched
+  bool is_aborted = false;       // every communicator has ended, or the time for it is over
+  bool is_busy = false;          // if aborted: the device may still run their operations
 };
 
 class DevicePlane {
  public:
-  /// `ring` wakes the driver; called by any thread until `stop`. `awaits_next`: its thread has a CPU to
-  /// poll for the next request for a moment.
+  /// `ring` wakes the driver; any thread may call it until `stop`. `awaits_next`: the plane's thread has a CPU, so it
+  /// may poll for the next request for a moment.
   DevicePlane(std::shared_ptr<Device> device, std::function<void()> ring, bool awaits_next);
   DevicePlane(const DevicePlane&) = delete;
   DevicePlane& operator=(const DevicePlane&) = delete;
@@ -103,21 +103,21 @@ class DevicePlane {
 
   const std::shared_ptr<Device>& device() const noexcept;
 
-  // The driver's.
+  // Only the driver's thread calls these.
   void launch(Launch launch);
   void make_unique_id(std::int32_t process_set);
-  /// All of its operations have ended on this rank.
+  /// Removes a process set. All of its operations must have ended on this rank.
   void remove(std::int32_t process_set);
-  /// Operations of the set from this number on end without result, because a needed rank has left.
+  /// Ends operations of the set from number `limit` on without a result, because a rank has left.
   void mark_for_abort(std::int32_t process_set, std::uint64_t limit);
   /// True if `take_news` may return events.
   bool has_news() const noexcept;
   News take_news();
-  /// Activity of the plane's thread: "the GPU", or its current NCCL function.
+  /// What the plane's thread waits for: "the GPU", or the name of its current NCCL function.
   const char* whereabouts() const noexcept;
-  /// Ends every communicator and its operations; events follow. Idempotent.
+  /// Ends every communicator and its operations, and then reports it as an event. Idempotent.
   void abort();
-  /// After `abort`: waits for its end until `deadline`. False if a thread was abandoned.
+  /// Waits until `deadline` for the end of the plane's threads, after `abort`. False if it abandoned a thread.
   bool stop(TimePoint deadline);
 
  private:

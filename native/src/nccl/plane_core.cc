@@ -9,10 +9,10 @@
 namespace sparkhvd::nccl {
 namespace {
 
-// Time after an event in which the next one is noticed at once.
+// For this time after an event the thread polls without sleeping, so that it notices the next event at once.
 constexpr auto kSpinTime = std::chrono::microseconds(100);
 
-/// A needed rank has left.
+/// Thrown when a rank that an operation needs has left.
 struct Condemned {};
 
 std::int32_t status_of(NcclResult result) noexcept {
@@ -21,9 +21,9 @@ std::int32_t status_of(NcclResult result) noexcept {
     case NcclResult::kRemoteError:
       return SPARKHVD_PEER_LOST;
     case NcclResult::kInvalidUsage:
-      return SPARKHVD_INVALID_ARGUMENT;  // two ranks on one GPU, say
+      return SPARKHVD_INVALID_ARGUMENT;  // for example two ranks on one GPU
     default:
-      return static_cast<int>(result) == 8 ? SPARKHVD_TIMEOUT : SPARKHVD_INTERNAL;  // 2.30
+      return static_cast<int>(result) == 8 ? SPARKHVD_TIMEOUT : SPARKHVD_INTERNAL;  // 8: since 2.30
   }
 }
 
@@ -32,14 +32,14 @@ std::int32_t status_of(NcclResult result) noexcept {
 void DevicePlane::Core::run() noexcept {
   ::pthread_setname_np(::pthread_self(), "sparkhvd-nccl");
   try {
-    // For the whole life of this thread: it disturbs no thread's capture of a graph, and no capture
-    // disturbs it.
+    // Sets the relaxed mode for this thread: its calls do not disturb another thread's capture of a graph, and a
+    // capture does not disturb its calls.
     CUstreamCaptureMode mode = CUstreamCaptureMode::kRelaxed;
     cuda().check(cuda().cuThreadExchangeStreamCaptureMode(&mode),
                  "cuThreadExchangeStreamCaptureMode");
     cuda().check(cuda().cuCtxSetCurrent(device->context()), "cuCtxSetCurrent");
     work();
-  } catch (const Interrupted&) {  // the driver knows why
+  } catch (const Interrupted&) {  // the driver has requested the abort
   } catch (const Error& error) {
     tell([&](News& news) { news.failure = error; });
   } catch (const std::exception& error) {
@@ -63,7 +63,7 @@ void DevicePlane::Core::work() {
   }
 }
 
-/// This thread is outside of NCCL from here on.
+/// Records that this thread does not use NCCL any more.
 void DevicePlane::Core::park() {
   std::vector<ncclComm_t> late;
   {
@@ -78,7 +78,7 @@ void DevicePlane::Core::park() {
 
 Clock::duration DevicePlane::Core::sleep_time() {
   const bool waits = !in_flight_.empty() || !retired_.empty();
-  // Also for the next launch, if permitted: waking this thread takes longer than all of its work.
+  // With `awaits_next_` it also polls for the next launch: waking this thread takes longer than all of its work.
   if ((waits || awaits_next_) && Clock::now() < spin_until_) {
     sleep_ = kShortestSleep;
     std::this_thread::yield();
@@ -107,13 +107,13 @@ void DevicePlane::Core::serve(RemoveCommunicator& request) {
   if (entry == communicators_.end()) return;
   Communicator communicator = std::move(entry->second);
   communicators_.erase(entry);
-  if (communicator.is_broken) return;  // it ends with the plane
+  if (communicator.is_broken) return;  // the end of the plane aborts it
   for (const auto& [memory, handle] : communicator.registered) {
     nccl().ncclCommDeregister(communicator.handle, handle);
   }
   const Doing doing(*this, "ncclCommFinalize");
   const auto result = nccl().ncclCommFinalize(communicator.handle);
-  // Operations that cannot end gracefully end with the plane.
+  // If it cannot be finalized, the end of the plane aborts it.
   if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) {
     retired_.push_back(communicator.handle);
   }
@@ -144,7 +144,7 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
     } catch (const Condemned&) {
       is_marked_now = true;
       poll_marked();
-      // Operations that the departing rank has finished may be on the same communicator, and end with these.
+      // Waits until the communicator has ended. Operations that the departing rank has finished may still finish on it.
       while (has_marked_communicator(launch.process_set) && !is_aborting.load()) {
         pause(kLongestSleep);
         poll_finished();
@@ -156,7 +156,7 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
         stuck_.push_back(std::move(entry));
         return;
       }
-      // A lack of memory concerns one rank; other errors concern all.
+      // If memory is short, only this registration fails; other errors fail the engine.
       if (launch.descriptor().collective != Collective::kRegister ||
           error.status() != SPARKHVD_UNSUPPORTED) {
         throw;
@@ -181,7 +181,7 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
   in_flight_.push_back(std::move(entry));
   if (!launch.operation) return;
   launch.operation->on_device->is_launched.store(true, std::memory_order_release);
-  tell([](News&) {});  // a thread may wait for this event
+  tell([](News&) {});  // wakes the driver, because a thread may wait for the launch
 }
 
 // ---- Communicators ---------------------------------------------------------------------------
@@ -200,7 +200,7 @@ void DevicePlane::Core::fail(NcclResult result, const char* call, ncclComm_t com
   throw Error(status_of(result), nccl().describe(result, call, communicator));
 }
 
-/// All ranks of the process set do this at the same position of the common order.
+/// Creates a communicator. All ranks of the process set do this at the same position in the order of operations.
 void DevicePlane::Core::make_communicator(const Launch& launch) {
   const Doing doing(*this, "ncclCommInitRankConfig");
   NcclConfig config = non_blocking_config();
@@ -219,11 +219,10 @@ DevicePlane::Core::Communicator& DevicePlane::Core::communicator_of(const Launch
   const auto entry = communicators_.find(launch.process_set);
   if (entry != communicators_.end()) return entry->second;
   throw Error(SPARKHVD_INTERNAL, "process set " + std::to_string(launch.process_set) +
-                                     " has no communicator, and none was ordered.");
+                                     " has no communicator, because no order had its id.");
 }
 
-/// Waits until the communicator has finished the call, as non-blocking communicators require before the next
-/// call.
+/// Waits until the communicator has finished a call. A non-blocking communicator requires this before the next call.
 void DevicePlane::Core::settle(ncclComm_t communicator, NcclResult result, const char* call,
                                const Launch* launch) {
   if (result != NcclResult::kSuccess && result != NcclResult::kInProgress) {
@@ -251,7 +250,7 @@ void DevicePlane::Core::settle(ncclComm_t communicator, NcclResult result, const
   }
 }
 
-/// Polls, because NCCL offers no wait; an abort ends it.
+/// Sleeps between two polls, because NCCL has no function to wait. An abort ends the sleep.
 void DevicePlane::Core::pause(Clock::duration longest) {
   const TimePoint deadline = Clock::now() + longest;
   Lock lock(mutex_);
@@ -303,7 +302,8 @@ void DevicePlane::Core::make_memory(const Launch& launch) {
     settle(communicator.handle, result, "ncclCommRegister", &launch);
     if (handle != nullptr) communicator.registered.emplace(memory.get(), handle);
   }
-  // Last: earlier failures free the memory, and ncclMemFree does not wait for the stream.
+  // This must be the last step: if an earlier step fails, the memory is freed, and ncclMemFree does not wait for the
+  // stream.
   const auto address = reinterpret_cast<CUdeviceptr>(memory->data());
   cuda().check(cuda().cuMemsetD8Async(address, 0, bytes, device->stream()), "cuMemsetD8Async");
   launch.operation->on_device->buffer = std::make_shared<DeviceBuffer>(memory, requests);
@@ -311,8 +311,8 @@ void DevicePlane::Core::make_memory(const Launch& launch) {
 
 const Scratch& DevicePlane::Core::scratch_of(std::size_t bytes) {
   if (bytes <= scratch_bytes_) return scratch_;
-  // The previous memory stays while anything is in flight, because freeing would wait for the device. Twice
-  // as much each time, so that there are few pieces.
+  // The previous memory stays while operations are in flight, because freeing it would wait for the device. The size
+  // doubles each time, so that there are few pieces.
   scratch_bytes_ = std::max(bytes, 2 * scratch_bytes_);
   auto zeros = std::make_unique<DeviceMemory>(device, scratch_bytes_);
   auto results = std::make_unique<DeviceMemory>(device, scratch_bytes_);

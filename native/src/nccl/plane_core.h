@@ -1,4 +1,4 @@
-// Inside the plane: the work of its thread, and its end. See plane.h for ownership.
+// The work of the plane's thread, and its end. See plane.h for threads and ownership.
 #pragma once
 
 #include <map>
@@ -10,12 +10,13 @@
 
 namespace sparkhvd::nccl {
 
-// Polls for events that cannot wake a thread become rarer, from the first interval to the second.
+// NCCL and CUDA events cannot wake a thread, so the thread polls. Its sleep between polls grows from the first of these
+// times to the second.
 inline constexpr auto kShortestSleep = std::chrono::microseconds(20);
 inline constexpr auto kLongestSleep = std::chrono::milliseconds(1);
-// Number of operations that the host may be ahead of the GPU. At this number no operation is launched until one has
-// finished.
-// CUDA's own queue of launches has about this size, and blocks a thread when it is full.
+// Largest number of launched operations that the GPU has not finished. At this number the plane launches the next
+// operation only when an operation has finished. CUDA's own queue of launches has about this size, and blocks a thread
+// when it is full.
 inline constexpr std::size_t kMaxInFlight = 1024;
 inline constexpr auto kAsyncErrorPeriod = std::chrono::milliseconds(100);
 
@@ -31,7 +32,7 @@ class DevicePlane::Core {
   void abort_all() noexcept;
   void ask_to_abort();
   void mark_for_abort(std::int32_t process_set, std::uint64_t limit);
-  /// True once both threads have ended, at the latest at `deadline`.
+  /// Waits until both threads have ended. False if they have not ended at `deadline`.
   bool wait_for_end(TimePoint deadline);
   void forget_ring() {
     const Lock lock(mutex_);
@@ -52,22 +53,22 @@ class DevicePlane::Core {
  private:
   struct Communicator {
     ncclComm_t handle = nullptr;
-    bool is_broken = false;  // it has lost a peer: its operations end by the driver's decision
+    bool is_broken = false;  // it has lost a peer; the driver decides how its operations end
     std::map<const DeviceMemory*, void*> registered;
   };
   struct InFlight {
     std::int32_t process_set = 0;
     std::uint64_t sequence = 0;
     std::shared_ptr<Operation> operation;  // null: this rank has joined
-    Event own_event;                       // then
+    Event own_event;                       // `done` of a rank that has joined
     CUevent done = nullptr;
-    bool is_lost = false;  // its communicator was ended under it
+    bool is_lost = false;  // its communicator was aborted before the operation finished
   };
   struct AbortMark {
     std::uint64_t limit = 0;
     TimePoint deadline{};
   };
-  /// Activity of the plane's thread, for messages.
+  /// Sets `whereabouts`, the current activity of the plane's thread, for a scope.
   class Doing {
    public:
     Doing(Core& core, const char* what) : core_(core), before_(core.whereabouts.exchange(what)) {}
@@ -79,7 +80,7 @@ class DevicePlane::Core {
     const char* before_;
   };
 
-  /// The plane is being aborted: out of NCCL.
+  /// Thrown when the plane is being aborted, so that its thread leaves NCCL.
   struct Interrupted {};
 
   const CudaApi& cuda() const { return device->cuda(); }
@@ -89,14 +90,14 @@ class DevicePlane::Core {
   void tell(Tell tell) {
     const Lock lock(mutex_);
     tell(news_);
-    has_news.store(true, std::memory_order_seq_cst);  // see WakeupEvent
+    has_news.store(true, std::memory_order_seq_cst);  // seq_cst: see WakeupEvent
     if (ring_) ring_();
   }
 
   void work();
   void park();
-  /// Call it between a call that may have blocked and the next use of a communicator: the aborting thread waits
-  /// for this thread only for a while, and then destroys communicators.
+  /// Throws Interrupted if the plane is being aborted. Call it after every call that may block, before the next use of
+  /// a communicator: the aborting thread waits only a short time for this thread, and then destroys communicators.
   void check_abort() const {
     if (is_aborting.load()) throw Interrupted{};
   }
@@ -129,15 +130,15 @@ class DevicePlane::Core {
   void end_marked(std::int32_t process_set);
   void end_without_result(const InFlight& operation);
   void add_live(ncclComm_t communicator);
-  /// False if it belongs to the aborting thread.
+  /// Removes a communicator from `live_`. False if it now belongs to the aborting thread.
   bool remove_live(ncclComm_t communicator);
 
-  // The plane's thread's.
+  // Only the plane's thread uses these.
   const bool awaits_next_;
   std::map<std::int32_t, Communicator> communicators_;
-  std::vector<ncclComm_t> retired_;  // of removed process sets: finalized, and then destroyed
-  std::deque<InFlight> in_flight_;   // in the order of the stream
-  std::vector<InFlight> stuck_;      // on broken communicators, and not on the stream
+  std::vector<ncclComm_t> retired_;  // communicators of removed sets, until they are finalized
+  std::deque<InFlight> in_flight_;   // operations on the stream, in its order
+  std::vector<InFlight> stuck_;      // operations of broken communicators, not on the stream
   std::vector<std::unique_ptr<DeviceMemory>> scratch_memory_;
   Scratch scratch_;
   std::size_t scratch_bytes_ = 0;
@@ -149,11 +150,11 @@ class DevicePlane::Core {
   std::condition_variable changed_;
   std::function<void()> ring_ GUARDED_BY(mutex_);
   News news_ GUARDED_BY(mutex_);
-  std::vector<ncclComm_t> live_ GUARDED_BY(mutex_);  // to abort
+  std::vector<ncclComm_t> live_ GUARDED_BY(mutex_);  // communicators that an abort must end
   std::map<std::int32_t, AbortMark> marked_ GUARDED_BY(mutex_);
   bool is_parked_ GUARDED_BY(mutex_) = false;
   bool is_aborter_running_ GUARDED_BY(mutex_) = false;
-  // By the aborting thread: the plane aborts later communicators.
+  // True after the aborting thread has taken `live_`. The plane's thread then aborts later communicators itself.
   bool is_live_taken_ GUARDED_BY(mutex_) = false;
 
   std::atomic<bool> has_marked_{false};

@@ -1,4 +1,4 @@
-// Work of the plane's thread between launches: ranks that leave, and the end.
+// Work of the plane's thread between launches: finished operations, ranks that leave, and the plane's end.
 #include <pthread.h>
 
 #include <algorithm>
@@ -8,9 +8,10 @@
 namespace sparkhvd::nccl {
 namespace {
 
-// Time to finish the operations that the departing rank has finished, before its communicator ends.
+// After a rank has left, operations that it has finished have this time to finish here, before their communicator ends.
 constexpr auto kDepartureTime = std::chrono::seconds(1);
-// Time for the plane's thread to return from NCCL before its communicators are aborted during the call.
+// The aborting thread waits for this time until the plane's thread returns from NCCL. Then it aborts the communicators
+// during the call.
 constexpr auto kParkTime = std::chrono::milliseconds(500);
 
 }  // namespace
@@ -24,7 +25,7 @@ bool DevicePlane::Core::poll_finished() {
     const CUresult result = cuda().cuEventQuery(first.done);
     if (result == kCudaErrorNotReady) break;
     cuda().check(result, "cuEventQuery");
-    // An operation dropped by a failed communicator is not done.
+    // The event of an operation may be reached because its communicator has failed. Such an operation is not done.
     const auto used = communicators_.find(first.process_set);
     if (used != communicators_.end() && !is_sound(used->first, used->second)) break;
     if (first.is_lost) {
@@ -49,7 +50,7 @@ void DevicePlane::Core::poll_errors() {
   for (auto& [id, communicator] : communicators_) is_sound(id, communicator);
 }
 
-/// False if it has lost a peer, after notifying the driver; other errors concern all.
+/// False if the communicator has lost a peer; the driver is then notified. Other errors are thrown and fail the engine.
 bool DevicePlane::Core::is_sound(std::int32_t process_set, Communicator& communicator) {
   if (communicator.is_broken) return false;
   check_abort();
@@ -67,7 +68,7 @@ bool DevicePlane::Core::is_sound(std::int32_t process_set, Communicator& communi
   }
 }
 
-/// The driver's connections show whether the peer has died or only left.
+/// Notifies the driver of a broken communicator. The driver's connections show whether the peer has died or has left.
 void DevicePlane::Core::break_communicator(std::int32_t process_set, const Error& error) {
   communicators_[process_set].is_broken = true;
   tell([&](News& news) { news.broken.push_back({process_set, error}); });
@@ -88,7 +89,7 @@ void DevicePlane::Core::poll_retired() {
     if (asked == NcclResult::kSuccess && state == NcclResult::kSuccess) {
       if (remove_live(communicator)) nccl().ncclCommDestroy(communicator);
     }
-    return true;  // with an error it ends with the plane
+    return true;  // after an error the end of the plane aborts it
   });
 }
 
@@ -112,7 +113,8 @@ bool DevicePlane::Core::is_marked_for_abort(std::int32_t process_set, std::uint6
   return entry != marked_.end() && sequence >= entry->second.limit;
 }
 
-/// Communicators that a rank has left, after its finished operations are finished here.
+/// Ends communicators that a rank has left, when the operations that it has finished are finished here or
+/// kDepartureTime is over.
 void DevicePlane::Core::poll_marked() {
   std::map<std::int32_t, AbortMark> marked;
   {
@@ -135,7 +137,8 @@ bool DevicePlane::Core::has_earlier(std::int32_t process_set, std::uint64_t limi
   });
 }
 
-/// Its remaining operations end without result, also those that the departing rank has finished: the data is missing.
+/// Aborts a communicator that a rank has left. Its remaining operations end without a result, even if the departing
+/// rank has finished them, because data is missing here.
 void DevicePlane::Core::end_marked(std::int32_t process_set) {
   const auto entry = communicators_.find(process_set);
   if (entry == communicators_.end()) return;
@@ -184,23 +187,23 @@ void DevicePlane::Core::abort_all() noexcept {
     const CurrentContext current(cuda(), device->context());
     const RelaxedCapture relaxed(cuda());
     if (!live.empty()) {
-      // In one group, because single aborts may wait for each other's kernels.
+      // Aborts all communicators in one group, because single aborts may wait for each other's kernels.
       nccl().ncclGroupStart();
       for (const ncclComm_t communicator : live) nccl().ncclCommAbort(communicator);
       nccl().ncclGroupEnd();
     }
-    // The kernels were asked to end; until they do, they may write.
+    // Waits for the end of the kernels, because until then they may write.
     while ((is_busy = cuda().cuStreamQuery(device->stream()) == kCudaErrorNotReady) &&
            Clock::now() < deadline) {
       std::this_thread::sleep_for(kLongestSleep);
     }
-  } catch (const std::exception&) {  // the driver's deadline ends the rest
+  } catch (const std::exception&) {  // the driver's deadline ends the operations
   }
-  // Memory that callers have released is freed here, after the communicators.
+  // Drops the remaining requests. This frees memory that callers have released, after the communicators have ended.
   requests->close().clear();
   {
     const Lock lock(mutex_);
-    is_busy |= !is_parked_;  // a returning call may still launch
+    is_busy |= !is_parked_;  // a call that returns later may still launch a kernel
   }
   tell([is_busy](News& news) {
     news.is_aborted = true;

@@ -1,4 +1,4 @@
-// POINT frames as bytes.
+// Encodes and decodes POINT frames.
 #include <span>
 #include <string>
 
@@ -9,7 +9,7 @@ namespace sparkhvd {
 
 namespace {
 
-/// The frame of a message; without its payload, the beginning of the frame.
+/// The frame of a message, or only its beginning if `with_payload` is false.
 Bytes frame_of(const Point& message, bool with_payload) {
   const auto payload = with_payload ? message.payload : std::span<const std::byte>();
   return Writer(FrameType::kPoint)
@@ -47,7 +47,7 @@ Point decode<Point>(std::span<const std::byte> body) {
   const bool has_payload = message.kind == PointKind::kEager;
   if (message.bytes > kMaxTensorBytes ||
       message.payload.size() != (has_payload ? message.bytes : 0)) {
-    malformed("a message of impossible size");
+    malformed("a message of an invalid size");
   }
   return message;
 }

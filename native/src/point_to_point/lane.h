@@ -1,8 +1,8 @@
-// The path of messages from one rank of a host to another: a ring of records in shared memory. The writer's
-// piece has the ring, the reader's piece its read position.
+// The path of messages from one rank of a host to another: a ring of records in shared memory. The ring is in the
+// writer's piece of the memory, the read position in the reader's piece.
 //
-// **Why nothing is overwritten.** The writer checks the reader's position. Neither trusts the other: an
-// impossible position or length is an error, never an address.
+// **Overwriting.** The writer checks the reader's position and never overwrites unread records. Both check what the
+// other rank has written: an invalid position or length is an Error and never becomes an address.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,12 @@
 
 namespace sparkhvd {
 
-/// Header of a rank's memory for one other rank of its host; the bytes of the ring follow.
+/// A rank's memory for messages with one other rank of its host. The bytes of the ring follow this header.
 struct Lane {
-  SharedWord taken;    // of the other's ring by this rank
-  SharedWord written;  // to this rank's ring for the other
+  SharedWord taken;    // position up to which this rank has read the other rank's ring
+  SharedWord written;  // position up to which this rank has written its own ring
 
-  /// Bytes of a ring, of one lane in a piece, and of all lanes, by the number of ranks of the host.
+  // Sizes by the number of ranks of the host: of a ring, of a lane, and of all lanes of a rank.
   static constexpr std::size_t ring_bytes(std::size_t ranks) noexcept {
     std::size_t bytes = 512 << 10;
     while (bytes > (16 << 10) && bytes * ranks > (2 << 20)) bytes /= 2;
@@ -39,7 +39,7 @@ constexpr std::size_t Lane::bytes(std::size_t ranks) noexcept {
   return sizeof(Lane) + ring_bytes(ranks);
 }
 
-/// Before every record: its length and kind.
+/// Header of a record in the ring: its length and kind.
 struct LaneRecord {
   std::uint32_t bytes = 0;
   std::uint32_t kind = 0;
@@ -47,18 +47,21 @@ struct LaneRecord {
 
 class LaneWriter {
  public:
-  /// `own`: this rank's lane for the other; `theirs`: the other's for this rank.
+  /// `own`: this rank's lane for the other rank; `theirs`: the other rank's lane for this rank.
   LaneWriter(Lane& own, const Lane& theirs, std::size_t ring_bytes)
       : own_(&own), theirs_(&theirs), size_(ring_bytes) {}
 
-  /// Largest record: several fit, so that one is read while the next is written.
+  /// Largest record. Several records fit into the ring, so that the reader reads a record while the writer writes the
+  /// next.
   std::size_t max_record() const noexcept { return size_ / 4 - sizeof(LaneRecord); }
 
-  /// False, without any effect, if there is no room. Throws Error if the reader's position is impossible.
+  /// Writes a record. False, without any effect, if the ring has no room. Throws Error if the reader's position is
+  /// invalid.
   bool write(std::uint32_t kind, std::span<const std::byte> head,
              std::span<const std::byte> body = {}) {
     const std::uint64_t taken = theirs_->taken.value.load(std::memory_order_acquire);
-    if (taken > position_ || position_ - taken > size_) throw nonsense("an impossible position");
+    if (taken > position_ || position_ - taken > size_)
+      throw nonsense("an invalid position in shared memory");
     const std::size_t bytes = head.size() + body.size();
     const std::size_t space = space_of(bytes);
     if (position_ - taken + space > size_) return false;
@@ -67,7 +70,7 @@ class LaneWriter {
     put(position_ + sizeof(record), head);
     put(position_ + sizeof(record) + head.size(), body);
     position_ += space;
-    // seq_cst against the sleeping words: see transport/wakeup_event.h.
+    // seq_cst orders this store before the read of the peer's sleep word: see transport/wakeup_event.h.
     own_->written.value.store(position_, std::memory_order_seq_cst);
     return true;
   }
@@ -97,7 +100,7 @@ class LaneReader {
   LaneReader(Lane& own, const Lane& theirs, std::size_t ring_bytes)
       : own_(&own), theirs_(&theirs), size_(ring_bytes) {}
 
-  /// The next record, if any. Throws Error if the record is impossible.
+  /// The next record, if any. Throws Error if the record is invalid.
   std::optional<LaneRecord> next() const {
     const std::uint64_t written = theirs_->written.value.load(std::memory_order_seq_cst);
     if (written == position_) return std::nullopt;
@@ -106,7 +109,7 @@ class LaneReader {
     get(position_, std::as_writable_bytes(std::span(&record, 1)));
     if (available > size_ || record.bytes > size_ / 4 ||
         LaneWriter::space_of(record.bytes) > available) {
-      throw nonsense("nonsense through shared memory");
+      throw nonsense("an invalid record through shared memory");
     }
     return record;
   }

@@ -1,5 +1,5 @@
-// Matching of receives with messages: the first message from its sender, with its tag, on its process set.
-// Pure: no sockets, no clock.
+// Matches receives with messages: a receive gets the first message with its sender, tag and process set. The class has
+// no sockets and no clock.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ struct Address {
   bool operator==(const Address&) const = default;
 };
 
-/// A receive from any rank of the set; the only negative rank.
+/// Sender of a receive that accepts a message from any rank of the set.
 inline constexpr Rank kAnyRank{-1};
 
 template <class Receive, class Message>
@@ -35,7 +35,8 @@ class Matching {
     Message message;
   };
 
-  /// The message of a receive. Without one it waits, before receives of larger places, because it may have been in line before.
+  /// Takes the first message that matches the receive. If there is no match, the receive waits, ordered by `place`. A
+  /// receive that has lost a withdrawn message comes back with its old place.
   std::optional<Arrived> post(const Address& address, Receive receive,
                               std::uint64_t place = ~std::uint64_t{0}) {
     for (auto entry = arrived_.begin(); entry != arrived_.end(); ++entry) {
@@ -50,14 +51,14 @@ class Matching {
     return std::nullopt;
   }
 
-  /// The receive of a new message. Without one the message is kept, which moves it.
+  /// Takes the first receive that matches a new message. If there is no match, it moves the message and keeps it.
   std::optional<Posted> arrive(const Address& address, Message&& message) {
     auto found = take_posted(address);
     if (!found) arrived_.push_back({address, std::move(message)});
     return found;
   }
 
-  /// The receive that would match a message of this address, if any.
+  /// Takes the first receive that matches a message with this address, if any.
   std::optional<Posted> take_posted(const Address& address) {
     for (auto entry = posted_.begin(); entry != posted_.end(); ++entry) {
       if (!fits(entry->address, address)) continue;
@@ -79,8 +80,8 @@ class Matching {
            (receive.from == kAnyRank || receive.from == message.from);
   }
 
-  std::list<Posted> posted_;    // in their order
-  std::list<Arrived> arrived_;  // in their order
+  std::list<Posted> posted_;    // ordered by `place`
+  std::list<Arrived> arrived_;  // in the order of arrival
 };
 
 }  // namespace sparkhvd

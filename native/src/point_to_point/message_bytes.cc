@@ -1,4 +1,4 @@
-// The bytes of messages in flight: through lanes inside a host, on connections between hosts.
+// Moves the bytes of messages: through lanes inside a host, and on connections between hosts.
 #include <algorithm>
 #include <utility>
 
@@ -11,10 +11,10 @@ namespace {
 constexpr std::uint32_t kFrameRecord = 0;
 constexpr std::uint32_t kChunkRecord = 1;
 constexpr std::uint32_t kSmallRecord = 2;  // a SmallHead and the bytes of the message
-// Records of one lane before the others are served.
+// Largest number of records that are read from a lane before the other lanes are read.
 constexpr int kRecordsAtOnce = 64;
 
-/// Before the bytes of a small message in a lane.
+/// Header of a small message in a lane; the bytes of the message follow.
 struct SmallHead {
   std::int32_t process_set = 0;
   std::int32_t dtype = 0;
@@ -31,7 +31,8 @@ Bytes small_head(const Point& message) {
 
 }  // namespace
 
-/// `send`: the small message of this record; it is sent when its bytes have left the caller's memory.
+/// Sends a frame to a rank. `send`: the operation of a small message, if the frame is a small message. The operation is
+/// finished when its bytes have left the caller's memory.
 void PointToPoint::tell(Rank to, const Point& message, std::shared_ptr<Operation> send) {
   Peer& target = peer(to);
   if (target.writer) {
@@ -70,7 +71,7 @@ bool PointToPoint::receive_records(Rank from, Peer& source) {
     }
     if (++count == kRecordsAtOnce) break;
   }
-  // The writer may sleep until there is room.
+  // Wakes the writer, because it may sleep until there is room.
   if (count > 0) {
     const Rank ranks[] = {from};
     world_.wakeup().ring(ranks);
@@ -86,7 +87,7 @@ void PointToPoint::receive_frame(Rank from, Peer& source, const LaneRecord& reco
   const auto header = decode_header(std::span(frame).first(kFrameHeaderBytes));
   const auto body = std::span<const std::byte>(frame).subspan(kFrameHeaderBytes);
   if (header.type != FrameType::kPoint || header.body_bytes != body.size()) {
-    throw nonsense("a frame out of turn");
+    throw nonsense("an unexpected frame");
   }
   on_frame(from, decode<Point>(body));
 }

@@ -1,4 +1,4 @@
-// Ends of messages without a match, or whose ranks leave.
+// Ends of messages that find no match in time, and of messages with ranks that leave.
 #include <algorithm>
 #include <cstdio>
 #include <utility>
@@ -122,7 +122,7 @@ void PointToPoint::note_life(Rank rank, TimePoint moved_at) {
 
 void PointToPoint::depart(Rank rank) {
   Peer& left = peer(rank);
-  // Its last frames may still be in shared memory.
+  // First reads the last frames of the rank, because they may still be in shared memory.
   if (left.reader) {
     while (receive_records(rank, left)) {
     }
@@ -130,7 +130,7 @@ void PointToPoint::depart(Rank rank) {
     finish_transfers(rank, left);
   }
   left.has_left = true;
-  const std::string gone = rank_text(rank) + " shut down before that.";
+  const std::string gone = rank_text(rank) + " shut down before the message was received.";
   end_unmatched(
       SPARKHVD_SHUT_DOWN, [&](const Operation& operation, const Receive* receive) -> std::string {
         if (operation.descriptor.root == rank) return gone;
@@ -140,14 +140,14 @@ void PointToPoint::depart(Rank rank) {
                                 });
         return has_sender ? "" : "every other rank has shut down.";
       });
-  // An announced message will not arrive any more.
+  // Messages that were only announced will not arrive any more.
   std::erase_if(matching_.arrived(), [&](const auto& entry) {
     return entry.address.from == rank && entry.message.is_announced;
   });
   left.frames.clear();
   left.withdrawn.clear();
   if (left.reader) return end_transfers(left);
-  // Bytes that were sent before the goodbye are still in flight.
+  // Bytes that were sent before the goodbye may still be in flight, unless the connection has already closed.
   if (!data_link(rank).is_open()) on_data_end(rank);
 }
 

@@ -1,4 +1,4 @@
-// Accessors of an operation for messages.
+// Accessors of the operations of messages (send and receive).
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ inline bool is_send(const Operation& operation) {
   return operation.descriptor.collective == Collective::kSend;
 }
 
-/// For a receive: shorter messages fit, too.
+/// True if a receive accepts messages that are shorter than its tensor.
 inline bool takes_shorter(const Operation& operation) {
   const auto& numbers = operation.descriptor.numbers;
   return numbers.size() > 1 && numbers[1] == 1;
@@ -29,7 +29,7 @@ inline std::string tag_text(const Operation& operation) {
   return " with tag " + std::to_string(tag_of(operation));
 }
 
-/// "rank 3", or "any rank" for a receive from any.
+/// "rank 3", or "any rank" for a receive that accepts any sender.
 inline std::string peer_text(const Operation& operation) {
   const Rank rank = operation.descriptor.root;
   return rank == kAnyRank ? "any rank" : rank_text(rank);

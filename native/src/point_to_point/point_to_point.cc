@@ -11,7 +11,7 @@
 namespace sparkhvd {
 namespace {
 
-// Bytes per acknowledgement to the sender.
+// The receiver sends an acknowledgement after it has taken this number of bytes.
 constexpr std::uint64_t kTakenStep = PointToPoint::kEagerInFlight / 4;
 
 std::string kind_text(std::uint64_t bytes, DType dtype) {
@@ -54,7 +54,7 @@ Rank PointToPoint::rank_of(const Peer& peer) const {
   return Rank{static_cast<std::int32_t>(&peer - peers_.data())};
 }
 
-/// Call it when work for a peer becomes pending.
+/// Records that there is work for a peer, so that `step` visits it.
 void PointToPoint::make_busy(Rank rank) {
   if (!std::exchange(peer(rank).is_busy, true)) busy_.push_back(rank);
 }
@@ -73,14 +73,14 @@ void PointToPoint::watch(const Operation& operation) {
 
 bool PointToPoint::goes_at_once(const Peer& peer, const Operation& send) const noexcept {
   const std::uint64_t bytes = send.pieces.bytes();
-  // A frame has fields before its bytes.
+  // The frame's fields also need room in the record.
   const std::size_t most =
       peer.writer ? std::min(kEagerBytes, peer.writer->max_record() - kMessageCost) : kEagerBytes;
   if (bytes > most || peer.eager_sent - peer.eager_taken + bytes + kMessageCost > kEagerInFlight) {
     return false;
   }
-  // An earlier announced message may be withdrawn while its receive accepts it. Then the next message is for that receive,
-  // and must not have ended a later one.
+  // While an earlier message with this tag is only announced, it may still be withdrawn. Its receive then gets this
+  // message, so this message must not already be in a later receive.
   return std::ranges::none_of(peer.announced, [&](const auto& entry) {
     return entry.second->process_set == send.process_set && tag_of(*entry.second) == tag_of(send);
   });
@@ -123,7 +123,7 @@ void PointToPoint::receive_into(std::shared_ptr<Operation> operation,
   put_in_line(std::move(receive));
 }
 
-/// A new receive, or a receive whose message was withdrawn.
+/// Adds a new receive, or a receive that has lost its message by a withdrawal, to the waiting receives.
 void PointToPoint::put_in_line(Receive receive) {
   const auto operation = receive.operation;
   const Rank from = operation->descriptor.root;
@@ -152,7 +152,7 @@ void PointToPoint::arrive(const Address& address, Message message) {
   }
 }
 
-/// Its bytes are copied directly into the waiting tensor, if any.
+/// Handles a small message. If a receive waits for it, `read` copies the bytes directly into the receive's tensor.
 void PointToPoint::arrive_small(const Address& address, Message message,
                                 const std::function<void(std::span<std::byte>)>& read) {
   auto found = matching_.take_posted(address);
@@ -173,7 +173,7 @@ bool PointToPoint::fits(DType dtype, std::uint64_t bytes, const Operation& recei
          (bytes == room || (bytes < room && takes_shorter(receive)));
 }
 
-/// A message and its receive.
+/// Handles a match of a message and a receive.
 void PointToPoint::meet(Rank from, Message& message, Receive receive) {
   if (!message.is_announced) consume(from, message.bytes);
   Operation& operation = *receive.operation;
@@ -219,7 +219,7 @@ void PointToPoint::accept(Rank from, const Message& message, Receive receive) {
   operation.timeout.start(operation.descriptor.timeout_s);
   watch(operation);
   const auto target = output_of(operation).first(message.bytes);
-  // The mark is lent in place.
+  // `mark` in this entry is lent to the connection below. Adding and removing at the ends of a deque moves no entry.
   Incoming& incoming =
       source.incoming.emplace_back(Incoming{std::move(receive), message.number, message.bytes});
   if (source.reader) {
@@ -265,14 +265,15 @@ void PointToPoint::on_frame(Rank from, const Point& message) {
     case PointKind::kAccept:
       return on_accept(from, message.number);
     case PointKind::kTaken:
-      if (message.number > source.eager_sent) throw nonsense("more than it was sent as taken");
+      if (message.number > source.eager_sent)
+        throw nonsense("an acknowledgement of bytes that were not sent");
       source.eager_taken = std::max(source.eager_taken, message.number);
       return;
     case PointKind::kReject: {
       source.withdrawn.erase(message.number);
       auto& sends = from == world_.rank() ? to_self_ : source.announced;
       const auto entry = sends.find(message.number);
-      if (entry == sends.end()) return;  // withdrawn
+      if (entry == sends.end()) return;  // the message was withdrawn
       const auto operation = entry->second;
       sends.erase(entry);
       return end(*operation, SPARKHVD_MISMATCH, message.text);
@@ -305,8 +306,9 @@ void PointToPoint::on_accept(Rank from, std::uint64_t number) {
   make_busy(from);
 }
 
-/// A message that was withdrawn before its receiver's answer arrived has a place in the stream. The withdrawal uses another
-/// connection, so the stream itself marks this place as filler.
+/// Sends filler in place of a withdrawn message. Its receiver had accepted it before the withdrawal arrived, so it
+/// expects the bytes in the stream. The withdrawal comes on another connection, so a mark in the stream identifies the
+/// filler.
 void PointToPoint::fill(Rank to, std::uint64_t bytes) {
   static constexpr std::array<std::byte, 64 << 10> kZeros{};
   for (std::uint64_t done = 0; done < bytes; done += kZeros.size()) {
@@ -316,7 +318,7 @@ void PointToPoint::fill(Rank to, std::uint64_t bytes) {
   data_link(to).send_data(kStream, std::span(&kFiller, 1));
 }
 
-/// The sender has withdrawn a message.
+/// Handles the withdrawal of a message by its sender.
 void PointToPoint::on_withdraw(Rank from, std::uint64_t number) {
   const auto is_meant = [&](const auto& entry) {
     return entry.address.from == from && entry.message.is_announced &&
@@ -335,14 +337,14 @@ void PointToPoint::on_withdraw(Rank from, std::uint64_t number) {
   if (source.reader) {
     source.incoming.erase(entry);
   } else {
-    // The receive is in line again before the sender's next message comes.
+    // Only the memory of the receive is released: the filler must still be read from the stream.
     data_link(from).discard(entry->body);
   }
   if (receive.operation) take_next(from, std::move(receive));
 }
 
-/// A receive whose message was withdrawn: it gets the next message of this sender. If a later receive has got that
-/// already, it gets the following one.
+/// Gives a receive that has lost its withdrawn message the sender's next matching message. If a later receive already
+/// has that message, the receives exchange: the later receive then needs the message after it.
 void PointToPoint::take_next(Rank from, Receive receive) {
   for (Incoming& next : peer(from).incoming) {
     if (!next.receive.operation) continue;
@@ -360,7 +362,8 @@ void PointToPoint::take_next(Rank from, Receive receive) {
   put_in_line(std::move(receive));
 }
 
-/// Moves the bytes of a message to another receive, also received bytes: its tensor is free at once, for the next.
+/// Redirects an incoming message to another receive, and copies the bytes that have arrived. The tensor of the former
+/// receive is free at once.
 void PointToPoint::redirect(Rank from, Incoming& incoming, const Operation& receive) {
   DataLink* const link = peer(from).reader ? nullptr : &data_link(from);
   const std::size_t missing = link == nullptr ? incoming.left.size() : link->missing(incoming.body);

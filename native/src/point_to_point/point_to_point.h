@@ -1,18 +1,18 @@
-// Messages from one rank to another. Unlike collectives they are not negotiated: they run in any order beside
-// collectives, and no third rank handles the bytes.
+// Messages from one rank to another (send and receive). Unlike collectives they are not negotiated: they run beside
+// collectives in any order, and no third rank takes part.
 //
-// A small message is sent at once, with its bytes. The sender of a larger message announces the size. After the match
-// with a receive the receiver accepts, and the bytes move from tensor to tensor, in the order of acceptance. Inside a
-// host everything passes through lanes in shared memory. Else frames use the connection for control frames and bytes
-// a connection for tensors, as a separate stream.
+// A small message is sent at once, with its bytes. The sender of a larger message announces the size. When a receive
+// matches, the receiver accepts the message, and the bytes move from tensor to tensor in the order of acceptance.
+// Inside a host, frames and bytes use lanes in shared memory. Between hosts, frames use the connection for control
+// frames, and bytes use a connection for tensors as a separate stream.
 //
-// **Threads.** The driver's.
+// **Threads.** Only the driver's thread uses it.
 //
-// **Ownership.** A tensor is lent until its operation is finished. The receiver keeps unmatched small messages, up to
-// kEagerInFlight bytes from each sender, but only the announcements of large messages.
+// **Ownership.** The caller lends a tensor until its operation is finished. The receiver keeps unmatched small
+// messages, up to kEagerInFlight bytes from each sender, but only the announcements of large messages.
 //
-// **Ends.** A message without a receive in time is withdrawn, and only its operation ends. Bytes that stop in the middle
-// of a message fail the engine, as in a collective.
+// **Ends.** A message without a matching receive in time is withdrawn, and only its operation fails. If bytes stop in
+// the middle of a message, the engine fails, as in a collective.
 #pragma once
 
 #include <cstdint>
@@ -37,44 +37,45 @@ namespace sparkhvd {
 
 class PointToPoint {
  public:
-  /// The stream of its bytes on connections for tensors, and its number in CREDIT.
+  /// Number of the stream of message bytes on connections for tensors. CREDIT frames have it in place of a process set.
   static constexpr std::int32_t kStream = -1;
-  /// Messages of up to this size are sent at once, inside a host if a record has room for them.
+  /// Messages up to this size are sent at once. Inside a host they must also fit into a record of the lane.
   static constexpr std::size_t kEagerBytes = 64 << 10;
-  /// Largest number of these bytes that the receiver has not taken yet.
+  /// Limit of the bytes of small messages that were sent and that the receiver has not taken yet.
   static constexpr std::uint64_t kEagerInFlight = 512 << 10;
 
   using Finish = std::function<void(Operation&, std::int32_t status, std::string message)>;
   PointToPoint(World& world, Finish finish, AskForLife ask_for_life);
 
-  /// Takes a send or receive. `members`: of its process set.
+  /// Starts a send or receive. `members`: the ranks of its process set.
   void post(std::shared_ptr<Operation> operation, std::span<const Rank> members);
-  /// Throws Error with a sentence fragment if the peer cannot have sent this.
+  /// Handles a frame. Throws Error with a phrase about the frame if the peer may not send it.
   void on_frame(Rank from, const Point& message);
-  /// Reads shared memory. True if there was anything. `lose`: reports a rank with invalid memory, and the error.
+  /// Reads from shared memory. True if it read something. It calls `lose` with the error for a rank that wrote invalid
+  /// data.
   bool receive(const std::function<void(Rank, const std::string&)>& lose);
-  /// The connection for tensors has closed, after the goodbye: nothing more arrives.
+  /// Ends messages in flight from a rank that has left, because its connection for tensors has closed.
   void on_data_end(Rank rank);
-  /// Sends as far as there is room, and finishes sent operations. True if anything moved.
+  /// Sends as far as there is room, and finishes sent operations. True if anything changed.
   bool step();
-  /// True while anything waits, so that shared memory must be polled.
+  /// True while an operation waits, so that shared memory must be polled.
   bool is_waiting() const noexcept { return !matching_.posted().empty() || !busy_.empty(); }
   TimePoint next_deadline() const noexcept { return next_deadline_; }
-  /// Ends operations without a match in time. Throws Error(TIMEOUT) if bytes have stopped in the middle.
+  /// Ends operations that have found no match in time. Throws Error(TIMEOUT) if bytes stop in the middle of a message.
   void check_time(TimePoint now);
   /// Records that the rank is alive, and when tensor bytes last moved on a connection with it.
   void note_life(Rank rank, TimePoint moved_at);
-  /// A rank has left gracefully.
+  /// Ends operations with a rank that has left gracefully.
   void depart(Rank rank);
-  /// A process set ends.
+  /// Ends the operations of a process set with this status and text.
   void close(std::int32_t process_set, std::int32_t status, const std::string& text);
-  /// Drops everything silently: the engine has failed, and ends the operations itself.
+  /// Drops all messages without ending their operations, because the engine has failed and ends them itself.
   void clear() noexcept;
 
  private:
-  /// Overhead of a message in the limit, so that empty messages count, too.
+  /// Bytes that each message adds to its size in the limit, so that empty messages count too.
   static constexpr std::uint64_t kMessageCost = 256;
-  /// Behind the bytes of a message between hosts, in their stream, where it cannot be late.
+  // Mark behind the bytes of a message between hosts. It is in the same stream, so it arrives in time.
   static constexpr std::byte kFiller{0};
   static constexpr std::byte kWhole{1};
 
@@ -85,21 +86,21 @@ class PointToPoint {
     std::uint64_t number = 0;
     bool is_announced = false;
     Bytes payload;
-    std::shared_ptr<Operation> own;  // of this rank to itself, announced
+    std::shared_ptr<Operation> own;  // the send, if this rank sends to itself
   };
   struct Receive {
     std::shared_ptr<Operation> operation;
-    std::vector<Rank> senders;  // of a receive from any rank
-    std::uint64_t place = 0;    // among receives, in the order in which they were submitted
+    std::vector<Rank> senders;  // possible senders, of a receive from any rank
+    std::uint64_t place = 0;    // number of the receive in the order of submission
   };
   struct Incoming {
-    Receive receive;  // without its operation: the message was withdrawn, and filler follows
+    Receive receive;  // its operation is null if the message was withdrawn: filler arrives
     std::uint64_t number = 0;
     std::uint64_t bytes = 0;
-    std::span<std::byte> left = {};  // through shared memory
-    DataLink::Ticket body = 0;       // between hosts
-    DataLink::Ticket end = 0;
-    std::byte mark{};  // behind the bytes: their kind
+    std::span<std::byte> left = {};  // inside a host: memory for the missing bytes
+    DataLink::Ticket body = 0;       // between hosts: receive of the bytes
+    DataLink::Ticket end = 0;        // between hosts: receive of the mark
+    std::byte mark{};                // kFiller or kWhole
   };
   struct Outgoing {
     std::shared_ptr<Operation> operation;
@@ -109,27 +110,27 @@ class PointToPoint {
   struct Frame {
     Bytes head;
     std::shared_ptr<Operation>
-        send;  // a small message, whose bytes follow: sent when they are in the lane
+        send;  // the send of a small message; its bytes follow `head` in the lane
   };
   /// Pending work with one other rank.
   struct Peer {
-    std::optional<LaneWriter> writer;  // inside a host
+    std::optional<LaneWriter> writer;  // inside a host only
     std::optional<LaneReader> reader;
-    std::deque<Frame> frames;  // for the lane
+    std::deque<Frame> frames;  // frames that wait for room in the lane
     std::uint64_t next_number = 0;
-    std::uint64_t eager_sent = 0;  // bytes, and the bytes that the peer has taken
-    std::uint64_t eager_taken = 0;
-    std::uint64_t eager_consumed = 0;  // of the peer's, and the acknowledged bytes
-    std::uint64_t eager_told = 0;
+    std::uint64_t eager_sent = 0;      // bytes of small messages sent to the peer
+    std::uint64_t eager_taken = 0;     // bytes that the peer has acknowledged
+    std::uint64_t eager_consumed = 0;  // bytes of the peer's small messages taken here
+    std::uint64_t eager_told = 0;      // bytes acknowledged to the peer
     std::map<std::uint64_t, std::shared_ptr<Operation>> announced;
     std::map<std::uint64_t, std::uint64_t>
-        withdrawn;                  // bytes by number, until the peer has answered
-    std::deque<Outgoing> outgoing;  // accepted by the peer, in its order
-    std::deque<Incoming> incoming;  // accepted here, in this order
-    TimePoint sent_at{};            // through shared memory, the last of any of them
+        withdrawn;                  // bytes of withdrawn messages, until the peer has answered
+    std::deque<Outgoing> outgoing;  // messages that the peer has accepted, in its order
+    std::deque<Incoming> incoming;  // messages accepted here, in the order of acceptance
+    TimePoint sent_at{};            // time of the last bytes to the peer in shared memory
     TimePoint received_at{};
     bool has_left = false;
-    bool is_busy = false;  // it is in busy_
+    bool is_busy = false;  // the peer is in busy_
 
     bool is_idle() const noexcept {
       return frames.empty() && announced.empty() && outgoing.empty() && incoming.empty();
@@ -168,7 +169,7 @@ class PointToPoint {
   void end_transfers(Peer& left);
   void complete(Operation& receive, Rank from, std::uint64_t bytes);
   void end(Operation& operation, std::int32_t status, const std::string& text);
-  /// Ends receives and announced sends by `why(operation)`, which is empty for operations that continue.
+  /// Ends waiting receives and announced sends with the text `why(operation)`. Operations with an empty text continue.
   using Why = std::function<std::string(const Operation& operation, const Receive* receive)>;
   void end_unmatched(std::int32_t status, const Why& why);
 
@@ -176,12 +177,12 @@ class PointToPoint {
   Finish finish_;
   AskForLife ask_for_life_;
   std::vector<Peer> peers_;        // by rank
-  std::vector<Rank> local_peers_;  // those of this rank's island
+  std::vector<Rank> local_peers_;  // the other ranks of this rank's island
   std::vector<Rank> busy_;         // ranks with work for `step`
   Matching<Receive, Message> matching_;
-  std::uint64_t receives_ = 0;                                   // submitted so far
-  std::map<std::uint64_t, std::shared_ptr<Operation>> to_self_;  // announced, by number
-  std::set<std::int32_t> closed_;                                // process sets
+  std::uint64_t receives_ = 0;                                   // receives submitted so far
+  std::map<std::uint64_t, std::shared_ptr<Operation>> to_self_;  // sends to itself, by number
+  std::set<std::int32_t> closed_;                                // process sets that have ended
   TimePoint next_deadline_ = kNever;
 };
 

@@ -22,7 +22,7 @@ void ControlLink::send(Bytes head, std::span<const std::byte> payload) {
   has_output();
   std::size_t written = 0;
   if (outgoing_.empty()) {
-    // sendmsg() does not write to what it sends.
+    // The cast is safe, because sendmsg() only reads the bytes.
     auto* bytes = const_cast<std::byte*>(payload.data());
     std::array<iovec, 2> parts{iovec{head.data(), head.size()}, iovec{bytes, payload.size()}};
     written = write_some(parts).value_or(0);
@@ -51,7 +51,7 @@ bool ControlLink::flush() {
     std::array<iovec, kMaxVectors> vectors{};
     std::size_t count = 0;
     for (auto& item : outgoing_) {
-      // Descriptors arrive with the bytes of the call that sends them, so their frame begins one.
+      // Descriptors arrive with the first bytes of a sendmsg() call, so a frame with descriptors must begin a new call.
       if (count == kMaxVectors || (!item.fds.empty() && count > 0)) break;
       vectors[count++] = {item.frame.data() + item.written, item.frame.size() - item.written};
     }
@@ -79,7 +79,7 @@ std::vector<Fd> ControlLink::take_fds(std::size_t count) {
   return taken;
 }
 
-/// False if the handler stops reading.
+/// Calls the handler for every complete frame in the buffer. False if the handler stops reading.
 bool ControlLink::parse(const Handler& handler) {
   while (end_ - begin_ >= kFrameHeaderBytes) {
     const auto bytes = std::span<const std::byte>(buffer_).subspan(begin_, end_ - begin_);
@@ -109,15 +109,15 @@ bool ControlLink::read(const Handler& handler, std::size_t budget) {
     static_cast<ControlLink&>(link).fds_.emplace_back(fd);
   };
   try {
-    // Level-triggered: bytes beyond the budget are reported again.
+    // epoll is level-triggered, so it reports bytes beyond the budget again.
     while (state() == State::kOpen && parse(handler) && total < budget) {
       std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
       end_ -= std::exchange(begin_, 0);
       iovec room{buffer_.data() + end_, buffer_.size() - end_};
       const auto count = read_some(std::span(&room, 1), accept_fds_ ? +take : nullptr);
-      if (fds_.size() > kMaxFds) throw nonsense("more descriptors than it should");
+      if (fds_.size() > kMaxFds) throw nonsense("too many descriptors");
       if (!count) break;
-      // Less than the room means that the socket is empty; another call would be wasted.
+      // If the socket gave fewer bytes than there was room for, it is empty, so another call would be wasted.
       total = *count < room.iov_len ? budget : total + *count;
       end_ += *count;
       moved = true;

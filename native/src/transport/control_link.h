@@ -1,8 +1,7 @@
-// The connection for the control frames of two ranks: always read, so that nothing waits behind tensor
-// bytes. It shows the loss of a peer.
+// The connection for the control frames of two ranks. It has no tensor bytes and is always read, so a frame never waits
+// behind tensors. Its end shows the loss of a peer.
 //
-// **Ownership.** Frames are copied in. Descriptors that come with frames belong to the link until they
-// are taken.
+// **Ownership.** `send` copies frames. Received descriptors belong to the link until `take_fds`.
 #pragma once
 
 #include <cstddef>
@@ -19,18 +18,18 @@ namespace sparkhvd {
 
 class ControlLink : public Link {
  public:
-  /// Called with each frame; returns false to stop reading for now.
+  /// Function that the link calls with each frame. It returns false to stop reading for now.
   using Handler = std::function<bool(FrameType type, std::span<const std::byte> body)>;
 
   using Link::Link;
 
   /// Queues a frame; `flush` writes it.
   void send(Bytes frame);
-  /// Sends a frame in two parts. The socket accepts bytes directly from `payload`; the rest is queued.
+  /// Sends a frame in two parts. The socket takes bytes directly from `payload`, and a copy of the rest is queued.
   void send(Bytes head, std::span<const std::byte> payload);
   /// True if `send` has written anything since the last call.
   bool take_has_written() noexcept { return std::exchange(has_written_, false); }
-  /// Queues a frame whose first byte carries descriptors (AF_UNIX only); they are copied.
+  /// Queues a frame with descriptors, which travel with its first byte (AF_UNIX only). It copies the descriptors.
   void send_with_fds(Bytes frame, std::span<const int> fds);
   /// Writes as much as the socket accepts. True if bytes moved.
   bool flush();
@@ -38,12 +37,12 @@ class ControlLink : public Link {
 
   /// Reads available bytes, at most about `budget`. True if bytes moved.
   bool read(const Handler& handler, std::size_t budget);
-  /// True if `read` has work although the socket may be empty.
+  /// True if buffered bytes wait for `read`, although the socket may be empty.
   bool has_buffered() const noexcept { return resume_; }
-  /// The next `count` received descriptors, in the order of their frames; fewer if the peer sent fewer. Call it
-  /// from the handler of such a frame.
+  /// Takes the next `count` received descriptors, in the order of their frames; fewer if the peer sent fewer. Call it
+  /// from the handler of a frame with descriptors.
   std::vector<Fd> take_fds(std::size_t count);
-  /// From now on descriptors are neither expected nor accepted.
+  /// Makes the link drop descriptors that arrive from now on.
   void refuse_fds() noexcept { accept_fds_ = false; }
 
  private:
@@ -51,14 +50,14 @@ class ControlLink : public Link {
   struct Outgoing {
     Bytes frame;
     std::size_t written = 0;
-    std::vector<Fd> fds;  // go with the first byte
+    std::vector<Fd> fds;  // sent with the first byte
   };
 
   bool parse(const Handler& handler);
 
   std::deque<Outgoing> outgoing_;
   Bytes buffer_;
-  std::size_t begin_ = 0;  // unparsed bytes of buffer_
+  std::size_t begin_ = 0;  // the bytes of buffer_ from begin_ to end_ are not parsed yet
   std::size_t end_ = 0;
   bool resume_ = false;
   bool accept_fds_ = true;

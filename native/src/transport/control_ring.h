@@ -1,10 +1,10 @@
-// Small control frames through shared memory, where a connection would cost a system call at each end.
+// A ring in shared memory for small control frames, because a connection costs a system call at each end.
 //
-// One rank writes, and every reader copies each frame out before it parses it, because the memory stays the
-// writer's. Positions count bytes since the start. Larger frames use the connection instead.
+// One rank writes. A reader copies a frame before it parses the frame, because the writer could change the memory
+// meanwhile. Positions count bytes since the start. Larger frames use the connection.
 //
-// **Why nothing is overwritten.** The writer gets the position of the slowest reader. A reader trusts
-// neither a position nor a length, because a peer may be corrupt.
+// **Overwriting.** The writer knows the position of the slowest reader and never overwrites unread frames. A reader
+// checks every position and length, because a peer may be corrupt.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct ControlRing {
   SharedWord written;
   std::byte bytes[kBytes];
 
-  /// Bytes of a frame in the ring: its length, and the frame up to a multiple of 8 bytes.
+  /// Bytes that a frame takes in the ring: its length, and the frame rounded up to a multiple of 8 bytes.
   static constexpr std::size_t space(std::size_t frame) noexcept {
     return sizeof(std::uint64_t) + (frame + 7) / 8 * 8;
   }
@@ -36,7 +36,7 @@ class ControlWriter {
  public:
   explicit ControlWriter(ControlRing& ring) : ring_(&ring) {}
 
-  /// False, without any effect, if the frame does not fit. `taken`: position of the slowest reader.
+  /// Writes a frame. False, without any effect, if it does not fit. `taken`: position of the slowest reader.
   bool write(std::span<const std::byte> frame, std::uint64_t taken) noexcept {
     if (frame.size() > ControlRing::kMaxFrame || taken > position_) return false;
     if (position_ - taken + ControlRing::space(frame.size()) > ControlRing::kBytes) return false;
@@ -44,7 +44,7 @@ class ControlWriter {
     put(position_, std::as_bytes(std::span(&length, 1)));
     put(position_ + sizeof(length), frame);
     position_ += ControlRing::space(frame.size());
-    // seq_cst against the sleeping words: see wakeup_event.h.
+    // seq_cst orders this store before the read of the peers' sleep words: see wakeup_event.h.
     ring_->written.value.store(position_, std::memory_order_seq_cst);
     return true;
   }
@@ -63,14 +63,14 @@ class ControlWriter {
 
 class ControlReader {
  public:
-  /// `taken`: this reader's position, for the writer.
+  /// `taken`: word in shared memory through which the writer sees this reader's position.
   ControlReader(Rank from, const ControlRing& ring, SharedWord& taken)
       : from_(from), ring_(&ring), taken_(&taken) {}
 
   Rank from() const noexcept { return from_; }
 
-  /// A copy of the next frame, header included; empty without a frame. Stays the next until `pop`.
-  /// Throws Error with a sentence fragment if the frame is impossible.
+  /// A copy of the next frame, including its header; empty if there is no frame. Returns the same frame until `pop`.
+  /// Throws Error with a phrase about the invalid data if the frame is invalid.
   const Bytes& next() {
     if (!frame_.empty()) return frame_;
     const std::uint64_t written = ring_->written.value.load(std::memory_order_seq_cst);
@@ -80,7 +80,7 @@ class ControlReader {
     get(position_, std::as_writable_bytes(std::span(&length, 1)));
     if (available > ControlRing::kBytes || length < kFrameHeaderBytes ||
         length > ControlRing::kMaxFrame || ControlRing::space(length) > available) {
-      throw Error(SPARKHVD_PEER_LOST, "nonsense through shared memory");
+      throw Error(SPARKHVD_PEER_LOST, "an invalid frame through shared memory");
     }
     frame_.resize(length);
     get(position_ + sizeof(length), frame_);

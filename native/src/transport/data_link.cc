@@ -100,7 +100,7 @@ DataLink::Ticket DataLink::receive_data(std::int32_t stream, std::span<std::byte
 std::optional<std::uint64_t> DataLink::take_credit(std::int32_t stream) {
   Stream& state = streams_[stream];
   const std::uint64_t wanted = state.posted + unasked_;
-  // Half of the distance, so that the sender has enough until the credit arrives.
+  // Sends credit when half of it is used, so that the sender need not wait until the credit arrives.
   if (wanted - std::max(state.offered, unasked_) < unasked_ / 2) return std::nullopt;
   return state.offered = wanted;
 }
@@ -158,7 +158,8 @@ void DataLink::begin_frame(std::span<const std::byte> header) {
   }
 }
 
-/// From the buffer into lent memory, or kept.
+/// Copies received bytes of the current frame into the lent memory of their receives, or keeps them until a receive
+/// comes.
 void DataLink::deliver(std::span<const std::byte> bytes) {
   data_left_ -= bytes.size();
   Stream& stream = *current_;
@@ -195,9 +196,9 @@ bool DataLink::read(std::size_t budget) {
   if (buffer_.empty()) buffer_.resize(kBufferBytes);
   bool moved = false;
   try {
-    // Level-triggered: bytes beyond the budget are reported again.
+    // epoll is level-triggered, so it reports bytes beyond the budget again.
     for (std::size_t total = 0; state() == State::kOpen && total < budget;) {
-      // In the middle of a tensor directly into its memory, followed by the next header.
+      // In the middle of a tensor, reads directly into its memory, and the next header into the buffer.
       std::array<iovec, 2> vectors{};
       std::size_t direct = 0;
       if (data_left_ > 0 && !current_->is_cancelled && !current_->receives.empty()) {
@@ -219,7 +220,7 @@ bool DataLink::read(std::size_t budget) {
       }
       end_ += *count - arrived;
       parse();
-      // Less than the room means that the socket is empty; another call would be wasted.
+      // If the socket gave fewer bytes than there was room for, it is empty, so another call would be wasted.
       total = *count < direct + room ? budget : total + *count;
     }
   } catch (const Error& error) {
@@ -247,7 +248,7 @@ void DataLink::cancel_lent(std::int32_t stream) {
   std::erase_if(frames_,
                 [&](const Frame& frame) { return frame.stream == stream && frame.written == 0; });
   if (!frames_.empty() && frames_.front().stream == stream) {
-    // A partly written frame must be finished, or later frames would be misread.
+    // The rest of a partly written frame must still be sent, or the peer would misread later frames.
     Frame& frame = frames_.front();
     frame.owned.assign(frame.payload.begin(), frame.payload.end());
     frame.payload = frame.owned;
@@ -267,7 +268,7 @@ void DataLink::forget(std::int32_t stream) {
   const auto entry = streams_.find(stream);
   if (entry == streams_.end()) return;
   if (current_ == &entry->second) {
-    if (data_left_ > 0) return;  // an invalid peer
+    if (data_left_ > 0) return;  // only an invalid peer sends bytes of a forgotten stream
     current_ = nullptr;
   }
   streams_.erase(entry);

@@ -1,12 +1,12 @@
-// A connection for the tensor bytes of two ranks: an ordered stream of bytes per process set; streams may
+// A connection for the tensor bytes of two ranks. Each process set has an ordered stream of bytes on it; streams may
 // overtake each other.
 //
-// **Credit.** A stream's receiver grants the sender the bytes of posted receives, and some bytes beyond. So a
-// connection is always read, early bytes need little memory, and a large transfer starts when the receive is
-// posted.
+// **Credit.** A stream's receiver permits its sender to send the bytes of all posted receives, and a limited number of
+// bytes beyond them (`unasked`). So a connection can always be read, early bytes need little memory, and a large
+// transfer starts when its receive is posted.
 //
-// **Ownership.** Bytes are sent from, and received into, memory that the caller lends until `sent` or
-// `received` is true, or `cancel_lent` is called.
+// **Ownership.** The caller lends the memory that bytes are sent from or received into. The loan ends when `sent` or
+// `received` is true, or with `cancel_lent`.
 #pragma once
 
 #include <algorithm>
@@ -26,23 +26,23 @@ namespace sparkhvd {
 
 class DataLink : public Link {
  public:
-  /// A position in the order of lent sends (or receives) of this link.
+  /// Number of a send (or a receive) in the order of this link.
   using Ticket = std::uint64_t;
-  /// Bytes by which a stream's sender may run ahead of its receiver, by the number of ranks. Each half of them costs a
-  /// CREDIT frame, and each peer may send this many.
+  /// Bytes that a stream's sender may send before their receives are posted, by the number of ranks. A larger number
+  /// needs more memory per peer; a smaller number needs more CREDIT frames, each for half of these bytes.
   static constexpr std::uint64_t unasked_among(std::size_t ranks) noexcept {
     return std::clamp<std::uint64_t>((64 << 20) / ranks, 256 << 10, 512 << 10);
   }
 
-  /// `unasked`: see `unasked_among`; equal on both sides.
   DataLink() = default;
+  /// `unasked`: see `unasked_among`; equal on both ranks.
   DataLink(Rank peer, Fd socket, std::uint64_t unasked)
       : Link(peer, std::move(socket)), unasked_(unasked) {}
 
   /// Queues bytes of `stream`. `payload` is lent until `sent(ticket)`.
   Ticket send_data(std::int32_t stream, std::span<const std::byte> payload);
   bool sent(Ticket ticket) const noexcept { return sends_.is_done(ticket); }
-  /// The peer accepts the first `bytes` of `stream`.
+  /// Records the peer's credit: it accepts the first `bytes` of `stream`.
   void grant(std::int32_t stream, std::uint64_t bytes);
 
   /// Receives the next bytes of `stream` into `target`, which is lent until `received(ticket)`.
@@ -50,12 +50,12 @@ class DataLink : public Link {
   bool received(Ticket ticket) const noexcept { return receives_.is_done(ticket); }
   /// Drops the remaining bytes of this receive; its memory is no longer lent.
   void discard(Ticket ticket);
-  /// Missing bytes of this receive.
+  /// Number of bytes of this receive that have not arrived.
   std::size_t missing(Ticket ticket) noexcept;
-  /// Moves this receive to `target`, which has room for it; the former memory is no longer lent.
+  /// Makes the remaining bytes of this receive arrive in `target`. The former memory is no longer lent.
   void redirect(Ticket ticket, std::span<std::byte> target);
-  /// The new credit of the peer after new receives: total bytes of `stream` that it may send; nothing if its
-  /// credit lasts for a while.
+  /// New credit for the peer after new receives: the total bytes of `stream` that it may send. std::nullopt if the peer
+  /// has enough credit for now.
   std::optional<std::uint64_t> take_credit(std::int32_t stream);
 
   /// Writes as much as the socket accepts. True if bytes moved.
@@ -64,25 +64,25 @@ class DataLink : public Link {
   /// Reads available bytes, at most about `budget`. True if bytes moved.
   bool read(std::size_t budget);
 
-  /// Time of the last written, or read, bytes of any stream, because later bytes wait for them.
+  /// Time of the last written (or read) bytes. All streams count, because their bytes wait for each other.
   TimePoint written_at() const noexcept { return written_at_; }
   TimePoint read_at() const noexcept { return read_at_; }
 
-  /// Drops all lent memory; nothing is sent or received any more.
+  /// Ends all loans of memory: nothing is sent from it or received into it any more.
   void cancel_lent();
-  /// The same for one stream. Frames stay whole, and its later bytes are dropped.
+  /// Ends the loans of one stream. A begun frame is still completed, and later received bytes are dropped.
   void cancel_lent(std::int32_t stream);
   /// Forgets a stream whose last byte has been sent and received.
   void forget(std::int32_t stream);
 
  private:
-  // Holds several small frames; large frames bypass it.
+  // The buffer holds several small frames. Bytes of large frames are read directly into tensors.
   static constexpr std::size_t kBufferBytes = 64 << 10;
-  // A peer that names more process sets than this is invalid.
+  // Largest number of process sets; a peer that names more of them is invalid.
   static constexpr std::size_t kMaxStreams = 1 << 16;
   struct Send {
     std::int32_t stream = 0;
-    std::span<const std::byte> left;  // not in a frame yet
+    std::span<const std::byte> left;  // the bytes that are not in a frame yet
     bool done = false;
   };
   struct Receive {
@@ -91,7 +91,7 @@ class DataLink : public Link {
     bool done = false;
     bool is_discarded = false;
   };
-  /// Transfers in the order of their tickets, without finished ones at the head.
+  /// Transfers in the order of their tickets. Finished transfers at the head are removed.
   template <class Transfer>
   struct Queue {
     std::deque<Transfer> transfers;
@@ -124,20 +124,20 @@ class DataLink : public Link {
     std::span<const std::byte> payload;
     std::size_t written = 0;
     std::int32_t stream = 0;
-    Ticket completes = 0;  // the send whose last bytes it has; 0: none
-    Bytes owned = {};      // the payload of a cancelled send
+    Ticket completes = 0;  // ticket of the send that ends with this frame; 0: no send ends
+    Bytes owned = {};      // a copy of the payload, after its send was cancelled
     std::size_t size() const noexcept { return header.size() + payload.size(); }
   };
   struct Stream {
     bool is_cancelled = false;
-    std::deque<Ticket> sends;  // with bytes without a frame
+    std::deque<Ticket> sends;  // sends with bytes that are not in a frame yet
     std::uint64_t framed = 0;
-    std::uint64_t granted = 0;    // by the peer; at least unasked_
-    std::deque<Ticket> receives;  // not full
+    std::uint64_t granted = 0;    // total bytes that the peer accepts, if more than unasked_
+    std::deque<Ticket> receives;  // receives that are not full
     std::uint64_t posted = 0;
-    std::uint64_t offered = 0;  // to the peer, at least unasked_
+    std::uint64_t offered = 0;  // total bytes that the peer may send, if more than unasked_
     std::uint64_t arrived = 0;
-    Bytes early;  // bytes that arrived before their receive, from `taken`
+    Bytes early;  // bytes that arrived before their receive; those before `taken` are used
     std::size_t taken = 0;
   };
 
@@ -146,7 +146,7 @@ class DataLink : public Link {
   void parse();
   void begin_frame(std::span<const std::byte> header);
   void deliver(std::span<const std::byte> bytes);
-  /// `bytes` of the current frame are in the memory of its stream's first receive.
+  /// Counts `bytes` of the current frame that are now in the memory of its stream's first receive.
   void advance(Stream& stream, std::size_t bytes);
   void take_early(Stream& stream);
   static void copy(const Receive& receive, std::span<const std::byte> bytes);
@@ -157,12 +157,12 @@ class DataLink : public Link {
   std::deque<Frame> frames_;
   Queue<Receive> receives_;
   Bytes buffer_;
-  std::size_t begin_ = 0;  // unparsed bytes of buffer_
+  std::size_t begin_ = 0;  // the bytes of buffer_ from begin_ to end_ are not parsed yet
   std::size_t end_ = 0;
-  Stream* current_ = nullptr;  // of the current frame
+  Stream* current_ = nullptr;  // stream of the current frame
   TimePoint written_at_{};
   TimePoint read_at_{};
-  std::size_t data_left_ = 0;  // its bytes that have not been delivered
+  std::size_t data_left_ = 0;  // bytes of the current frame that have not arrived
   bool is_cancelled_ = false;
 };
 

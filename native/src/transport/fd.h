@@ -1,4 +1,4 @@
-// One owner per file descriptor.
+// A class that owns a file descriptor.
 #pragma once
 
 #include <unistd.h>

@@ -21,7 +21,7 @@ bool is_internet(int fd) noexcept {
          (address.ss_family == AF_INET || address.ss_family == AF_INET6);
 }
 
-/// The peer's process is gone, as its kernel reports by one of these errors.
+/// True for an errno (or 0, the end of the stream) with which the kernel reports that the peer's process has ended.
 bool is_end(int code) noexcept { return code == 0 || code == EPIPE || code == ECONNRESET; }
 
 }  // namespace
@@ -41,7 +41,7 @@ std::string Link::trouble() const {
 
 bool Link::is_delivered() const noexcept {
   int waiting = 0;
-  // Inside a host the bytes are the peer's as soon as they are written.
+  // Inside a host written bytes are at the peer at once.
   return !is_tcp_ || !can_write() || ::ioctl(fd(), SIOCOUTQ, &waiting) != 0 || waiting == 0;
 }
 
@@ -97,7 +97,7 @@ std::optional<std::size_t> Link::read_some(std::span<iovec> vectors, void (*take
   while ((count = ::recvmsg(fd(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT)) < 0) {
     if (errno == EINTR) continue;
     if (errno != EAGAIN && errno != EWOULDBLOCK) {
-      // The error of a write came first, and is the cause.
+      // If a write failed before, its error is the cause.
       const int code = is_end(write_errno_) ? errno : write_errno_;
       fail("its connection broke: " + errno_text(code), code);
     }

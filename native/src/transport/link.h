@@ -1,9 +1,9 @@
-// A connection to one peer: its socket, and its end. Control frames and tensor bytes have separate
+// A connection to one peer: its socket and the detection of its end. Control frames and tensor bytes have separate
 // connections: see control_link.h and data_link.h.
 //
-// **Threads.** The driver's.
+// **Threads.** Only the driver's thread uses it.
 //
-// **Shutdown.** `close_write` ends this direction and lets the peer read all sent bytes; destroying the Link
+// **Shutdown.** `close_write` ends this direction, and the peer can still read all sent bytes. Destroying the Link
 // closes the socket.
 #pragma once
 
@@ -27,7 +27,7 @@ class Link {
  public:
   enum class State {
     kOpen,
-    kEnded,   // the peer will send nothing more; all earlier bytes are delivered
+    kEnded,   // the peer will send nothing more, and all its bytes have been read
     kBroken,  // the connection is reset or the peer sent invalid bytes
   };
 
@@ -38,40 +38,40 @@ class Link {
   int fd() const noexcept { return socket_.get(); }
   bool is_open() const noexcept { return socket_.valid(); }
   State state() const noexcept { return state_; }
-  /// Between hosts.
+  /// True for a connection between hosts.
   bool is_tcp() const noexcept { return is_tcp_; }
-  /// The peer's process has ended, or has closed the connection, according to its kernel.
+  /// True if the peer's kernel has reported that its process has ended or has closed the connection.
   bool is_ended_by_peer() const noexcept;
-  /// Why it is no longer open, as a clause.
+  /// Why the connection is no longer open, as a clause for messages.
   std::string trouble() const;
-  /// From now on the link adds itself to this list when it has bytes to write, once until `unlist`.
+  /// Makes the link add itself to `list` when it has bytes to write, at most once until `unlist`.
   void list_output(std::vector<Link*>& list) noexcept { list_ = &list; }
   void unlist() noexcept { is_listed_ = false; }
-  /// From now on bytes are counted there.
+  /// Makes the link count its bytes in `traffic`.
   void count(Traffic& traffic) noexcept { traffic_ = &traffic; }
-  /// Drops both, because the engine may end before the link.
+  /// Forgets the list and the counters, because the engine may end before the link.
   void leave_engine() noexcept {
     list_ = nullptr;
     traffic_ = nullptr;
   }
 
-  /// The peer's host has every byte that was written: a close, even with bytes unread here, takes
-  /// nothing from the peer.
+  /// True if the peer's host has every written byte. Closing the connection then loses no bytes, even if this rank has
+  /// unread bytes.
   bool is_delivered() const noexcept;
   void close_write() noexcept;
-  /// Closes the descriptor, also in a forked child, without notifying the peer.
+  /// Closes the descriptor. In a forked child the peer does not notice it.
   void close() noexcept { socket_.reset(); }
 
  protected:
   static constexpr std::size_t kMaxFds = 4;
-  /// Of one call that writes.
+  /// Largest number of buffers in one call that writes.
   static constexpr std::size_t kMaxVectors = 16;
 
-  /// Bytes that the socket accepted, if any. An error only stops writing, because the peer's unread last frames
-  /// may contain the cause.
+  /// Writes, and returns the number of bytes that the socket accepted, if any. After an error the link can still be
+  /// read, because the peer's unread last frames may contain the cause.
   std::optional<std::size_t> write_some(std::span<iovec> vectors, std::span<const Fd> fds = {});
-  /// Bytes read; nothing if there are no bytes now, or if the connection has ended. Their descriptors are passed
-  /// to `take`, if it is not null.
+  /// Reads, and returns the number of bytes; std::nullopt if there are no bytes now, or if the connection has ended. It
+  /// passes received descriptors to `take`, unless this is null.
   std::optional<std::size_t> read_some(std::span<iovec> vectors,
                                        void (*take)(Link&, int) = nullptr);
   void has_output() {
@@ -89,8 +89,8 @@ class Link {
   std::vector<Link*>* list_ = nullptr;
   bool is_listed_ = false;
   std::string trouble_;
-  int write_errno_ = 0;  // of the first write that failed
-  int broken_by_ = -1;   // errno that broke it; -1: invalid bytes
+  int write_errno_ = 0;  // errno of the first write that failed
+  int broken_by_ = -1;   // errno that broke the connection; -1: invalid bytes
 };
 
 }  // namespace sparkhvd

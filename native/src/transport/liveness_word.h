@@ -1,8 +1,8 @@
-// A word in shared memory that shows the end of a rank's process, for any cause: the kernel sets it when the
-// process's threads end, before it frees the memory (a third of a second for 4 GiB) and closes the
-// connections.
+// A word in shared memory that shows the end of a rank's process, for any cause. It is a robust mutex: the kernel marks
+// it when the threads of the process end. This is before the kernel frees the process's memory (a third of a second for
+// 4 GiB) and closes the connections.
 //
-// **Ownership.** The rank's progress thread holds the word from its start to its end; the others only read.
+// **Ownership.** The rank's progress thread holds the word from its start to its end. Other ranks only read it.
 #pragma once
 
 #include <linux/futex.h>
@@ -10,16 +10,16 @@
 
 namespace sparkhvd {
 
-/// In shared memory, where all values start as zero.
+/// The word lies in shared memory with initial values of zero.
 class LivenessWord {
  public:
-  /// Before the others read.
+  /// Initializes the word; call it before other ranks read it.
   void open() noexcept {
     pthread_mutexattr_t attributes;
     ::pthread_mutexattr_init(&attributes);
     ::pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
     ::pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
-    // A kernel without robust mutexes: the end of the connection shows it.
+    // Without robust mutexes in the kernel this fails. Other ranks then see only the end of the connection.
     [[maybe_unused]] const int result = ::pthread_mutex_init(&mutex_, &attributes);
     ::pthread_mutexattr_destroy(&attributes);
   }

@@ -9,7 +9,7 @@ namespace sparkhvd {
 namespace {
 
 constexpr auto kPeriod = std::chrono::milliseconds(500);
-// Of the kernel's clock.
+// Resolution of the kernel's clock.
 constexpr auto kTick = std::chrono::milliseconds(10);
 
 }  // namespace
@@ -24,7 +24,7 @@ void LossWatch::start() {
 
 std::optional<Rank> LossWatch::look(std::span<ControlLink> links, TimePoint now) {
   if (now < next_) return std::nullopt;
-  // A process that was stopped itself has not seen the answers of that time, so it counts little of it.
+  // If this process itself was stopped, it has not seen the answers of that time. So it counts at most two periods.
   const auto elapsed = now - last_;
   const auto passed = std::min<Clock::duration>(elapsed, 2 * kPeriod);
   last_ = now;
@@ -39,7 +39,7 @@ std::optional<Rank> LossWatch::look(std::span<ControlLink> links, TimePoint now)
     next_ = now + kPeriod;
     auto& heard = heard_.try_emplace(link.peer(), Heard{state->segments}).first->second;
     if (std::exchange(heard.segments, state->segments) != state->segments) {
-      // A segment without acknowledgement and data is a probe.
+      // A segment arrived without an answer to this rank's bytes, so it is a keepalive of the peer's kernel.
       if (state->since_answer > elapsed + kTick) {
         heard.keepalive_period = std::max(heard.keepalive_period, heard.silence + passed);
       }
@@ -50,7 +50,7 @@ std::optional<Rank> LossWatch::look(std::span<ControlLink> links, TimePoint now)
     std::chrono::duration<double> limit(limit_s_);
     if (!state->is_owed) {
       if (heard.keepalive_period == Clock::duration::zero()) continue;
-      // The peer's may be set for another host_loss_s.
+      // The peer may have another host_loss_s, so its keepalives may be less frequent.
       limit = std::max(limit, 1.5 * std::chrono::duration<double>(heard.keepalive_period));
     }
     if (heard.silence >= limit) return link.peer();

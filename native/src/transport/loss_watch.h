@@ -1,16 +1,16 @@
-// Detection of lost hosts: without power or cable no packet reports the end of a connection.
+// Detects lost hosts: if a host loses power or network, no packet reports the end of its connections.
 //
-// A kernel answers for its processes, whether they run, are stopped, starved or slow. So a host is lost if nothing has
-// arrived from its kernel for `host_loss_s` although one of these was due:
+// A kernel answers for its processes even if they are stopped, starved or slow. So a host is lost if nothing has
+// arrived from its kernel for `host_loss_s` although an answer was due. An answer is due in two cases:
 //
-//   - an acknowledgement of bytes in flight;
-//   - while bytes wait for room at a process that does not read, an answer to a window probe, or a keepalive of the peer's
-//     kernel. The local kernel probes more and more rarely, up to every two minutes, and sends no keepalive beside waiting
-//     bytes. The peer's kernel has nothing to send, so it sends a keepalive three times in `host_loss_s`. Keepalives are
-//     expected after the first one, because a proxy sends none.
+//   - Bytes are in flight: the peer's kernel must acknowledge them.
+//   - Bytes wait here because the peer's process does not read. The peer's kernel must answer a window probe or send a
+//     keepalive. The local kernel sends probes more and more rarely, up to every two minutes, and no keepalive while
+//     bytes wait. The peer's kernel has nothing to send, so it sends a keepalive three times in `host_loss_s`.
+//     Keepalives count as due only after the first keepalive has arrived, because a proxy does not send them.
 //
-// The local kernel's keepalive covers idle connections. Only connections for control frames are watched: they are always
-// read, so that the peer's bytes always arrive.
+// On an idle connection the local kernel's keepalive detects the loss. Only connections for control frames are watched:
+// they are always read, so the peer's bytes always arrive.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ class LossWatch {
  public:
   explicit LossWatch(double host_loss_s);
 
-  /// After bytes have been written to a connection between hosts.
+  /// Starts watching; call it after bytes have been written to a connection between hosts.
   void start();
   /// Next time to poll; kNever while nothing is in flight.
   TimePoint next() const noexcept { return next_; }
@@ -38,9 +38,9 @@ class LossWatch {
 
  private:
   struct Heard {
-    std::uint32_t segments = 0;          // at the last poll
-    Clock::duration silence{};           // since the last one, as seen here
-    Clock::duration keepalive_period{};  // longest time until one of the peer's; 0: none received
+    std::uint32_t segments = 0;          // segments received until the last poll
+    Clock::duration silence{};           // time since the last segment, as seen here
+    Clock::duration keepalive_period{};  // longest time before a keepalive came; 0: never came
   };
 
   double limit_s_;

@@ -20,10 +20,10 @@
 namespace sparkhvd {
 namespace {
 
-// Unused addresses behind each mapping. The kernel maps contiguously, so pieces of 256 MiB are 2^28 bytes
-// apart. AMD's L1 cache finds lines by a hash of bits 12 to 27 of the address and keeps only one of two
-// lines with equal hashes. Reading and writing both pieces in step took 3 times as long (4 MiB: 175 instead
-// of 70 us). Hardly any size cancels these bits in the hash.
+// Unused addresses behind each mapping. Without them the kernel maps pieces contiguously, so that pieces of 256 MiB are
+// 2^28 bytes apart. AMD's L1 cache finds lines by a hash of bits 12 to 27 of the address, and keeps only one of two
+// lines with equal hashes. Reading and writing two such pieces at the same offsets took 2.5 times as long (4 MiB: 175
+// instead of 70 us). With this gap the hashes differ for nearly every size of the pieces.
 constexpr std::size_t kGap = 31 * 4096;
 
 }  // namespace
@@ -34,7 +34,7 @@ Mapping::Mapping(const Fd& memory, std::size_t bytes, Access access) : bytes_(by
       ::mmap(nullptr, bytes + kGap, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (address == MAP_FAILED) throw_errno("mmap of shared memory");
   data_ = static_cast<std::byte*>(address);
-  // MAP_POPULATE: the first touch through a peer's mapping costs about 20 times as much.
+  // MAP_POPULATE, because page faults on a peer's memory would take about 20 times as long.
   constexpr int kFlags = MAP_SHARED | MAP_FIXED | MAP_POPULATE;
   if (::mmap(address, bytes, protection, kFlags, memory.get(), 0) == MAP_FAILED) {
     const int code = errno;
@@ -68,7 +68,7 @@ void Mapping::unmap() noexcept {
 }
 
 Fd create_memfd(std::size_t bytes) {
-  // By its number: glibc has the name since 2.27, and the library must load with 2.17.
+  // Calls memfd_create by its number: glibc has the function since 2.27, and the library must load with glibc 2.17.
   Fd memory(
       static_cast<int>(::syscall(SYS_memfd_create, "sparkhvd", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
   if (!memory.valid()) throw_errno("memfd_create");
@@ -94,14 +94,14 @@ void check_memfd(const Fd& memory, std::size_t bytes) {
 
 namespace {
 
-/// The number in the file, if any ("max", no such file).
+/// The number in a file; std::nullopt if the file has another word ("max") or does not exist.
 std::optional<std::uint64_t> read_number(const std::string& path) {
   const auto text = read_text(path);
   const auto words = split(text);
   return words.empty() ? std::nullopt : number_of(words[0]);
 }
 
-/// The number behind a word at the start of a line of the file, if any.
+/// The number behind `word` in the file's line that starts with it, if any.
 std::optional<std::uint64_t> number_behind(const std::string& path, std::string_view word) {
   const auto text = read_text(path);
   for (const auto line : split(text, "\n")) {
@@ -111,7 +111,7 @@ std::optional<std::uint64_t> number_behind(const std::string& path, std::string_
   return std::nullopt;
 }
 
-/// Memory that the machine can provide without swapping; nothing if the file lacks it.
+/// Bytes of memory that the machine can provide without swapping; std::nullopt if the file does not have the number.
 std::optional<std::uint64_t> available_bytes(const std::string& path) {
   const auto kib = number_behind(path, "MemAvailable:");
   return kib ? std::optional(*kib * 1024) : std::nullopt;
@@ -122,8 +122,8 @@ std::optional<std::string> group_shortage(const ControlGroup& group, std::uint64
   const auto limit = read_number(folder + (group.is_v2 ? "memory.max" : "memory.limit_in_bytes"));
   auto usage = read_number(folder + (group.is_v2 ? "memory.current" : "memory.usage_in_bytes"));
   if (!limit || !usage) return std::nullopt;
-  // Cached bytes of files, which the kernel reclaims before it kills a process. A group that reads much is
-  // always full of them.
+  // Cached bytes of files do not count, because the kernel reclaims them before it kills a process. They fill the group
+  // of any process that reads many files.
   const char* word = group.is_v2 ? "inactive_file" : "total_inactive_file";
   *usage -= std::min(*usage, number_behind(folder + "memory.stat", word).value_or(0));
   if (*usage <= *limit && *limit - *usage >= need) return std::nullopt;

@@ -1,4 +1,4 @@
-// Anonymous shared memory: a sealed memfd and its mapping. Nothing remains after a kill.
+// Anonymous shared memory: a sealed memfd and its mapping. The kernel frees it even if all processes are killed.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace sparkhvd {
 
-/// One mapping of shared memory; unmapped on destruction.
+/// A mapping of shared memory. The destructor unmaps it.
 class Mapping {
  public:
   enum class Access { kReadOnly, kReadWrite };
@@ -24,8 +24,8 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
 
-  /// Excludes it from processes forked from now on: a write there ends them with a signal, without effect on
-  /// other processes.
+  /// Excludes the mapping from children that are forked from now on: a child that writes there ends with a signal, and
+  /// the memory does not change.
   void hide_from_children() const noexcept;
 
   std::byte* data() const noexcept { return data_; }
@@ -38,21 +38,21 @@ class Mapping {
   std::size_t bytes_ = 0;
 };
 
-/// Creates `bytes` of memory whose pages exist already (a full machine is an error here, not a
-/// SIGBUS later) and whose size can never change.
+/// Creates `bytes` of shared memory with a fixed size. It allocates all pages at once, so a lack of memory is an Error
+/// here and not a SIGBUS later.
 Fd create_memfd(std::size_t bytes);
 
 /// Throws unless `memory` is sealed against shrinking and holds at least `bytes`.
 void check_memfd(const Fd& memory, std::size_t bytes);
 
-/// The kernel's files on the limits of memory; a test passes its own.
+/// Paths of the kernel's files about limits of memory; tests pass other paths.
 struct MemoryFiles {
   GroupFiles control{.v1_root = "/sys/fs/cgroup/memory"};
   std::string machine = "/proc/meminfo";
 };
 
-/// Why `reserve_bytes` of new pages and `map_bytes` of address space should not be used; nothing if they
-/// may. Reads RLIMIT_AS, the machine's free memory, and the limits of the process's control group (v1 and v2).
+/// The reason why the process cannot use `reserve_bytes` of new pages and `map_bytes` of address space; std::nullopt if
+/// it can. Reads RLIMIT_AS, the machine's free memory, and the limits of the process's control groups (v1 and v2).
 std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_t map_bytes,
                                            const MemoryFiles& files = {});
 

@@ -1,4 +1,4 @@
-// epoll as a small owner type.
+// A class that owns an epoll instance.
 #pragma once
 
 #include <sys/epoll.h>
@@ -29,7 +29,7 @@ class Poller {
   }
   void remove(int fd) noexcept { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
-  /// The pending events, after at most `timeout_ms` (-1: unlimited). `interrupted` reports whether a signal
+  /// Waits at most `timeout_ms` (-1: without limit) and returns the pending events. Sets `interrupted` if a signal
   /// ended the wait.
   std::span<const epoll_event> wait(int timeout_ms, bool& interrupted) {
     const int count =

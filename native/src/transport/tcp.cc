@@ -14,13 +14,13 @@
 namespace sparkhvd {
 namespace {
 
-// A round trip below this is one of a local network.
+// A round trip below this time belongs to a local network.
 constexpr std::uint32_t kLocalRoundTrip_us = 1000;
 
-/// On a local network losses are repaired within a round trip, and CPU time per byte counts: BBR costs more
-/// than twice as much as Reno (16 MiB each way over veth: 24 against 10 ms of CPU on both ranks together),
-/// and every process may use Reno. On longer paths the system's choice stays, and so does any choice except
-/// BBR.
+/// Replaces BBR by Reno on a local network. There TCP repairs losses within a round trip, and the CPU time per byte is
+/// more important. BBR takes more than twice as much of it as Reno (16 MiB each way over veth: 24 instead of 10 ms of
+/// CPU on both ranks together), and every process may use Reno. On longer paths, and for algorithms other than BBR, the
+/// system's choice stays.
 void choose_congestion_control(int fd) {
   char name[16] = {};
   socklen_t size = sizeof(name) - 1;
@@ -33,7 +33,7 @@ void choose_congestion_control(int fd) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
 }
 
-/// The bytes of an address without its port; nothing if it is not one of the internet.
+/// The bytes of an address without its port; empty if it is not an IP address.
 std::string_view host_of(const sockaddr_storage& address) {
   const auto bytes = [](const auto& host) {
     return std::string_view(reinterpret_cast<const char*>(&host), sizeof(host));
@@ -63,8 +63,8 @@ void tune_tcp(int fd, std::optional<double> host_loss_s) {
   };
   set(IPPROTO_TCP, TCP_NODELAY, 1);
   choose_congestion_control(fd);
-  // A host cannot lose itself. But simultaneous probes of thousands of idle connections of many ranks overflow a loopback
-  // device, and two lost probes would end a connection.
+  // No keepalive inside a host: a host cannot lose itself, but simultaneous probes of thousands of idle connections
+  // overflow the loopback device, and two lost probes would end a connection.
   if (!host_loss_s || host_of(own) == host_of(peer)) return;
   const int loss_s = std::max(3, static_cast<int>(*host_loss_s));
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -75,7 +75,7 @@ void tune_tcp(int fd, std::optional<double> host_loss_s) {
 }
 
 std::optional<TcpState> tcp_state(int fd) {
-  // Linux's struct tcp_info, of which glibc knows the first half; older kernels fill in less.
+  // Linux's struct tcp_info. glibc declares only its first half, and older kernels fill in fewer bytes.
   std::array<std::byte, 232> info{};
   socklen_t size = info.size();
   if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, info.data(), &size) != 0) return std::nullopt;
@@ -90,7 +90,7 @@ std::optional<TcpState> tcp_state(int fd) {
   const auto segs_in = number_at(140);
   const auto notsent_bytes = number_at(144);
   const auto snd_wnd = number_at(228);
-  // Bytes that have room and are not sent have no route: the device is down, or the route is gone.
+  // If the peer has room but bytes are not sent, they have no route: the device is down, or the route is gone.
   const bool has_no_way = notsent_bytes > 0 && snd_wnd >= notsent_bytes;
   return TcpState{unacked > 0 || has_no_way || unanswered_probes > 0, notsent_bytes > 0,
                   std::chrono::milliseconds(last_ack_recv_ms), segs_in};

@@ -1,12 +1,13 @@
-// Wakeup events of the ranks of one host: an eventfd per rank and a word in shared memory that shows whether
-// a signal is worth a system call. So one epoll_wait waits for both sockets and shared memory.
+// Wakeup events of the ranks of one host. Each rank has an eventfd, so its epoll_wait waits for sockets and for shared
+// memory at once. Each rank also has a word in shared memory that shows whether it sleeps: a peer makes the system call
+// only for a sleeping rank.
 //
-// **Ownership.** A rank writes only its own word. An odd value means that it sleeps, or is about to sleep.
-// Each sleep has its own odd value, so that a peer signals once per sleep.
+// **Ownership.** A rank writes only its own word. An odd value means that it sleeps, or is about to sleep. Each sleep
+// has another odd value, so that a peer signals once per sleep.
 //
-// **Why no wakeup is lost.** The sleeper stores the odd value and then reads the counters again; a writer
-// stores its counter and then reads the word. All four are sequentially consistent, so at least one of the
-// two sees the other.
+// **Why no wakeup is lost.** The sleeper stores the odd value and then reads the shared counters again. A peer stores
+// its counter and then reads the word. All four accesses are sequentially consistent, so at least one of the two ranks
+// sees the store of the other.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -40,7 +41,7 @@ class WakeupEvent {
 
   int fd() const noexcept { return event_.get(); }
 
-  /// The word that peers see; before, a private one.
+  /// Sets the word that peers see. Until then the rank uses a private word.
   void use_word(SharedWord& word) noexcept { word_ = &word; }
   void add_peer(Rank rank, const SharedWord& word, Fd event) {
     const auto index = static_cast<std::size_t>(index_of(rank));
@@ -48,10 +49,10 @@ class WakeupEvent {
     peers_[index] = {&word, std::move(event), 0};
   }
 
-  /// From now on every signal to a peer is counted there.
+  /// Makes the event count its signals to peers in `rings`.
   void count(Counter& rings) noexcept { rings_ = &rings; }
 
-  /// Announces sleep; read the shared counters again before sleeping.
+  /// Announces that this rank is about to sleep. Read the shared counters again before the sleep.
   void set_sleeping() noexcept {
     if ((epoch_ & 1) == 0) word_->value.store(++epoch_, std::memory_order_seq_cst);
   }
@@ -73,22 +74,22 @@ class WakeupEvent {
     }
   }
 
-  /// Wakes the threads of this process that wait on `fd`. Any thread.
+  /// Wakes the threads of this process that wait on `fd`. Any thread may call it.
   void ring_self() const noexcept { write_event(event_); }
 
-  /// The same if this rank sleeps, or is about to. Call after storing (seq_cst) the values that it waits for.
-  /// Any thread.
+  /// Wakes the threads of this process if this rank sleeps, or is about to sleep. Call it after storing (seq_cst) the
+  /// values that they wait for. Any thread may call it.
   void ring_self_if_asleep() const noexcept {
     if ((word_->value.load(std::memory_order_seq_cst) & 1) == 1) ring_self();
   }
 
   void clear() noexcept {
     std::uint64_t count = 0;
-    // EAGAIN: another thread has cleared it.
+    // It fails with EAGAIN if another thread has cleared the event.
     [[maybe_unused]] const auto result = ::read(event_.get(), &count, sizeof(count));
   }
 
-  /// Closes every descriptor without a signal (in a forked child).
+  /// Closes every descriptor in a forked child, without signalling a peer.
   void close() noexcept {
     event_.reset();
     for (auto& peer : peers_) peer.event.reset();
@@ -103,7 +104,7 @@ class WakeupEvent {
 
   static void write_event(const Fd& event) noexcept {
     const std::uint64_t one = 1;
-    // EAGAIN: it is signalled already.
+    // It fails with EAGAIN if the counter of the event is full; the event then signals anyway.
     [[maybe_unused]] const auto result = ::write(event.get(), &one, sizeof(one));
   }
 

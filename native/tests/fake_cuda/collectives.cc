@@ -1,5 +1,5 @@
-// The collectives, by chunks through the shared memory: plain rather than fast. Input is read and
-// output written when the stream has come to it, never earlier.
+// The collectives, in chunks through shared memory. The code is simple rather than fast. It reads input and writes
+// output only when the stream runs the collective, never earlier.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -15,7 +15,7 @@ namespace fake {
 
 namespace {
 
-/// Throws where the ranks' descriptions of this collective differ. False: aborted.
+/// Throws if the ranks' descriptions of this collective differ. False if the communicator was aborted.
 bool agree(Meeting& meeting, const Op& op, const Stop& stop) {
   Seat& own = meeting.seat(meeting.rank());
   own.descriptor = {static_cast<std::uint32_t>(op.kind), static_cast<std::uint32_t>(op.dtype),
@@ -26,7 +26,7 @@ bool agree(Meeting& meeting, const Op& op, const Stop& stop) {
   for (int i = 0; i < meeting.size(); ++i) {
     is_agreed = is_agreed && meeting.seat(i).descriptor == own.descriptor;
   }
-  // Nobody writes the next description before everybody has read this one.
+  // No rank may write its next description before all ranks have read this description.
   if (!meeting.barrier(stop)) return false;
   if (!is_agreed) {
     throw std::runtime_error(std::string("the ranks of a communicator do not call the same ") +
@@ -35,7 +35,7 @@ bool agree(Meeting& meeting, const Op& op, const Stop& stop) {
   return true;
 }
 
-/// Every rank gives `bytes` from `input` in chunks; `take` sees all chunks of an offset.
+/// Exchanges `bytes` from every rank's `input` in chunks. `take` gets the chunks of all ranks at an offset.
 template <class Take>
 bool exchange(Meeting& meeting, const std::byte* input, std::size_t bytes, const Stop& stop,
               Take take) {
@@ -96,7 +96,7 @@ bool run_collective(Meeting& meeting, const Op& op, const Stop& stop) {
   throw std::logic_error("not a collective");
 }
 
-/// One send or receive under way.
+/// An unfinished send or receive.
 struct Message {
   const Op* op;
   std::size_t done = 0;
@@ -105,7 +105,7 @@ struct Message {
   bool is_done() const { return done == bytes(); }
 };
 
-/// Moves one chunk if there is room or data; returns whether it did.
+/// Moves a chunk if there is room or data. True if it did.
 bool advance(Meeting& meeting, Message& message) {
   const bool is_send = message.op->kind == Kind::kSend;
   const int peer = message.op->root;
@@ -132,7 +132,7 @@ bool advance(Meeting& meeting, Message& message) {
   return true;
 }
 
-/// All messages progress concurrently, messages of one pair and direction in order.
+/// Runs all messages concurrently, but messages of the same pair and direction in order.
 bool run_messages(Meeting& meeting, std::vector<Message> messages, const Stop& stop) {
   const auto advance_all = [&] {
     bool has_moved = false;

@@ -16,10 +16,11 @@ namespace fake {
 
 namespace {
 
-// How often ncclCommGetAsyncError says "in progress" before a launch is done; 1 would be found by
-// code that polls once and continues.
+// Number of calls of ncclCommGetAsyncError that report "in progress" before a launch is done. With 1 call, wrong code
+// that polls once and continues would seem right.
 constexpr int kPolls = 3;
-// The first launch connects the ranks, which takes the real one a while; later ones now and then.
+// Every third launch is deferred, beginning with the first launch, in which the real NCCL takes long to connect the
+// ranks.
 constexpr std::uint64_t kEvery = 3;
 
 std::uint64_t host_hash() {
@@ -37,9 +38,9 @@ Identity identity_of(const Device& device) {
   return identity;
 }
 
-/// Why two ranks of `meeting` may not be on the GPUs that they are on; empty if they may.
+/// The error if two ranks of `meeting` share a GPU and NCCL does not permit it; else empty.
 std::string shared_gpu(const Meeting& meeting) {
-  constexpr int kSharingByName = 23003;  // from here on NCCL compares UUIDs, whatever the host
+  constexpr int kSharingByName = 23003;  // from this version on NCCL compares UUIDs, on any host
   const bool by_name = nccl_version() >= kSharingByName;
   const char* enable = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   if (by_name && enable != nullptr && std::string_view(enable) == "1") return {};
@@ -87,7 +88,7 @@ NcclResult Comm::join(const sparkhvd::nccl::NcclUniqueId& id) {
     if (const std::string problem = shared_gpu(*opened); !problem.empty()) {
       return fail(NcclResult::kInvalidUsage, problem);
     }
-    // No rank continues before all have read.
+    // No rank may continue before all ranks have read the seats.
     if (!opened->barrier(stop())) return NcclResult::kInternalError;
     const std::scoped_lock lock(mutex_);
     meeting = std::move(opened);
@@ -98,7 +99,7 @@ NcclResult Comm::join(const sparkhvd::nccl::NcclUniqueId& id) {
 }
 
 NcclResult Comm::launch(const std::vector<Op>& ops) {
-  // A call that comes back after the abort launches nothing: the memory may be gone.
+  // A call that returns from a hang after the abort must not launch, because the memory may be freed.
   if (is_aborted) return NcclResult::kSuccess;
   std::unique_lock lock(mutex_);
   if (state_ != NcclResult::kSuccess) return state_;
@@ -164,7 +165,7 @@ void Comm::abandon() {
   for (const Op& op : std::exchange(deferred_, {})) --op.stream->unconfirmed;
 }
 
-// One kernel on the first stream; the others wait for it, and it for what they hold already.
+// Queues one kernel on the first stream. It waits for the earlier items of the other streams, and they wait for it.
 void Comm::enqueue(const std::vector<Op>& ops) {
   if (faults().is_idle()) return;
   const auto& first = ops.front().stream;
@@ -191,7 +192,7 @@ void Comm::run(const std::vector<Op>& ops) {
       fail(static_cast<NcclResult>(*verdict.result), "a failure that the test asked for");
     }
   }
-  // After an error nothing is moved any more: the peers spin until they are aborted.
+  // After an error this rank moves no data any more, so the peers spin until they are aborted.
   const NcclResult before = state();
   if (before != NcclResult::kSuccess && before != NcclResult::kInProgress) return;
   try {

@@ -1,8 +1,8 @@
-// A communicator of the stand-in for libnccl: its state as NCCL shows it, and its launches.
+// A communicator of the stand-in for libnccl: its state as NCCL reports it, and its launches.
 //
-// Threads: callers, the stream's threads that run the collectives, and one for each initialisation
-// or split that does not block. Ownership: the table of handles and everything under way hold a
-// shared_ptr; `mutex_` guards the state. Shutdown: abort sets a flag that every wait looks at.
+// Threads: callers, the streams' threads that run the collectives, and a thread for each initialisation or split that
+// does not block. Ownership: the table of handles and unfinished work hold a shared_ptr; `mutex_` guards the state.
+// Shutdown: abort sets a flag that every wait checks.
 #pragma once
 
 #include <atomic>
@@ -40,10 +40,10 @@ struct Op {
   Kind kind = Kind::kAllReduce;
   const std::byte* send = nullptr;
   std::byte* recv = nullptr;
-  std::size_t count = 0;  // of elements; per rank for allgather and reducescatter
+  std::size_t count = 0;  // elements; for allgather and reducescatter per rank
   NcclDataType dtype = NcclDataType::kInt8;
   NcclOp op = NcclOp::kSum;
-  int root = 0;  // the peer of send and recv
+  int root = 0;  // for send and recv: the peer
   std::shared_ptr<Stream> stream = nullptr;
 };
 
@@ -52,25 +52,26 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Comm(int rank, int size, Device& device, int ordinal, bool is_blocking)
       : rank(rank), size(size), device(device), ordinal(ordinal), is_blocking(is_blocking) {}
 
-  /// Runs `job` here if the communicator blocks, else in a thread while calls say "in progress".
+  /// Runs `job` in the caller's thread if the communicator blocks. Otherwise a thread runs it, and calls report "in
+  /// progress" meanwhile.
   NcclResult start(std::function<NcclResult()> job);
-  /// The seat in the memory of `id`, and the wait for the others; to be run by start().
+  /// Takes a seat in the memory of `id` and waits for the other ranks. start() runs it.
   NcclResult join(const sparkhvd::nccl::NcclUniqueId& id);
 
-  /// Launches on the streams of `ops` as one kernel; without blocking, now and then only when
-  /// poll() has been called a few times.
+  /// Launches `ops` on their streams as one kernel. In a non-blocking communicator some launches happen only after a
+  /// few calls of poll().
   NcclResult launch(const std::vector<Op>& ops);
 
-  /// Result of ncclCommGetAsyncError; continues work in progress.
+  /// Continues work in progress, and returns the result of ncclCommGetAsyncError.
   NcclResult poll();
   NcclResult state();
-  /// An error of the communicator, which stays.
+  /// Sets a permanent error of the communicator.
   NcclResult fail(NcclResult result, const std::string& text);
   std::string last_error();
 
-  /// Waits until what was launched has ended.
+  /// Waits until all launches have ended.
   void drain();
-  /// The first half of an abort: everything of this communicator ends where it is.
+  /// Does the first half of an abort: all work of this communicator stops at once.
   void abandon();
   Stop stop() {
     return [this] { return is_aborted.load(); };
@@ -92,16 +93,16 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::mutex mutex_;
   NcclResult state_ = NcclResult::kSuccess;
   std::string last_error_;
-  bool has_job_ = false;      // a thread works
+  bool has_job_ = false;      // a thread runs a job
   int polls_left_ = 0;        // until poll() continues
-  std::vector<Op> deferred_;  // a launch that poll() does
+  std::vector<Op> deferred_;  // a launch that poll() will do
   std::uint64_t launches_ = 0;
-  std::uint64_t runs_ = 0;  // of the stream's thread alone
-  std::vector<std::pair<std::shared_ptr<Stream>, Stream::Position>> ends_;  // of each stream
+  std::uint64_t runs_ = 0;  // only the stream's thread uses it
+  std::vector<std::pair<std::shared_ptr<Stream>, Stream::Position>> ends_;  // end of each launch
 };
 
-/// Runs the collectives in their order and the sends and receives beside each other. False where
-/// the communicator was aborted; throws std::runtime_error where the ranks do not match.
+/// Runs collectives in their order, and sends and receives concurrently. False if the communicator was aborted. Throws
+/// std::runtime_error if the ranks' calls do not match.
 bool run_ops(Meeting& meeting, const std::vector<Op>& ops, const Stop& stop);
 
 }  // namespace fake

@@ -1,4 +1,4 @@
-// What every function of the stand-in for libcuda does first, in one place.
+// Checks that every function of the stand-in for libcuda does first.
 #pragma once
 
 #include <exception>
@@ -12,7 +12,7 @@ namespace fake {
 
 enum class Needs { kNothing, kInit, kContext };
 
-/// Runs `body` unless a rule of the test or CUDA's own conditions say otherwise.
+/// Runs `body` unless a rule of the test or a condition of CUDA forbids it.
 template <class Body>
 CUresult driver_call(const char* name, Needs needs, Body body) noexcept {
   using namespace sparkhvd::nccl;
@@ -42,7 +42,7 @@ CUresult driver_call(const char* name, Needs needs, Body body) noexcept {
   }
 }
 
-/// The same for what CUDA calls potentially unsafe while a graph is captured.
+/// Does the same for calls that CUDA refuses as potentially unsafe while a graph is captured.
 template <class Body>
 CUresult unsafe_call(const char* name, Body body) noexcept {
   return driver_call(name, Needs::kContext, [&] {

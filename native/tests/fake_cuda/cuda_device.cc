@@ -1,4 +1,4 @@
-// libcuda.so.1's names: errors, devices, contexts, memory.
+// Exported functions of the stand-in for libcuda.so.1: errors, devices, contexts, memory.
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -204,7 +204,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
     if (address == 0) return kCudaSuccess;
     const auto allocation = driver().find(address);
     if (!allocation || allocation->can_be_registered) return kCudaErrorInvalidValue;
-    // As on a GPU, it waits for everything there, a collective that spins for a peer included.
+    // As on a GPU, it waits for all work of the device, even for a collective that spins for a peer.
     for (const auto& stream : allocation->device->streams()) stream->wait(stream->position());
     return driver().free(address) ? kCudaSuccess : kCudaErrorInvalidValue;
   });

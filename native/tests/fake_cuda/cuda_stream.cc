@@ -1,4 +1,5 @@
-// libcuda.so.1's names: streams, events, copies, host functions; and captures, for tests.
+// Exported functions of the stand-in for libcuda.so.1: streams, events, copies and host functions; and captures, for
+// tests.
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -21,8 +22,8 @@ namespace {
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
 
-/// How long who should have been waited for is held: far longer than who should have waited takes,
-/// although its items are late, too.
+/// After a skipped wait, the stream that should have been waited for is held for this time. It is much longer than the
+/// waiting stream needs, although the items of that stream are delayed too.
 std::chrono::microseconds hold_of_skipped_wait() {
   return std::max(std::chrono::microseconds(50'000),
                   10 * std::chrono::microseconds(fake::faults().stream_delay_us()));
@@ -46,7 +47,7 @@ CUresult event_call(const char* name, CUevent handle, Body body) {
   });
 }
 
-/// Queues `item` on the stream for the function `name`.
+/// Queues `item` on a stream, for the driver's function `name`.
 CUresult queue(const char* name, CUstream handle, std::function<void()> item) {
   return stream_call(name, handle, [&](const Streams& stream) {
     fake::check_confirmed(*stream, name);
@@ -98,7 +99,7 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned) {
     if (!this_thread().is_wait_skipped) {
       stream->submit_wait(other, position);
     } else if (!other->has_reached(position)) {
-      other->hold(hold_of_skipped_wait());  // so that who should have waited surely comes first
+      other->hold(hold_of_skipped_wait());  // so that the stream without the wait comes first
     }
     return kCudaSuccess;
   });
@@ -108,7 +109,7 @@ CUresult cuStreamSynchronize(CUstream handle) {
   return unsafe_call("cuStreamSynchronize", [&] {
     const Streams stream = driver().find_stream(handle);
     if (stream == nullptr) return kCudaErrorInvalidHandle;
-    fake::submit(stream, [] {});  // so that the legacy stream stands for those that sync with it
+    fake::submit(stream, [] {});  // makes the legacy stream wait for the streams that sync with it
     stream->wait(stream->position());
     return kCudaSuccess;
   });
@@ -157,7 +158,7 @@ CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
     const Streams stream = driver().find_stream(stream_handle);
     if (stream == nullptr) return kCudaErrorInvalidHandle;
     fake::check_confirmed(*stream, "cuEventRecord");
-    // An item of its own: on the legacy stream it also waits for the streams that sync with it.
+    // Records behind a separate item: on the legacy stream it also waits for the streams that sync with it.
     const auto position = fake::submit(stream, [] {});
     const std::scoped_lock lock(event.mutex);
     event.stream = stream;
@@ -202,7 +203,7 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, std::size_t byte
 
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, std::size_t bytes,
                               CUstream stream) {
-  // Pageable memory is staged before the call returns.
+  // As in CUDA, pageable memory is copied before the call returns.
   const auto* start = static_cast<const unsigned char*>(from);
   auto staged = std::make_shared<std::vector<unsigned char>>(start, start + bytes);
   return queue("cuMemcpyHtoDAsync", stream,

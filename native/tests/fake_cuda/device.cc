@@ -20,7 +20,7 @@ using sparkhvd::nccl::kCudaSuccess;
 namespace {
 
 constexpr int kDefaultDevices = 8;
-constexpr std::align_val_t kAlignment{512};  // what cuMemAlloc promises is 256
+constexpr std::align_val_t kAlignment{512};  // cuMemAlloc guarantees 256
 
 sparkhvd::nccl::CUuuid make_uuid(int index) {
   sparkhvd::nccl::CUuuid uuid{};
@@ -82,7 +82,7 @@ void Stream::run() {
     if (items_.empty()) return;
     auto item = std::move(items_.front());
     items_.pop_front();
-    // It may be held until the moment that it starts.
+    // The stream may be held again while the item waits.
     const auto late =
         std::chrono::steady_clock::now() + std::chrono::microseconds(faults().stream_delay_us());
     while (std::chrono::steady_clock::now() < std::max(late, held_until_)) {
@@ -90,7 +90,7 @@ void Stream::run() {
     }
     lock.unlock();
     item();
-    item = nullptr;  // what it holds may be this stream's last owner but us
+    item = nullptr;  // destroys the item now, because it may own this stream
     lock.lock();
     ++completed_;
     changed_.notify_all();
@@ -169,7 +169,7 @@ Driver::Driver() {
     for (int i = 0; i < physical; ++i) devices.push_back(std::make_unique<Device>(i));
     return;
   }
-  // As CUDA: the list ends at the first word that is no device.
+  // As in CUDA, the list ends at the first word that is not a device.
   std::istringstream words(visible);
   for (std::string word; std::getline(words, word, ',');) {
     char* end = nullptr;
@@ -196,7 +196,7 @@ Device* current_device() {
 
 std::uint64_t Driver::allocate(Device& device, std::size_t bytes, bool can_be_registered) {
   void* memory = ::operator new(bytes, kAlignment);
-  // A GPU's memory holds whatever was there.
+  // New memory of a GPU has arbitrary content.
   std::memset(memory, 0xa5, bytes);
   const auto address = reinterpret_cast<std::uint64_t>(memory);
   const std::scoped_lock lock(mutex_);

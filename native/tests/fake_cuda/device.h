@@ -1,10 +1,10 @@
-// The pretended GPUs of a process: contexts, streams that are real queues, events, captures.
+// The simulated GPUs of a process: contexts, streams that are real queues, events, captures.
 //
-// Threads: each stream has one, started by its first item and detached, because a stream may hang
-// for good, as on a GPU. Callers' threads only queue.
-// Ownership: holders of a shared_ptr; the Driver's tables hold one for each handle that the
-// program has. Each class guards itself by its own mutex and calls no other class under it.
-// Shutdown: none. Nothing global is destroyed, so a thread that outlives main finds what it needs.
+// Threads: each stream has a thread that its first item starts. The thread is detached, because a stream may hang
+// forever, as on a GPU. Callers' threads only queue items.
+// Ownership: by shared_ptr; the Driver's tables hold a pointer for each handle of the program. Each class has its own
+// mutex, and calls no other class while it holds the mutex.
+// Shutdown: there is no shutdown. Global objects are never destroyed, because a thread may outlive main.
 #pragma once
 
 #include <array>
@@ -32,24 +32,24 @@ using sparkhvd::nccl::CUstreamCaptureStatus;
 
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
-  using Position = std::uint64_t;  // items submitted before and up to this one
+  using Position = std::uint64_t;  // number of items that were submitted up to this item
 
-  /// Queues `item`; what was queued before ends before it starts.
+  /// Queues `item`. It starts when all earlier items have ended.
   Position submit(std::function<void()> item);
-  /// Queues a wait for what `other` has been given so far.
+  /// Queues a wait for the items of `other` up to `position`.
   void submit_wait(const std::shared_ptr<Stream>& other, Position position);
   Position position();
   bool has_reached(Position position);
   void wait(Position position);
-  /// Nothing new starts for a while.
+  /// Starts no further item for this time.
   void hold(std::chrono::microseconds duration);
-  /// The thread ends once the queue is empty.
+  /// Lets the thread end when the queue is empty.
   void close();
 
   bool syncs_with_legacy = false;          // created without the flag NON_BLOCKING
   std::atomic<int> unconfirmed = 0;        // launches that NCCL has not reported as done
-  std::atomic<bool> is_capturing = false;  // then items are dropped
-  std::atomic<bool> is_spoilt = false;     // the capture
+  std::atomic<bool> is_capturing = false;  // true: items are dropped
+  std::atomic<bool> is_spoilt = false;     // the capture is invalid
 
  private:
   void run();
@@ -64,35 +64,35 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool is_closed_ = false;
 };
 
-/// An event remembers a place in a stream; unrecorded, it is reached at once.
+/// An event: a position in a stream. An event that was never recorded counts as reached.
 struct Event {
   std::mutex mutex;
   std::shared_ptr<Stream> stream;
   Stream::Position position = 0;
 };
 
-/// One GPU. It runs one collective at a time: communicators that are used in different orders on
-/// two ranks deadlock. Of those that are ready, the one launched first begins.
+/// A simulated GPU. It runs one collective at a time, so communicators that are used in different orders on two ranks
+/// deadlock. Of the ready collectives the first launched collective begins.
 class Device {
  public:
   explicit Device(int index);
 
-  /// To be called when a collective is launched; its place among the device's.
+  /// Returns the number of a launch among the device's launches. Call it when a collective is launched.
   std::uint64_t launch();
-  /// Takes the device for the launch `ticket` of the operation `key`, beside which only the same
-  /// operation of another rank may run. False where `stop` said so first.
+  /// Takes the device for the launch `ticket` of the operation `key`. Meanwhile only other ranks' launches of the same
+  /// operation may run on the device. False if `stop` became true first.
   bool acquire(std::uint64_t ticket, std::uint64_t key, const std::function<bool()>& stop);
   void release();
-  /// The launch has ended, whether it took the device or not.
+  /// Records the end of a launch, also if it never took the device.
   void retire();
   /// Waits for the end of every launch so far, as cudaFree does on a GPU.
   void wait_for_launches();
 
-  /// Every stream of the device; those that are gone are left out.
+  /// All streams of the device that still exist.
   std::vector<std::shared_ptr<Stream>> streams();
   std::shared_ptr<Stream> add_stream(bool syncs_with_legacy);
 
-  const int index;  // of the machine's, so before CUDA_VISIBLE_DEVICES
+  const int index;  // among the machine's devices, ignoring CUDA_VISIBLE_DEVICES
   const sparkhvd::nccl::CUuuid uuid;
   const std::shared_ptr<Stream> legacy;
   std::atomic<int> retained = 0;  // the primary context exists while this is positive
@@ -111,7 +111,7 @@ class Device {
 struct Allocation {
   Device* device = nullptr;
   std::size_t bytes = 0;
-  bool can_be_registered = false;  // from ncclMemAlloc
+  bool can_be_registered = false;  // true for memory from ncclMemAlloc
 };
 
 class Driver {
@@ -127,8 +127,9 @@ class Driver {
   std::optional<Allocation> find(std::uint64_t address, std::size_t bytes = 1);
 
   std::shared_ptr<Event> find_event(const void* handle);
-  std::shared_ptr<Stream> find_stream(const void* handle);  // null of the current device's legacy
-  /// The device whose stream it is; null for an unknown stream.
+  // A null handle means the legacy stream of the current device.
+  std::shared_ptr<Stream> find_stream(const void* handle);
+  /// The device of a stream; null for an unknown stream.
   Device* device_of(const std::shared_ptr<Stream>& stream);
 
   void* add_event();
@@ -136,7 +137,7 @@ class Driver {
   void* add_stream(Device& device, bool syncs_with_legacy);
   bool remove_stream(const void* handle);
 
-  /// Success, or how CUDA refuses an unsafe call while a graph is captured, which it spoils.
+  /// Success, or CUDA's error for an unsafe call while a graph is captured. Such a call invalidates the capture.
   CUresult check_capture();
   CUresult begin_capture(const void* handle);
   CUresult end_capture(const void* handle);
@@ -151,7 +152,7 @@ class Driver {
 
 Driver& driver();
 
-/// Of the calling thread: contexts are Devices, because each has only the primary one.
+/// State of the calling thread. A context is a Device, because each device has only its primary context.
 struct ThreadState {
   std::vector<Device*> contexts;
   CUstreamCaptureMode capture_mode = CUstreamCaptureMode::kGlobal;
@@ -163,11 +164,11 @@ ThreadState& this_thread();
 /// The device of the thread's current context, or null.
 Device* current_device();
 
-/// Submits with the semantics of the legacy stream: it waits for the streams that sync with it, and
-/// they for it. Records a misuse where NCCL still has to confirm a launch there.
+/// Submits with the semantics of the legacy stream: it waits for the streams that sync with it, and they wait for it.
+/// Records a misuse if NCCL has not confirmed a launch on one of these streams.
 Stream::Position submit(const std::shared_ptr<Stream>& stream, std::function<void()> item);
 
-/// Records a misuse where work goes to a stream that has a launch which NCCL has not confirmed.
+/// Records a misuse if the stream has a launch that NCCL has not confirmed.
 void check_confirmed(Stream& stream, const char* function);
 
 }  // namespace fake

@@ -19,8 +19,8 @@ Faults::Faults() {
   if (const char* text = std::getenv("FAKE_CUDA")) parse(text);
 }
 
-// "fail:ncclAllReduce:3:6,delay:cuEventRecord:1:5000,hang:ncclBroadcast:2,skip_wait:4,
-// stream_delay:200"
+// Parses rules such as
+// "fail:ncclAllReduce:3:6,delay:cuEventRecord:1:5000,hang:ncclBroadcast:2,skip_wait:4,stream_delay:200".
 void Faults::parse(const std::string& text) {
   std::istringstream rules(text);
   for (std::string rule; std::getline(rules, rule, ',');) {

@@ -1,4 +1,4 @@
-// What tests ask of the stand-ins: calls that fail, hang or come late, counts, and misuse.
+// Rules of tests for the stand-ins (calls that fail, hang or come late), counts of calls, and recorded misuse.
 #pragma once
 
 #include <atomic>
@@ -19,11 +19,11 @@ enum class Action { kFail, kDelay, kHang, kSkip };
 struct Rule {
   std::string function;
   Action action = Action::kFail;
-  int value = 0;  // the result, or microseconds
+  int value = 0;  // the result to return, or microseconds
   int countdown = 1;
 };
 
-/// How a call must end instead of doing its work; nothing of both for an ordinary call.
+/// How a rule changes a call. Both fields are unset for an ordinary call.
 struct Verdict {
   std::optional<int> result;
   bool is_skipped = false;
@@ -31,11 +31,11 @@ struct Verdict {
 
 class Faults {
  public:
-  /// Rules of the variable FAKE_CUDA, for processes that a test starts.
+  /// Reads rules from the environment variable FAKE_CUDA, for processes that a test starts.
   Faults();
 
   void add(Rule rule);
-  /// Counts the call and sleeps or hangs where a rule says so; `stop` ends a hang.
+  /// Counts the call, and sleeps or hangs if a rule says so. `stop` ends a hang.
   Verdict enter(const std::string& function, const std::function<bool()>& stop = {});
   int count(const std::string& function);
   void reset();
@@ -51,18 +51,18 @@ class Faults {
  private:
   void parse(const std::string& text);
 
-  std::mutex mutex_;  // guards all but the atomic
+  std::mutex mutex_;  // guards everything except the atomic
   std::condition_variable let_go_;
   std::uint64_t resets_ = 0;
   std::vector<Rule> rules_;
   std::map<std::string, int> counts_;
-  std::list<std::string> texts_;  // of misuse; never freed, because callers hold their characters
+  std::list<std::string> texts_;  // misuse; never freed, because callers keep pointers to the text
   const std::string* first_ = nullptr;
   std::atomic<int> stream_delay_us_ = 0;
   std::atomic<bool> is_idle_ = false;
 };
 
-/// The process's; never destroyed, because threads of streams may outlive main.
+/// The rules of this process. They are never destroyed, because threads of streams may outlive main.
 Faults& faults();
 
 }  // namespace fake

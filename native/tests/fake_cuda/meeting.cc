@@ -19,7 +19,7 @@ namespace fake {
 
 using sparkhvd::nccl::NcclUniqueId;
 
-static_assert(std::atomic<std::uint32_t>::is_always_lock_free);  // works between processes
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free);  // needed between processes
 
 namespace {
 
@@ -43,7 +43,7 @@ std::runtime_error failure(const std::string& call) {
   return std::runtime_error(call + ": " + std::strerror(errno));
 }
 
-/// Descriptors of ids made in this process that not all ranks have joined yet.
+/// Descriptors of unique ids of this process that some ranks have not joined yet.
 struct OpenIds {
   std::mutex mutex;
   std::map<std::uint64_t, int> descriptors;  // by key
@@ -102,7 +102,7 @@ Meeting::Meeting(const NcclUniqueId& id, int rank, int size, const Identity& ide
   const auto ranks = static_cast<std::size_t>(size);
   bytes_ = sizeof(Header) + ranks * sizeof(Seat) + ranks * ranks * sizeof(Mailbox);
   struct stat status{};
-  // Only grown, and to the same size by all: the first rank provides the pages.
+  // The file only grows, and every rank sets the same size. So the first rank provides the pages.
   const bool is_sized = ::fstat(descriptor, &status) == 0 &&
                         (static_cast<std::size_t>(status.st_size) >= bytes_ ||
                          ::ftruncate(descriptor, static_cast<off_t>(bytes_)) == 0);
@@ -140,7 +140,7 @@ Meeting::~Meeting() { ::munmap(memory_, bytes_); }
 bool Meeting::wait_for_all(const Stop& stop) {
   const bool are_there =
       wait([&] { return header_->joined == static_cast<std::uint32_t>(size_); }, stop);
-  open_ids().close_one(key_);  // a rank that gives up ends the id for those who are not there yet
+  open_ids().close_one(key_);  // if this rank gives up, ranks that have not joined get an error
   return are_there;
 }
 
@@ -160,7 +160,7 @@ bool Meeting::wait(const std::function<bool()>& condition, const Stop& stop) {
     const std::uint32_t wakeup = header_->wakeup;
     if (condition()) return true;
     if (stop()) return false;
-    const timespec longest{0, 1'000'000};  // how soon an abort is seen
+    const timespec longest{0, 1'000'000};  // wakes every millisecond to check for an abort
     ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&header_->wakeup), FUTEX_WAIT, wakeup,
               &longest, nullptr, 0);
   }

@@ -1,8 +1,8 @@
-// Where the ranks of a communicator meet: shared memory without a name, so that a killed test
-// leaves nothing behind. It works between threads of one process and between processes of a host.
+// Shared memory of the ranks of a communicator. It has no name, so a killed test leaves nothing behind. It works
+// between threads of a process and between processes of a host.
 //
-// The unique id holds the process that made it and its descriptor of the memory, which the others
-// open through /proc; so that process must live until all have joined, as with the real one.
+// The unique id has the process that made it and the memory's descriptor in that process. The other ranks open it
+// through /proc, so the process must live until all ranks have joined, as with the real NCCL.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace fake {
 
-/// What a rank says about a collective before the data, so that disagreement is found.
+/// A rank's description of a collective. Ranks compare their descriptions before the data, to find a disagreement.
 struct Descriptor {
   std::uint32_t kind = 0;
   std::uint32_t dtype = 0;
@@ -34,19 +34,19 @@ struct Identity {
 inline constexpr std::size_t kChunkBytes = 64 << 10;
 inline constexpr std::size_t kMailBytes = 16 << 10;
 
-/// One per rank, in shared memory.
+/// State of a rank in shared memory.
 struct alignas(64) Seat {
   std::atomic<std::uint32_t> is_taken;
-  std::atomic<std::uint32_t> step;  // barriers passed
+  std::atomic<std::uint32_t> step;  // number of barriers that the rank has passed
   Identity identity;
   Descriptor descriptor;
   std::int32_t color;
   std::int32_t key;
-  sparkhvd::nccl::NcclUniqueId id;  // of the part of a split that this rank leads
+  sparkhvd::nccl::NcclUniqueId id;  // for the new communicator of a split that this rank leads
   std::byte chunk[kChunkBytes];
 };
 
-/// One per pair of ranks: a chunk on its way.
+/// A chunk on its way from a rank to another rank.
 struct alignas(64) Mailbox {
   std::atomic<std::uint32_t> is_full;
   std::uint64_t message_bytes;
@@ -64,18 +64,18 @@ class Meeting {
   Meeting& operator=(const Meeting&) = delete;
   ~Meeting();
 
-  /// Waits until every rank has its seat. False where `stop` said so first; so for all waits.
+  /// Waits until every rank has its seat. Every wait returns false if `stop` became true first.
   bool wait_for_all(const Stop& stop);
   bool barrier(const Stop& stop);
   bool wait(const std::function<bool()>& condition, const Stop& stop);
-  /// Wakes those who wait after a change that is no barrier.
+  /// Wakes waiting ranks after a change that is not a barrier.
   void ring();
 
   Seat& seat(int rank) const { return seats_[rank]; }
   Mailbox& mailbox(int from, int to) const { return mailboxes_[from * size_ + to]; }
   int rank() const { return rank_; }
   int size() const { return size_; }
-  /// The same on all ranks, and no other communicator's.
+  /// Key of the communicator: equal on all its ranks, and different from other communicators.
   std::uint64_t key() const { return key_; }
 
  private:
@@ -93,7 +93,7 @@ class Meeting {
   sparkhvd::nccl::NcclUniqueId id_;
 };
 
-/// A fresh id, whose memory stays until all ranks have joined.
+/// Makes a unique id. Its memory stays until all ranks have joined.
 sparkhvd::nccl::NcclUniqueId make_unique_id();
 
 }  // namespace fake

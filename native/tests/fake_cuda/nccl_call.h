@@ -1,5 +1,5 @@
-// What every function of the stand-in for libnccl does first: rules of the test, the handle, and
-// the ways to misuse a communicator.
+// Checks that every function of the stand-in for libnccl does first: rules of the test, the handle, and misuse of the
+// communicator.
 #pragma once
 
 #include <exception>
@@ -16,12 +16,12 @@ namespace fake {
 
 using sparkhvd::nccl::ncclComm_t;
 
-/// The communicators that the program holds handles of.
+/// The communicator of a handle of the program; null for an unknown handle.
 std::shared_ptr<Comm> find_comm(ncclComm_t handle);
 ncclComm_t add_comm(const std::shared_ptr<Comm>& comm);
 void remove_comm(ncclComm_t handle);
 
-/// What ncclGetLastError answers in this thread.
+/// The text that ncclGetLastError returns in this thread.
 std::string& last_error();
 inline NcclResult refuse(NcclResult result, const std::string& text) {
   last_error() = text;
@@ -32,7 +32,7 @@ inline NcclResult refuse_misuse(NcclResult result, const std::string& text) {
   return refuse(result, text);
 }
 
-/// The group of the calling thread: what ncclGroupEnd will do.
+/// The open group of the calling thread: the work that ncclGroupEnd will do.
 struct Group {
   int depth = 0;
   NcclResult error = NcclResult::kSuccess;
@@ -42,9 +42,9 @@ struct Group {
 };
 Group& this_group();
 
-enum class While { kReady, kInProgress };  // what the communicator may be in
+enum class While { kReady, kInProgress };  // states of a communicator that a call permits
 
-/// Runs `body` behind the rules of NCCL for every call; an error ends the group that is open.
+/// Runs `body` after the checks that NCCL does in every call. An error ends the open group.
 template <class Body>
 NcclResult guarded(const char* name, Body body) noexcept {
   NcclResult result = NcclResult::kInternalError;
@@ -63,7 +63,7 @@ NcclResult guarded(const char* name, Body body) noexcept {
   return result;
 }
 
-/// The same behind the rules of the test.
+/// Runs `body` after the rules of the test and the checks that NCCL does in every call.
 template <class Body>
 NcclResult nccl_call(const char* name, Body body) noexcept {
   return guarded(name, [&] {
@@ -75,7 +75,7 @@ NcclResult nccl_call(const char* name, Body body) noexcept {
   });
 }
 
-/// Gives `body` the communicator of `handle` if it may be used now.
+/// Calls `body` with the communicator of `handle`, if it may be used now.
 template <class Body>
 NcclResult with_comm(const char* name, ncclComm_t handle, While state, Body body) {
   const auto comm = find_comm(handle);

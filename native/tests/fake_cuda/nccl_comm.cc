@@ -1,4 +1,4 @@
-// libnccl.so.2's names: versions, errors, the life of communicators, memory.
+// Exported functions of the stand-in for libnccl.so.2: versions, errors, communicators, memory.
 #include <algorithm>
 #include <climits>
 #include <cstdint>
@@ -30,7 +30,7 @@ using Handle = std::shared_ptr<Comm>;
 struct Table {
   std::mutex mutex;
   std::map<ncclComm_t, Handle> comms;
-  std::map<const void*, ncclComm_t> registered;  // handle = address of the memory
+  std::map<const void*, ncclComm_t> registered;  // by handle, the address of the memory
 };
 
 Table& table() {
@@ -38,13 +38,13 @@ Table& table() {
   return *the_table;
 }
 
-/// Whether the configuration makes the communicator block; nothing where it is not valid.
+/// True if the configuration makes the communicator block; std::nullopt if the configuration is invalid.
 std::optional<bool> parse(const NcclConfig* config, bool inherited) {
   if (config == nullptr) return inherited;
-  constexpr std::size_t kOldestSize = 24;  // 2.14's, whose last field is cgaClusterSize
+  constexpr std::size_t kOldestSize = 24;  // size in 2.14, where cgaClusterSize is the last field
   if (config->magic != 0xcafebeef || config->size < kOldestSize) return std::nullopt;
   const int version = fake::nccl_version();
-  // From 2.26.2 to 2.26.6 trafficClass is taken from what was padding before; see NcclConfig.
+  // Versions 2.26.2 to 2.26.6 read trafficClass from bytes that were padding before; see NcclConfig.
   if (version >= 22602 && version <= 22606 && config->version < 22602 && config->size >= 48 &&
       config->traffic_class != NcclConfig::kUnset) {
     faults().misuse("the padding of an older ncclConfig_t becomes the trafficClass");
@@ -68,8 +68,8 @@ bool has(const char* name, int since) {
   return false;
 }
 
-/// The second phase of a split, when colors and keys are known: the first rank of each color makes
-/// the id by which the others join it.
+/// Does the second phase of a split, when all colors and keys are known: the first rank of each color makes a unique
+/// id, and the other ranks of the color join with it.
 NcclResult join_part(Comm& parent, int color, const Handle& child) {
   auto& meeting = *parent.meeting;
   std::pair<int, int> first{INT_MAX, INT_MAX};
@@ -129,7 +129,7 @@ Group& this_group() {
 
 extern "C" {
 
-/// "fake" in a version text, which NCCL itself has as a string constant only.
+/// A version text with the word "fake". The real NCCL has its version text only as a string constant.
 const char* fake_nccl_version_text() { return "NCCL version fake (a stand-in for tests)"; }
 
 NcclResult ncclGetVersion(int* version) {
@@ -220,8 +220,8 @@ NcclResult ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* comm
       return refuse(NcclResult::kInvalidArgument, "ncclConfig_t or the color is not valid");
     }
     *comm = nullptr;
-    // Its rank and size are known when all have published theirs, so this waits for the parent's ranks
-    // even without blocking.
+    // This waits for the parent's ranks even in a non-blocking communicator, because rank and size are known only after
+    // all ranks have published their color and key.
     if (parent->state() != NcclResult::kSuccess) return parent->state();
     parent->drain();
     auto& own = parent->meeting->seat(parent->rank);
@@ -272,8 +272,8 @@ NcclResult ncclCommAbort(ncclComm_t handle) {
       return NcclResult::kSuccess;
     }
     comm->abandon();
-    // Its memory is freed, for which a GPU ends everything first: another communicator's
-    // collective, too. That is why several are aborted in one group.
+    // The abort frees memory, and for this a GPU first waits for all its work, including collectives of other
+    // communicators. So several communicators must be aborted in one group.
     comm->device.wait_for_launches();
     return NcclResult::kSuccess;
   });
@@ -281,7 +281,7 @@ NcclResult ncclCommAbort(ncclComm_t handle) {
 
 NcclResult ncclCommGetAsyncError(ncclComm_t handle, NcclResult* error) {
   return fake::guarded("ncclCommGetAsyncError", [&] {
-    // A rule of the test gives what is reported here, not how the call itself ends.
+    // A rule of the test sets the reported state, not the result of the call itself.
     auto forced = faults().enter("ncclCommGetAsyncError").result;
     return fake::with_comm(
         "ncclCommGetAsyncError", handle, While::kInProgress, [&](const Handle& comm) {

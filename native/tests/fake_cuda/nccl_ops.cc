@@ -1,4 +1,4 @@
-// libnccl.so.2's names: groups and collectives.
+// Exported functions of the stand-in for libnccl.so.2: groups and collectives.
 #include <cstdint>
 #include <thread>
 
@@ -32,7 +32,7 @@ bool overlap(const Range& a, const Range& b) {
   return a.bytes > 0 && b.bytes > 0 && a.start < b.start + b.bytes && b.start < a.start + a.bytes;
 }
 
-/// Input and output may be the same only at the one place that NCCL knows as "in place".
+/// True if input and output do not overlap, or overlap exactly as NCCL defines "in place".
 bool is_placed_well(const Op& op, const Comm& comm) {
   const std::size_t bytes = op.count * fake::size_of(op.dtype);
   const auto ranks = static_cast<std::size_t>(comm.size);
@@ -86,7 +86,7 @@ NcclResult check(const Op& op, const Comm& comm) {
   return NcclResult::kSuccess;
 }
 
-/// The stream of a call; the default one is that of the communicator's device.
+/// The stream of a call. The default stream is the default stream of the communicator's device.
 std::shared_ptr<fake::Stream> find_stream(NcclStream handle, const Comm& comm) {
   if (reinterpret_cast<std::uintptr_t>(handle) <= 1) return comm.device.legacy;
   auto stream = driver().find_stream(handle);
@@ -137,7 +137,7 @@ NcclResult run_inits(const Group& group) {
 }
 
 NcclResult end_group(const Group& group) {
-  // All flags first: one communicator's end may wait for another's.
+  // Sets all flags first, because the end of a communicator may wait for the end of another communicator.
   for (const Handle& comm : group.aborts) comm->abandon();
   for (const Handle& comm : group.aborts) comm->device.wait_for_launches();
   if (group.error != NcclResult::kSuccess) return group.error;

@@ -25,7 +25,7 @@ struct Bfloat16 {
   static Bfloat16 narrow(float value) {
     auto bits = std::bit_cast<std::uint32_t>(value);
     if (std::isnan(value)) return {0x7fc0};
-    bits += 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
+    bits += 0x7fff + ((bits >> 16) & 1);  // rounds to nearest, ties to even
     return {static_cast<std::uint16_t>(bits >> 16)};
   }
 };
@@ -70,7 +70,7 @@ A combine(A left, A right, NcclOp op) {
     case NcclOp::kProduct: {
       const bool is_sum = op == NcclOp::kSum;
       if constexpr (std::is_integral_v<A>) {
-        // Unsigned and at least 32 bits wide: overflow wraps, as on a GPU.
+        // The type is unsigned and has at least 32 bits, so that an overflow wraps, as on a GPU.
         using Wide = std::common_type_t<std::make_unsigned_t<A>, std::uint32_t>;
         const auto a = static_cast<Wide>(left);
         const auto b = static_cast<Wide>(right);

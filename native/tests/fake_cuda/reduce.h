@@ -8,11 +8,11 @@
 
 namespace fake {
 
-/// Bytes of one element; 0 for a type that is not there.
+/// Bytes of an element; 0 for an unknown type.
 std::size_t size_of(sparkhvd::nccl::NcclDataType dtype);
 
-/// Combines the inputs element by element, in order; halves in float32. All have the size of `out`,
-/// which is different from all of them.
+/// Combines the inputs element by element, in order; 16-bit floats in float32. All inputs have the size of `out`, and
+/// none of them is `out`.
 void reduce(std::span<std::byte> out, std::span<const std::byte* const> inputs,
             sparkhvd::nccl::NcclDataType dtype, sparkhvd::nccl::NcclOp op);
 

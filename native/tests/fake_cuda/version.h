@@ -1,4 +1,4 @@
-// The version that the stand-in for libnccl says it is: FAKE_NCCL_VERSION, by default 22809.
+// The version that the stand-in for libnccl reports: FAKE_NCCL_VERSION, by default 22809.
 #pragma once
 
 namespace fake {

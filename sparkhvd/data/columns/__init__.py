@@ -9,5 +9,5 @@ Each module imports only those above it:
     texts     tokens of texts
     binding   an argument of `forward` for every feature column
     decoders  the user's functions from stored values to arrays
-    labels    label columns as the loss compares them
+    labels    label columns as tensors for the loss
 """

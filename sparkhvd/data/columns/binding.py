@@ -40,14 +40,14 @@ def bind_inputs(
 ) -> InputBinding:
     """Bind feature columns to the arguments of `model.forward`; works before materialization.
 
-    - `input_shapes` as a list: one positional argument per column, of that shape per row. A leading -1 stands for
-      the batch, as in Horovod: [-1, 1, 28, 28] and [1, 28, 28] mean the same.
-    - `inputs={"x": ["a", "b"], "ids": "c"}`: by name. A list joins its columns to (B, sum of widths); a single name
-      passes the column unchanged. `input_shapes` may then be a dict by argument name.
-    - Neither: if `forward` takes one argument, all columns are joined in the given order into (B, sum of widths);
-      if it takes as many required arguments as there are columns, one each.
+    - `input_shapes` is a list: each column becomes a positional argument with that shape per row. A leading -1 stands
+      for the batch, as in Horovod: [-1, 1, 28, 28] and [1, 28, 28] mean the same.
+    - `inputs={"x": ["a", "b"], "ids": "c"}` binds by name. A list joins its columns to (B, sum of widths); a single
+      name passes the column unchanged. `input_shapes` may then be a dict by argument name.
+    - Neither is given: if `forward` takes one argument, all columns are joined in the given order into
+      (B, sum of widths); if it requires as many arguments as there are columns, each column becomes an argument.
 
-    Integers stay int64 (booleans bool) in a separate argument and are cast when joined with floats, see `with_casts`.
+    An integer column stays int64 (a boolean column bool) as its own argument, and is cast when joined with floats.
 
     Raises:
         InvalidArgumentError: the counts or names do not fit; the message shows both sides.
@@ -108,7 +108,7 @@ def columns_in(inputs: Mapping[str, str | Sequence[str]]) -> list[str]:
 
 
 def each_column(schema: DataSchema) -> InputBinding:
-    """Make an argument of each feature column for any model."""
+    """Bind each feature column to its own positional argument, for any model."""
     return InputBinding(tuple(_single(None, c) for c in schema.features))
 
 
@@ -185,7 +185,7 @@ def _joined(name: str | None, columns: Sequence[Column], default: str) -> Argume
     elif not floats:
         dtype = columns[0].tensor_dtype if len({c.tensor_dtype for c in columns}) == 1 else "int64"
     else:
-        # All floats follow the model unless the user chose dtypes: then the widest choice.
+        # Floats take the model's dtype, unless the user chose dtypes: then the widest of them.
         dtype = next(iter(floats)) if len(floats) == 1 else _widest(floats | {default})
     return Argument(name, tuple(c.name for c in columns), dtype, None, True)
 
@@ -204,10 +204,10 @@ class _Forward:
 
     Attributes:
         positional: maximum of positional arguments.
-        required: arguments without a default; -1 if any number is right.
-        names: allowed as keywords.
-        optional: those with the default None.
-        takes_any: keywords of any name are accepted.
+        required: number of arguments without a default; -1 if `forward` takes only *args.
+        names: arguments that can be passed by keyword.
+        optional: arguments with the default None.
+        takes_any: True if `forward` accepts keywords of any name.
     """
 
     positional: int
@@ -221,7 +221,7 @@ class _Forward:
         """Read the signature of a model's `forward`."""
         inner = _called(model)
         if isinstance(inner, torch.jit.ScriptModule):
-            method: Any = inner.forward  # compiled: it has a schema
+            method: Any = inner.forward  # a compiled method has a schema instead of a signature
             arguments = method.schema.arguments[1:]
             required = sum(not a.has_default_value() for a in arguments)
             optional = tuple(
@@ -242,7 +242,7 @@ class _Forward:
         ]
         has_args = any(p.kind == kinds.VAR_POSITIONAL for p in parameters)
         takes_any = any(p.kind == kinds.VAR_KEYWORD for p in parameters)
-        # *args accepts any number; without named arguments the intended number is unknown.
+        # *args accepts any number of arguments; 1000 stands for no limit.
         positional = len(plain) + (1000 if has_args else 0)
         required = required if plain or not has_args else -1
         optional = tuple(p.name for p in parameters if p.name in named and p.default is None)
@@ -302,9 +302,9 @@ class Argument:
         name: keyword, or None for a positional argument.
         columns: names of the columns, joined in this order.
         dtype: torch name of the tensor's dtype.
-        shape: shape of one row (may hold one -1); None leaves (B,) for a scalar column, (B, w) for others.
-        is_joined: the columns become one (B, sum of widths) tensor.
-        is_whole: the column is passed as the collate function returned it.
+        shape: shape of one row (may hold one -1); None gives (B,) for a scalar column and (B, w) for other columns.
+        is_joined: True if the columns become one (B, sum of widths) tensor.
+        is_whole: True if the column is passed as the collate function returned it.
     """
 
     name: str | None
@@ -317,13 +317,13 @@ class Argument:
     def tensor(self, batch: Mapping[str, object]) -> Any:
         """Build the argument from a batch of columns (B, *shape).
 
-        Sparse vectors become one sparse COO tensor (B, dimensions). The result of a collate function is unchanged, except that
-        arrays become tensors and floats take the argument's dtype.
+        Sparse vectors become one sparse COO tensor (B, dimensions). The result of a collate function is unchanged,
+        except that arrays become tensors and floats take the argument's dtype.
         """
         first = batch[self.columns[0]]
         if self.is_whole or isinstance(first, SparseRows):
             return self._whole(first)
-        # Columns of one shape per row.
+        # From here on, every column is an array with one shape per row.
         arrays = cast("list[Array]", [batch[name] for name in self.columns])
         rows = len(arrays[0])
         dtype = getattr(torch, self.dtype)
@@ -333,7 +333,7 @@ class Argument:
                 tensor = tensor.reshape(rows, math.prod(arrays[0].shape[1:]))
         else:
             parts = [a.reshape(rows, math.prod(a.shape[1:])) for a in arrays]
-            # numpy converts while it fills, but lacks bfloat16.
+            # numpy converts values while it copies them, but has no bfloat16.
             filled = torch.float32 if dtype == torch.bfloat16 else dtype
             tensor = torch.empty((rows, sum(p.shape[1] for p in parts)), dtype=filled)
             np.concatenate(parts, axis=1, out=tensor.numpy(), casting="unsafe")
@@ -364,7 +364,7 @@ class Argument:
         return self.shape
 
     def describe(self) -> str:
-        """In words, such as "x = 'a' + 'b' (float32)"."""
+        """Describe the argument in words, such as "x = 'a' + 'b' (float32)"."""
         name = self.name if self.name is not None else "argument"
         shape = "" if self.shape is None else f", rows of shape {list(self.shape)}"
         return f"{name} = {listed(map(repr, self.columns), ' + ')} ({self.dtype}{shape})"
@@ -390,7 +390,7 @@ def _as_tensors(value: object, dtype: torch.dtype) -> object:
 
 
 def _sparse(rows: SparseRows) -> Tensor:
-    """COO tensor (B, dimensions). Indices ascend, so it is coalesced."""
+    """Make a COO tensor (B, dimensions), marked as coalesced because the indices ascend."""
     return torch.sparse_coo_tensor(
         torch.from_numpy(rows.coordinates()),
         torch.from_numpy(rows.values.gathered().copy()),
@@ -401,7 +401,7 @@ def _sparse(rows: SparseRows) -> Tensor:
 
 
 def from_numpy(array: Array, dtype: torch.dtype) -> Tensor:
-    """Share the array's memory if it is writable and of this dtype, else copy."""
+    """Convert an array to a tensor that shares its memory if the array is writable and has this dtype."""
     # A tensor cannot be read-only, but Arrow's buffers are.
     return torch.from_numpy(array if array.flags.writeable else array.copy()).to(dtype)
 

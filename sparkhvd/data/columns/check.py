@@ -59,7 +59,7 @@ def check_schema(
         feature_cols: columns that become inputs of the model.
         label_cols: columns that become labels; may be empty.
         sample_weight_col: one number per row, or None.
-        validation: a fraction in [0, 1), the name of a column, or None.
+        validation: fraction in [0, 1), name of a column, or None.
         group_col: column of integers or text whose equal values make a group, or None.
         model_dtype: dtype of the model's parameters, for example "float32".
         feature_dtypes: overrides for feature columns.
@@ -69,11 +69,12 @@ def check_schema(
         decoders: columns whose values a user function converts to numbers or arrays.
         collated: columns whose rows a user function converts to a batch.
         sparse_cols: vector features to keep sparse; None means those of more than `DENSE_WIDTH` dimensions.
-        handle_invalid: "error", "skip" (rows with a null or an invalid number), "keep" (NaN and infinity as they are, a null as
-            NaN), or by column these or a value to fill in. "keep" for all columns means those of floats.
+        handle_invalid: "error", "skip" (rows with a null or an invalid number), "keep" (NaN and infinity unchanged, a
+            null as NaN), or a dict from columns to these words or to a number that replaces nulls and invalid numbers.
+            "keep" for all columns applies to the columns of floats.
         keeps_types: store numbers in the types of the source, because a user function receives them before the model.
-        data_name: of the source of the columns, for messages.
-        features_name: of the argument `feature_cols`, for messages.
+        data_name: name of the source, for messages.
+        features_name: name of the argument `feature_cols`, for messages.
 
     Raises:
         InvalidArgumentError: a column is missing, ambiguous, of a type that cannot become a tensor, or has two
@@ -124,13 +125,13 @@ def check_schema(
     return DataSchema(columns, targets, weight, split, group)
 
 
-# Spark types with equality and order.
+# Spark types allowed for a group column: their values can be compared and sorted.
 _GROUP_TYPES = ("ByteType", "ShortType", "IntegerType", "LongType", "StringType")
 
 
 @dataclass
 class _Builder:
-    """Builder of a schema's columns, one after another; each gets one role.
+    """Builder of a schema's columns. A column has one role, except that a feature may be a label, too.
 
     Attributes:
         fields: of the source, by name.
@@ -138,8 +139,8 @@ class _Builder:
         default: dtype of floats.
         class_labels, decoders, collated, sparse_cols, keeps_types: as passed to `check_schema`.
         policies: for nulls and invalid numbers, by column.
-        keeps_floats: "keep" was given for all columns, so it means those that can hold NaN.
-        roles: of the columns so far.
+        keeps_floats: True if "keep" was given for all columns: it then applies to the columns that can hold NaN.
+        roles: roles of the columns so far, by name.
         features: the feature columns so far.
     """
 
@@ -169,7 +170,7 @@ class _Builder:
         return self.features[name]
 
     def label(self, name: str, role: str, override: str | None) -> Column:
-        """Build a label column; floating scalars of class indices become int64. A feature column may be a label, too."""
+        """Build a label column; a floating scalar with class indices becomes int64."""
         scalar = "int64" if name in self.class_labels else self.default
         if (feature := self.features.get(name)) is not None:
             return self._shared_label(feature, role, scalar, override)
@@ -179,7 +180,7 @@ class _Builder:
     def _shared_label(
         self, feature: Column, role: str, scalar: str, override: str | None
     ) -> Column:
-        """Build the label of a column that is a feature, too: both read the same stored values."""
+        """Build the label from a feature column, whose stored values it shares."""
         name = feature.name
         field = _field(self.fields, name, role, self.data_name)
         column = self._values(field, name, role, scalar, override)
@@ -232,7 +233,7 @@ class _Builder:
         return replace(column, is_collated=name in self.collated)
 
     def _with_policy(self, column: Column, role: str = "") -> Column:
-        """Set the policy of a column; only columns other than features and labels have a `role`."""
+        """Set the policy of a column; `role` is "" for features and labels."""
         policy = self.policies.get(column.name, ("error",))
         if policy[0] == "fill":
             _check_fill(column, policy[1])
@@ -254,7 +255,7 @@ def _known(param: str, names: Collection[str], columns: Sequence[str]) -> None:
 
 
 def _policies(policy: str | Mapping[str, object], columns: Sequence[str]) -> dict[str, Policy]:
-    """Check `handle_invalid`, and divide it by column."""
+    """Check `handle_invalid`, and convert it to a policy per column."""
     is_text = isinstance(policy, str)
     by_name: Mapping[str, object]
     if isinstance(policy, str):
@@ -271,8 +272,8 @@ def _policies(policy: str | Mapping[str, object], columns: Sequence[str]) -> dic
         else:
             raise InvalidArgumentError(
                 f"handle_invalid is {policy!r}. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number "
-                "that the tensor cannot hold), 'keep' (NaN and infinity as they are, a null as NaN), or a dict by column of these "
-                "or of numbers that take their place."
+                "that the tensor cannot hold), 'keep' (NaN and infinity unchanged, a null as NaN), or a dict from columns to "
+                "these words or to a number that replaces nulls and invalid numbers."
             )
     return policies
 
@@ -296,7 +297,7 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
 
 
 def _cannot_keep(column: Column, role: str) -> str:
-    """Reason against NaN in a column, as the rest of a sentence; "" if NaN can be kept."""
+    """Explain why a column cannot keep NaN, as the end of a sentence; "" if it can."""
     if role:
         return f"which is {role} and needs a number in every row: give 'skip', 'error' or a number."
     if column.kind in ("binary", "string"):

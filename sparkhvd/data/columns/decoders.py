@@ -1,7 +1,7 @@
 """User functions on rows: decoders of single values, and functions that collate rows to a batch.
 
-A decoder receives Spark's value of the row (`bytes`, `str`, or a numpy array) and returns a number or an array. A collate
-function receives the rows of a batch as a list and returns an argument of the model.
+A decoder receives Spark's value of the row (`bytes`, `str`, or a numpy array) and returns a number or an array. A
+collate function receives the rows of a batch as a list and returns an argument of the model.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Decoder = Callable[..., object] | Mapping[Any, object]
 
 @dataclass(frozen=True)
 class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
-    """Collate function that pads rows with a value.
+    """Collate function that pads the rows of a batch with a value.
 
     Attributes:
-        value: fills the entries after a row's end.
-        length: entries of every row, longer rows are cut; None means the longest row of the batch.
+        value: number that fills the entries after a row's end.
+        length: entries of every padded row (longer rows are cut); None means the length of the batch's longest row.
     """
 
     value: float = 0
@@ -79,7 +79,7 @@ class RowFunctions:
         return any(map(_skips, self.decoders.values()))
 
     def describe(self) -> dict[str, dict[str, str]]:
-        """Names of the functions, to compare two runs."""
+        """Describe the functions by name, to compare two runs."""
 
         def name(function: object) -> str:
             if isinstance(function, (Mapping, pad, image, tokenizer)):
@@ -102,7 +102,8 @@ class RowFunctions:
             if not column.has_decoder or column.name not in values:
                 return column
             function = self.decoders[column.name]
-            if isinstance(function, image) and _skips(function):  # the first may be broken
+            # The first row may hold a broken image.
+            if isinstance(function, image) and _skips(function):
                 first = np.zeros(function.shape, function.dtype)
             else:
                 first = self._decode_one(column, _raw(column, values[column.name], 0))
@@ -126,26 +127,26 @@ class RowFunctions:
         columns: Sequence[Column],
         values: Mapping[str, Values],
     ) -> dict[str, Any]:
-        """Run the decoders: an array (rows, *decoded) each, or a list of rows to collate.
+        """Run the decoders: each column becomes an array (rows, *decoded), or a list of rows to collate.
 
         Args:
             columns: those of `values`, as `with_decoded` described them.
             values: columns by name, as they are stored.
 
         Raises:
-            InvalidArgumentError: a function raised, or returned another shape or dtype than for the first row; or it skips all
-            rows.
+            InvalidArgumentError: a function raised, returned another shape or dtype than for the first row, or skipped
+                all rows.
         """
         found = self.decode_usable(columns, values)
         if found.kept is not None and not len(found.kept):
             raise InvalidArgumentError(
-                f"{len(found.broken)} rows were to show what decoders return, and none has a whole image, so all were left out: "
-                f"{found.broken[0]}. Put a row with a good image first."
+                f"The first {len(found.broken)} rows are decoded to learn the shapes, but each of them has a broken image and is "
+                f"skipped: {found.broken[0]}. Put a row with a complete image first."
             )
         return found.columns
 
     def decode_usable(self, columns: Sequence[Column], values: Mapping[str, Values]) -> Decoded:
-        """Run the decoders as `decode`; rows skipped by a decoder are dropped from all columns."""
+        """Run the decoders as `decode` does, and drop the rows that a decoder skips from all columns."""
         return self.begin(columns, values)()
 
     def begin(
@@ -154,12 +155,12 @@ class RowFunctions:
         values: Mapping[str, Values],
         pool: ThreadPoolExecutor | None = None,
     ) -> Callable[[], Decoded]:
-        """Start the decoders in threads; return a function that waits and returns the rows, or raises as `decode`.
+        """Start the decoders in threads; return a function that waits for the rows, with the errors of `decode`.
 
         Args:
             columns: those of `values`, as `with_decoded` described them.
-            values: columns by name, as they are stored; they must stay valid until the end.
-            pool: threads that share the work; None runs it in this thread now.
+            values: columns by name, as they are stored; their memory must stay valid until the rows are returned.
+            pool: threads that share the work; None decodes the rows now in this thread.
         """
         broken: dict[int, str] = {}
         begun = {c.name: self._begin_column(c, values[c.name], pool, broken) for c in columns}
@@ -198,7 +199,7 @@ class RowFunctions:
         pool: ThreadPoolExecutor | None,
         broken: dict[int, str],
     ) -> Callable[[], Any]:
-        # `pad` needs no list of rows.
+        # `pad` takes the stored rows; other collate functions take a list of rows.
         is_padded = isinstance(self.collate.get(column.name), pad) and column.kind == "ragged"
         if not column.has_decoder and (is_padded or not column.is_collated):
             return lambda: values
@@ -214,7 +215,7 @@ class RowFunctions:
         if not column.is_collated:
             assert column.decoded is not None
             out = np.empty((count, *column.decoded), column.row_dtype)
-        # All threads share one iterator of row numbers, because a task per row costs more.
+        # All threads share one iterator of row numbers, because one task per row would cost more.
         numbers = iter(range(count))
         if pool is None:
             self._fill(column, values, out, broken, numbers)
@@ -237,7 +238,7 @@ class RowFunctions:
         broken: dict[int, str],
         numbers: Iterator[int],
     ) -> None:
-        """Decode rows into a batch, or a list; record rows skipped by their decoder."""
+        """Decode rows into `out`, and record the rows that their decoder skips."""
         into = _into(self.decoders.get(column.name), column)
         for number in numbers:
             raw: Any = _raw(column, values, number)
@@ -250,7 +251,7 @@ class RowFunctions:
                 broken[number] = str(e)
 
     def _row(self, column: Column, raw: bytes | str | Array) -> Any:
-        """Decode a row to the form in its batch; without a decoder it is unchanged."""
+        """Decode one row; return it unchanged without a decoder."""
         if not column.has_decoder:
             return raw
         row = self._decode_one(column, raw)
@@ -282,28 +283,28 @@ class RowFunctions:
         call: Callable[..., Result],
         *arguments: Any,
     ) -> Result:
-        """Call a decoding function; its errors name the decoder."""
+        """Call a decoding function; an error of the function names the column's decoder."""
         function = self.decoders[column.name]
         try:
             return call(raw, *arguments)
         except SparkhvdError:
             raise
         except Exception as e:
-            # Show a path in full.
+            # 300 characters show most paths completely.
             shown = f"a value of {len(raw)} bytes" if isinstance(raw, bytes) else f"{raw!r:.300}"
             if isinstance(e, BrokenImage) and _skips(function):
                 raise _LeftOut(f"{column.name} {shown}: {e}") from e
             if isinstance(function, Mapping) and isinstance(e, KeyError):
                 raise InvalidArgumentError(
                     f"decoders[{column.name!r}] is a dict of {len(function)} values without {shown}, which a row has. Add it, or "
-                    "give a collections.defaultdict or a function that has a value for any other."
+                    "give a collections.defaultdict or a function that accepts any value."
                 ) from e
             raise InvalidArgumentError(
                 f"decoders[{column.name!r}] failed for {shown}: {type(e).__name__}: {e}"
             ) from e
 
     def _decoded_dtype(self, column: Column, first: Array) -> np.dtype[Any]:
-        """Dtype of the first row; for a mapping, a dtype for all of its values."""
+        """Return the dtype of the first decoded row; for a mapping, the common dtype of its values."""
         function = self.decoders[column.name]
         if not isinstance(function, Mapping):
             return first.dtype
@@ -317,7 +318,7 @@ class RowFunctions:
         return self._called(name, function, rows)
 
     def _called(self, name: str, function: Callable[[Any], Any], rows: object) -> Any:
-        """Call a function of a column's rows."""
+        """Call a user's function of a column's rows."""
         try:
             return function(rows)
         except SparkhvdError:
@@ -345,7 +346,7 @@ class Decoded:
 
 
 def _into(function: Decoder | None, column: Column) -> Callable[..., None] | None:
-    """Function that decodes into the memory of a batch; None if the decoder cannot."""
+    """Return the function that decodes directly into a batch's memory, or None if the decoder has none."""
     if not isinstance(function, image) or column.is_collated or function.shape != column.decoded:
         return None
     return function.into if column.row_dtype == function.dtype else None
@@ -361,7 +362,7 @@ def _skips(function: Decoder) -> bool:
 
 
 def _raw(column: Column, values: Values, number: int) -> bytes | str | Array:
-    """Row as bytes, text or an array of its own, for the user's function."""
+    """Return a row for the user's function: bytes, text, or a copy as an array."""
     assert isinstance(values, Ragged)
     row = values.row(number)
     if column.kind == "binary":
@@ -372,11 +373,11 @@ def _raw(column: Column, values: Values, number: int) -> bytes | str | Array:
 
 
 def _check_row(column: Column, row: Array) -> None:
-    """Raise InvalidArgumentError unless a decoded row is like the first."""
+    """Raise InvalidArgumentError unless a decoded row has the shape and dtype of the first row."""
     fits = column.is_explicit or np.can_cast(row.dtype, column.row_dtype, "same_kind")
     if row.shape != column.decoded or not fits:
         raise InvalidArgumentError(
             f"decoders[{column.name!r}] returned {row.dtype} of shape {row.shape} for a row; for the first row it "
-            f"gave shape {column.decoded}, to be held as {column.row_dtype}. Return one shape and dtype, or give "
+            f"returned shape {column.decoded}, stored as {column.row_dtype}. Return one shape and dtype, or give "
             f"collate_fn={{{column.name!r}: ...}} for rows that differ."
         )

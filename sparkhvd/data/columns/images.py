@@ -42,7 +42,7 @@ class BrokenImage(OSError):
 
 
 class _OtherSize(ValueError):
-    """Raised by fit="exact" for an image of another size."""
+    """Raised for an image of another size under fit="exact"."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,20 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
     """Decoder of images to arrays (channels, height, width).
 
     A value is the bytes of an image, or its path or URL: an absolute path, or an address supported by stores (`s3://`,
-    `gs://`, `hdfs://`, ... or a scheme of fsspec), with the credentials of the process. JPEGs of more than twice the size are
-    decoded at a smaller scale, which is faster. Needs Pillow.
+    `gs://`, `hdfs://`, ... or a scheme of fsspec), with the credentials of the process. JPEGs of more than twice the
+    size are decoded at a smaller scale, which is faster. Needs Pillow.
 
     Attributes:
         height: in pixels.
         width: in pixels.
         channels: 3 (RGB), 1 (gray) or 4 (RGBA); other images are converted.
-        dtype: "float32", or "uint8" for a model that converts by itself, which moves a quarter of the bytes.
-        mean: subtracted from each channel, or from all; of values from 0 to 1, as is `std`.
-        std: divides each channel, or all.
-        fit: "stretch" (to the size), "crop" (the middle, of the whole height or width), "pad" (the whole, padded with 0) or
-        "exact" (another
-            size is an error).
-        broken: "error", or "skip": a row with a missing, truncated or undecodable image is skipped when read, and `transform`
-        returns null.
+        dtype: "float32", or "uint8" for a model that converts pixels itself, which moves a quarter of the bytes.
+        mean: number for all channels, or one per channel, that is subtracted after values are scaled to 0 to 1.
+        std: number for all channels, or one per channel, that divides the result.
+        fit: "stretch" to the size, "crop" the middle, "pad" the whole image with 0, or "exact": another size is an
+            error.
+        broken: "error", or "skip": a row with a missing, truncated or undecodable image is skipped when it is read, and
+            `transform` returns null for it.
 
     Raises:
         InvalidArgumentError: an argument is out of range, or Pillow is not installed.
@@ -108,13 +107,13 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
             raise InvalidArgumentError(f"image: std is {self.std!r}; it must be above 0.")
         if self.dtype == "uint8" and (self.mean, self.std) != (0.0, 1.0):
             raise InvalidArgumentError(
-                "image: mean and std make floats, and dtype is 'uint8'. Give dtype='float32', or scale in the model."
+                "image: dtype is 'uint8', but mean and std produce floats. Give dtype='float32', or scale in the model."
             )
         _pillow()
 
     @functools.cached_property
     def _scale(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Factor and shift of each channel, from bytes to values."""
+        """Return the factor and shift per channel that convert bytes to values."""
         mean, std = (
             np.broadcast_to(np.asarray(v, np.float64), self.channels) for v in (self.mean, self.std)
         )
@@ -130,14 +129,14 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
 
         Raises:
             BrokenImage: the file is missing, or is not a complete image.
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         out = np.empty(self.shape, self.dtype)
         self.into(value, out)
         return out
 
     def into(self, value: bytes | str, out: npt.NDArray[Any]) -> None:
-        """Decode one image into the memory of an array of its shape and dtype; errors as of a call."""
+        """Decode one image into an array of `shape` and `dtype`; errors as in a call."""
         try:
             data = value if isinstance(value, bytes) else _read(value)
         except _MISSING as e:
@@ -147,8 +146,8 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         except (_OtherSize, InvalidArgumentError, MemoryError):
             raise
         except Exception as e:  # for some bytes Pillow raises a SyntaxError, a ValueError, ...
-            reason = str(e).partition(" <_io.")[0]  # it names a Python object
-            raise BrokenImage(f"its {len(data):,} bytes are no whole image: {reason}") from e
+            reason = str(e).partition(" <_io.")[0]  # omit the Python object that Pillow names
+            raise BrokenImage(f"its {len(data):,} bytes are not a complete image: {reason}") from e
         factors, shifts = self._scale
         for plane, place, factor, shift in zip(planes, out, factors, shifts, strict=True):
             if self.dtype == "uint8":
@@ -161,7 +160,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
     def _planes(self, data: bytes) -> list[npt.NDArray[np.uint8]]:
         """Decode an image to its channels (height, width).
 
-        Pillow splits them as fast as it makes one joint array, and a joint array needs another copy.
+        Pillow splits channels as fast as it makes one interleaved array, and an interleaved array needs another copy.
         """
         pil, size, mode = _pillow(), (self.width, self.height), _MODES[self.channels]
         with pil.open(io.BytesIO(data)) as opened:
@@ -180,7 +179,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
             ]
 
     def _fitted(self, found: Image) -> Image:
-        """Resize an image."""
+        """Resize an image to the wanted size as `fit` says."""
         size = (self.width, self.height)
         if self.fit == "stretch":
             return found.resize(size)
@@ -196,7 +195,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         return outer
 
     def _largest(self, found: Image, choose: Any) -> tuple[float, float]:
-        """Width and height of a box of the wanted proportion, inside the image (`min`) or around it (`max`)."""
+        """Width and height of the box with the wanted aspect ratio inside (`min`) or around (`max`) the image."""
         scale = choose(found.width / self.width, found.height / self.height)
         return self.width * scale, self.height * scale
 
@@ -215,7 +214,7 @@ def _read(path: str) -> bytes:
     """Read a file by its path or URL."""
     if match := _FILE_URL.match(path):
         path = "/" + path[match.end() :]
-        # `binaryFile` has plain paths, `input_file_name()` quotes them.
+        # Spark's `binaryFile` gives plain paths, but `input_file_name()` gives percent-encoded ones.
         path = path if Path(path).exists() else unquote(path)
     if path.startswith("/"):
         with open(path, "rb", buffering=0) as file:  # a buffer would add a copy

@@ -17,17 +17,18 @@ from sparkhvd.data.columns.binding import from_numpy, quoted
 from sparkhvd.data.columns.schema import Column, DataSchema, checked_shape
 from sparkhvd.errors import InvalidArgumentError
 
-# User's function or module, or None if the user's step computes the loss.
+# The user's function or module, or None if the user's `train_step` computes the loss.
 Loss = Callable[..., object] | None
 
-# Losses whose target is a class index: it stays int64 and has no class axis.
+# Losses whose target is a class index: the label stays int64 and has no class axis.
 _CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 _CLASS_INDEX_FUNCTIONS = ("cross_entropy", "nll_loss", "multi_margin_loss")
 # Losses whose target is integer and has the shape of the output.
 _INTEGER_LOSSES = (nn.MultiLabelMarginLoss,)
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "bool")
 _INTEGER_FUNCTIONS = ("multilabel_margin_loss",)
-# Torch's messages about floats in place of indices: of cross-entropy, gather and scatter, one_hot, embedding, and `x[index]`.
+# Matches torch's errors about floats used as indices, from cross-entropy, gather, scatter, one_hot, embedding and
+# `x[index]`.
 _WANTS_INTEGERS = re.compile(
     r"[Ee]xpected (?:(?!but ).)*(?:\bLong\b|int64)|LongTensor|used as indices must be"
 )
@@ -45,15 +46,15 @@ def _label(name: str, value: object, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelBinding:
-    """Label columns as tensors, and their match with the outputs of the model; picklable.
+    """Converter of label columns to tensors that match the model's outputs; picklable.
 
     Attributes:
-        columns: names of the label columns.
-        dtypes: torch names of the dtypes of their tensors.
-        kinds: of the loss of each: "class_index", "elementwise" (any other of torch.nn) or "unknown".
+        columns: names of the label columns. All other attributes have one entry per label column.
+        dtypes: torch names of the tensors' dtypes.
+        kinds: kind of the loss: "class_index", "elementwise" (any other loss of torch.nn) or "unknown".
         follows_output: whether the label is cast to the dtype of its output.
-        shapes: of one row of each (may hold one -1), as the user gave them; None: as the column has it.
-        extremes: of each the smallest and the largest class in the data, as far as known.
+        shapes: shape of one row as the user gave it (may hold one -1); None for the column's own shape.
+        extremes: smallest and largest class in the data; empty if unknown.
     """
 
     columns: tuple[str, ...]
@@ -64,7 +65,7 @@ class LabelBinding:
     extremes: tuple[tuple[int, ...], ...] = ()
 
     def apply(self, batch: Mapping[str, object]) -> tuple[Tensor, ...]:
-        """Build one tensor per label column: (B, *its shape); by default (B,) for scalars, (B, w) for arrays and vectors."""
+        """Build a tensor (B, *shape) per label column; by default (B,) for scalars, (B, w) for arrays and vectors."""
         labels = [
             _label(name, batch[name], getattr(torch, dtype))
             for name, dtype in zip(self.columns, self.dtypes, strict=True)
@@ -77,7 +78,7 @@ class LabelBinding:
     def match(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Convert labels to the shape and dtype that the loss needs for these outputs.
 
-        Called at every step, before the loss: a check of shapes and, mostly, a view.
+        Runs at every step before the loss; it compares shapes and mostly returns a view of the label.
 
         Raises:
             InvalidArgumentError: outputs and labels differ in number, or a label does not match its output without
@@ -102,9 +103,9 @@ class LabelBinding:
         integers = ", ".join(f"{name!r}: 'float32'" for name, is_integer in own if is_integer)
         floats = ", ".join(f"{name!r}: 'int64'" for name, is_integer in own if not is_integer)
         if integers and re.search(r"dtype|scalar type|Long|Integral", str(error)):
-            return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{integers}}}."
+            return f". Integer labels stay integers for your own loss; if it needs floats, give label_dtypes={{{integers}}}."
         if floats and _WANTS_INTEGERS.search(str(error)):
-            return f". Labels of floats stay floats for a loss of your own; if it wants class indices, give label_dtypes={{{floats}}}."
+            return f". Floating labels stay floats for your own loss; if it needs class indices, give label_dtypes={{{floats}}}."
         return ""
 
     def _match(self, i: int, output: Tensor, label: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ class LabelBinding:
             return label
         if math.prod(output.shape[1:]) == math.prod(label.shape[1:]):
             return label.reshape(output.shape)
-        # A custom loss may compare different shapes, as cross-entropy does.
+        # A custom loss may accept outputs and labels of different shapes, as cross-entropy does.
         if self.kinds[i] == "unknown" and (
             self.shapes[i] is not None or not _broadcasts(output.shape[1:], label.shape[1:])
         ):
@@ -129,7 +130,7 @@ class LabelBinding:
         raise self._mismatch(i, output.shape, label.shape)
 
     def _match_classes(self, i: int, output: Tensor, label: Tensor) -> Tensor:
-        """Reshape class indices to the output's shape without the class axis, which is the second."""
+        """Reshape class indices to the output's shape without axis 1, the class axis."""
         expected = (*output.shape[:1], *output.shape[2:])
         if output.dim() < 2 or math.prod(label.shape[1:]) != math.prod(expected[1:]):
             raise self._mismatch(i, output.shape, label.shape)
@@ -145,7 +146,7 @@ class LabelBinding:
             if self.kinds[i] == "class_index"
             else "the loss would broadcast one over the other"
         )
-        stated = f", or state the label's shape if your loss compares these: label_shapes={{{self.columns[i]!r}: {[*label[1:]]}}}"
+        stated = f", or, if your loss accepts these shapes, give label_shapes={{{self.columns[i]!r}: {[*label[1:]]}}}"
         return InvalidArgumentError(
             f"Label {self.columns[i]!r} has shape {tuple(label)} and the model's output {tuple(output)}: {expected}. "
             "Change the last layer or the label so that they have the same number of elements per row"
@@ -161,8 +162,8 @@ def _check_classes(name: str, extremes: tuple[int, ...], num_classes: int) -> No
     found = f"{low}" if low == high else f"from {low} to {high}"
     if low < 0:
         remedy = (
-            "Number the classes from 0; rows that the loss is to ignore have the label ignore_index of cross_entropy and "
-            "nll_loss, -100 by default."
+            "Number the classes from 0. Label rows that cross_entropy or nll_loss must ignore with its ignore_index, -100 by "
+            "default."
         )
     elif low == 1 and high == num_classes:
         remedy = f'Classes are numbered from 0: df.withColumn("{name}", df["{name}"] - 1).'
@@ -175,7 +176,7 @@ def _check_classes(name: str, extremes: tuple[int, ...], num_classes: int) -> No
 
 
 def _broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether rows of these shapes would broadcast; the batch axis only meets itself."""
+    """Whether two rows of these shapes (without the batch axis) would broadcast."""
     if len(a) != len(b):
         return False
     return all(x == y or 1 in (x, y) for x, y in zip(a, b, strict=True))
@@ -189,14 +190,14 @@ def bind_labels(
 ) -> LabelBinding:
     """Decide the dtype of every label from its column and its loss (one loss for all, or one per label).
 
-    Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables outside torch;
-    other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in the schema) overrides. `label_shapes`
-    are of one row of each column, by order or by name; a leading -1 stands for the batch. `ranges` are of the data's integers
-    by column; an output that has no such class is then an error of `match`.
+    Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables outside
+    torch; other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in the schema) overrides
+    this. `label_shapes` gives the shape of one row of each column, by order or by name; a leading -1 stands for the
+    batch. `ranges` gives the smallest and largest integer by column: `match` raises if the output lacks such a class.
 
     Raises:
-        InvalidArgumentError: the number of losses or shapes does not fit, a floating scalar label is used by a loss that
-            needs class indices, or a shape has another number of elements than its column.
+        InvalidArgumentError: the number of losses or shapes does not fit, a floating scalar label is used by a loss
+            that needs class indices, or a shape has another number of elements than its column.
     """
     labels = schema.labels
     losses = list(loss) if isinstance(loss, Sequence) else [loss] * len(labels)
@@ -227,8 +228,8 @@ def bind_labels(
 
 
 def _extremes(column: Column, loss: Loss, ranges: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
-    """Ends of a label's range, without the value that its loss ignores; empty if unknown."""
-    # A subclass may number the classes in its own way.
+    """Smallest and largest class of a label, without the value that its loss ignores; empty if unknown."""
+    # The user's subclass of a loss may number the classes in another way.
     is_torchs = not isinstance(loss, nn.Module) or type(loss).__module__.startswith("torch.nn")
     if not is_torchs or column.is_collated or column.name not in ranges:
         return ()
@@ -273,12 +274,12 @@ def is_class_index(loss: object) -> bool:
 
 
 def is_of_user(loss: object) -> bool:
-    """Whether a loss is the user's own function or module; its class does not tell the labels."""
+    """Whether a loss is the user's own function or module, which does not reveal the kind of its labels."""
     return loss is not None and _kind(loss) == "unknown"
 
 
 def is_of_row(column: Column) -> bool:
-    """Whether a label belongs to the whole row, unlike class indices of places in it, such as pixels."""
+    """Whether a label describes the whole row; class indices of parts of it, such as pixels, do not."""
     shape = column.row_shape
     return shape is not None and (column.is_floating or math.prod(shape) == 1)
 
@@ -300,10 +301,10 @@ def _loss_name(loss: object) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Meaning of a model's outputs, decided by its loss: classes, probabilities or values.
+# The loss decides the meaning of a model's outputs: classes, probabilities or values.
 
-# How probabilities follow from outputs, with PROBABILITY for outputs that are probabilities, as in Keras models, VALUE for
-# values, and IDENTITY if unknown.
+# Links: functions from outputs to probabilities. With PROBABILITY the outputs are probabilities, as in Keras models;
+# with VALUE they are numbers to predict; with IDENTITY their meaning is unknown.
 SOFTMAX, SIGMOID, PROBABILITY, VALUE, IDENTITY = (
     "softmax",
     "sigmoid",
@@ -314,7 +315,7 @@ SOFTMAX, SIGMOID, PROBABILITY, VALUE, IDENTITY = (
 LINKS = (SOFTMAX, SIGMOID, PROBABILITY, VALUE, IDENTITY)
 WITH_PROBABILITY = (SOFTMAX, SIGMOID, PROBABILITY)
 
-# Links of torch's losses. NLL takes logarithms of probabilities, whose softmax is the probabilities.
+# Links of torch's losses. NLL takes log-probabilities, and their softmax gives the probabilities.
 _CLASSES = {
     SOFTMAX: (nn.CrossEntropyLoss, nn.NLLLoss),
     SIGMOID: (nn.BCEWithLogitsLoss,),
@@ -327,8 +328,8 @@ _FUNCTIONS = {
 }
 
 
-# Named outputs with the state of a language model for its next call, some with rows in their second dimension: the
-# `keys_to_ignore_at_inference` of Hugging Face's configurations.
+# Names of outputs that hold a language model's state for its next call; some have the rows in their second dimension.
+# Source: `keys_to_ignore_at_inference` of Hugging Face's configurations.
 _CACHES = frozenset({"past_key_values", "past_buckets_states", "mems", "cache_params"})
 
 
@@ -336,12 +337,12 @@ def outputs_of(result: object, *, skips_numbers: bool = True) -> tuple[Tensor, .
     """Collect the outputs of a model in a tuple of tensors.
 
     Args:
-        result: of `forward`: a tensor, or tuples, lists, dicts and dataclasses of tensors, also nested. Of named entries only tensors
-            with rows count, not a loss or a cache.
-        skips_numbers: leave out single numbers of tuples, such as a second loss; else they are outputs, which fit no label.
+        result: what `forward` returned: a tensor, or tuples, lists, dicts and dataclasses of tensors, also nested. Of
+            named entries only tensors with rows are outputs; a loss or a cache is left out.
+        skips_numbers: leave out single numbers in tuples, such as a second loss; otherwise they count as outputs.
 
     Raises:
-        InvalidArgumentError: there is another value, or no tensor.
+        InvalidArgumentError: the result holds a value of another type, or no tensor.
     """
     outputs = tuple(_outputs(result, result))
     if skips_numbers and not isinstance(result, Tensor):
@@ -383,7 +384,7 @@ def _is_nested(value: object) -> bool:
 
 
 def link_of(loss: object) -> str:
-    """Link from outputs to probabilities for a model trained with this loss; identity for other losses."""
+    """Link of a model trained with this loss; IDENTITY for an unknown loss."""
     while isinstance(loss, functools.partial):
         loss = loss.func
     for link, classes in _CLASSES.items():
@@ -393,14 +394,14 @@ def link_of(loss: object) -> str:
 
 
 def known_kinds(link: str, width: int) -> tuple[str, ...]:
-    """List the columns derived from a model's only output, with `width` elements per row: "raw", "probability", "prediction"."""
+    """List the kinds of columns that follow from a model's only output: "raw", "probability", "prediction"."""
     if (link == SOFTMAX and width > 1) or (link == SIGMOID and width == 1) or link == PROBABILITY:
         return ("raw", "probability", "prediction")
     return ("prediction",) if link == VALUE and width == 1 else ()
 
 
 def num_classes(link: str, width: int) -> int:
-    """Number of classes of `prediction`; 0 if it is a value."""
+    """Number of classes of `prediction`; 0 if `prediction` is a value."""
     return width if width > 1 else 2 * (link in (SIGMOID, PROBABILITY))
 
 
@@ -415,7 +416,7 @@ def widths_of(outputs: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def prediction(link: str, output: Tensor) -> Tensor:
-    """Class of each row; without classes, the value of an output with one element per row."""
+    """Return the class of each row, or the output itself if it is a value."""
     flat = flat_rows(output)
     if flat.shape[1] > 1:
         return flat.argmax(dim=1)
@@ -426,7 +427,7 @@ def prediction(link: str, output: Tensor) -> Tensor:
 
 
 def probability(link: str, output: Tensor) -> Tensor | None:
-    """Probabilities (rows, classes); None if the link has none. One logit gives both classes, as in Spark ML."""
+    """Compute probabilities (rows, classes), of both classes for one logit; None if the link gives none."""
     flat = flat_rows(output)
     if link == SOFTMAX:
         return torch.softmax(flat, dim=1)
@@ -436,12 +437,12 @@ def probability(link: str, output: Tensor) -> Tensor | None:
 
 
 def both_classes(positive: Tensor) -> Tensor:
-    """Extend the probability of class 1 to both classes; keep several."""
+    """Extend (rows, 1) probabilities of class 1 to both classes; return more columns unchanged."""
     return torch.cat([1 - positive, positive], dim=1) if positive.shape[1] == 1 else positive
 
 
 def most_likely(probability: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Class of each row with the largest probability / threshold, as in Spark ML.
+    """Choose the class with the largest probability / threshold for each row, as in Spark ML.
 
     Raises:
         InvalidArgumentError: the number of thresholds differs from the number of classes.
@@ -452,14 +453,15 @@ def most_likely(probability: Tensor, thresholds: Sequence[float]) -> Tensor:
             f"thresholds has {len(thresholds)} numbers and the model {num_classes} classes. Give one per class."
         )
     ratio = probability.double() / probability.new_tensor(thresholds, dtype=torch.float64)
-    # A class without probability is not chosen for any threshold: 0 / 0.
+    # 0 / 0 is NaN: a class with probability 0 is not chosen even if its threshold is 0.
     return ratio.masked_fill(ratio.isnan(), -math.inf).argmax(dim=1)
 
 
 def raw(link: str, output: Tensor) -> Tensor:
     """Reshape an output to (rows, elements), for Spark's evaluators.
 
-    They rank two classes by the second element alone: one logit z becomes (-z, z), and two are reduced by their mean.
+    The evaluators rank rows of two classes by the second element alone. So one logit z becomes (-z, z), and two scores
+    are reduced by their mean.
     """
     flat = flat_rows(output)
     if link == SIGMOID and flat.shape[1] == 1:

@@ -16,16 +16,16 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 # Row numbers of a data set.
 Rows = npt.NDArray[np.int64]
-# One per row.
+# One flag per row.
 Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of different lengths in one array.
+    """Rows of different lengths, stored in one array.
 
     Attributes:
-        values: (n,) the elements of all rows, with or without gaps between rows.
+        values: (n,) elements of all rows, with or without gaps between rows.
         starts: (rows,) int64, start of each row in `values`.
         lengths: (rows,) int64, elements of each row.
         inner: shape of one entry of a row; `()` for flat rows.
@@ -64,7 +64,7 @@ class Ragged:
         return flat.reshape(-1, *self.inner) if self.inner else flat
 
     def gathered(self) -> Array:
-        """Elements (n,) row by row, without gaps."""
+        """Return the elements (n,) row by row, without gaps."""
         total = int(self.lengths.sum())
         if not total:
             return self.values[:0]
@@ -82,7 +82,7 @@ class Ragged:
         return np.repeat(self.starts - ahead, self.lengths) + np.arange(int(self.lengths.sum()))
 
     def padded(self, value: float, length: int | None = None) -> Array:
-        """Pad rows with `value` to (rows, length, *inner), or cut them. None is the length of the longest row."""
+        """Pad or cut rows to (rows, length, *inner); None means the length of the longest row."""
         width = math.prod(self.inner)
         longest = int(self.lengths.max()) // max(width, 1) if len(self) else 0
         out_length = longest if length is None else length
@@ -95,12 +95,12 @@ class Ragged:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Rows of a sparse matrix: column numbers of the nonzero entries, ascending, and their values.
+    """Rows of a sparse matrix, stored as ascending column numbers and values of the nonzero entries.
 
     Attributes:
-        indices: int32, columns.
-        values: as many.
-        width: columns of the matrix.
+        indices: int32 column number of each nonzero entry.
+        values: value of each nonzero entry.
+        width: number of columns of the matrix.
     """
 
     indices: Ragged
@@ -135,7 +135,7 @@ class SparseRows:
         return out
 
     def dense(self) -> Array:
-        """Dense matrix (rows, width), for people and tests."""
+        """Convert to a dense matrix (rows, width); only tests and interactive code use it."""
         out = np.zeros((len(self), self.width), self.values.values.dtype)
         rows, columns = self.coordinates()
         out[rows, columns] = self.values.gathered()
@@ -149,13 +149,13 @@ def take(values: Values, rows: Array, empty: Callable[..., Array] = np.empty) ->
     """Select rows by number, in this order; an array is allocated by `empty(shape, dtype)`."""
     if isinstance(values, np.ndarray):
         out = empty((len(rows), *values.shape[1:]), values.dtype)
-        # Indices come from a permutation and are in range: "clip" skips the check and a buffer.
+        # Row numbers come from a permutation and are in range. mode="clip" avoids numpy's range check and buffer.
         return np.take(values, rows, axis=0, mode="clip", out=out)
     return values.take(rows)
 
 
 def joined(parts: Sequence[Ragged | SparseRows], empty: Ragged | SparseRows) -> Ragged | SparseRows:
-    """Join packed parts of the kind of `empty`; return `empty` without parts."""
+    """Join packed parts of the same class as `empty`; return `empty` if there are no parts."""
     if not parts:
         return empty
     if len(parts) == 1:
@@ -197,7 +197,7 @@ def num_bytes(values: Values) -> int:
 
 
 def value_range(values: Values) -> tuple[int, int] | None:
-    """Least and greatest of integers, in rows without gaps; None without values, and of sparse rows."""
+    """Return the smallest and largest integer of rows without gaps; None for sparse rows or without values."""
     flat = values if isinstance(values, np.ndarray) else values.values
     return (
         (int(flat.min()), int(flat.max())) if isinstance(flat, np.ndarray) and flat.size else None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructField, StructType
 
 
-# Schema of a DataFrame, or of columns from elsewhere.
+# pyspark's classes for a DataFrame, or this module's own classes for other sources.
 AnySchema: TypeAlias = "StructType | Schema"
 AnyField: TypeAlias = "StructField | Field"
 AnyType: TypeAlias = "DataType | SparkType"
@@ -43,17 +43,16 @@ TENSOR_DTYPES = (*FLOATS, *INTEGERS, "bool")
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a data set: its type for Spark, in the files, and as a tensor.
+    """Column of a data set, with its types in Spark, in the files and as a tensor.
 
     Attributes:
         name: as the user typed it.
         kind: "scalar", "array" or "vector" if all rows have one shape; "sparse" (a vector of few values), "ragged" (an
             array whose length differs), "binary" or "string" for rows of variable size.
-        dtype: numpy name of a stored element: "float32", "int64", "uint8", ...; with a `transformation_fn`, which receives the
-        DataFrame's
-            numbers, that of its own type.
-        shape: shape of one row's value; `()` for scalars, (dimensions,) for sparse vectors, starting with -1 if rows
-            differ; None except for scalars until materialized.
+        dtype: numpy name of a stored element: "float32", "int64", "uint8", ...; with a `transformation_fn`, which
+            receives the DataFrame's numbers, the name of the DataFrame's type.
+        shape: shape of one row's value: `()` for scalars, (dimensions,) for sparse vectors, -1 first if rows differ in
+            length. None until the column is materialized, except for scalars.
         source: Spark's name of the type: "double", "array<float>", "vector", ...
         tensor_dtype: torch name of the trainer's tensor; differs from `dtype` for bfloat16 and bool, and with a
             `transformation_fn`.
@@ -63,8 +62,9 @@ class Column:
         decoded: shape of one row's value after the decoder; None until data have been read.
         is_sparse: whether a vector is kept sparse; None lets its width decide.
         invalid: policy for rows that are null or hold a null, NaN, infinity or a number that the tensor cannot
-            hold: ("error",), ("skip",), ("keep",) (NaN and infinity as they are, a null as NaN) or ("fill", value).
-        cast_to: torch name of the floating type of a tensor that joins these integers with floats; empty if they stay integers.
+            hold: ("error",), ("skip",), ("keep",) (NaN and infinity unchanged, a null as NaN) or ("fill", value).
+        cast_to: torch name of the floating type to which these integers are cast when an argument joins them with
+            floats; "" if they stay integers.
     """
 
     name: str
@@ -83,23 +83,23 @@ class Column:
 
     @property
     def number_type(self) -> str:
-        """Torch name of the type that its numbers must fit: the tensor's, or the stored type if a user function receives it."""
+        """Name of the type that must hold the numbers: the tensor's, or the stored type if a user function reads it."""
         is_own = self.has_decoder or self.keeps_type
         return self.dtype if is_own else self.cast_to or self.tensor_dtype
 
     @property
     def holds_nan(self) -> bool:
-        """True if its numbers are floating point in the files and for their receiver."""
+        """True if NaN is possible both in the files and in the type that receives the numbers."""
         return self.dtype in FLOATS and self.number_type in FLOATS
 
     @property
     def keeps_type(self) -> bool:
-        """True if numbers are stored in another type than the tensor's, for a `transformation_fn`."""
+        """True if numbers are stored in the source's type for a `transformation_fn`, not in the tensor's type."""
         is_raw = self.has_decoder or self.kind in RAW_TYPES.values()
         return not is_raw and self.dtype != stored_dtype(self.tensor_dtype)
 
     def for_model(self) -> Column:
-        """The column as stored without a `transformation_fn`."""
+        """Return the column as it would be stored without a `transformation_fn`."""
         return replace(self, dtype=stored_dtype(self.tensor_dtype)) if self.keeps_type else self
 
     @property
@@ -126,7 +126,7 @@ class Column:
 
     @property
     def has_range(self) -> bool:
-        """True if its stored values are integers that the trainer receives as they are."""
+        """True if the stored values are integers that the trainer receives unchanged."""
         return (
             self.dtype in INTEGERS
             and self.tensor_dtype != "bool"
@@ -170,7 +170,7 @@ class Column:
 
 @dataclass(frozen=True)
 class DataSchema:
-    """Columns of a fit by their roles; a feature column may be a label, too, and every other column has one role."""
+    """Columns of a fit by role; a feature column may also be a label."""
 
     features: tuple[Column, ...]
     labels: tuple[Column, ...]
@@ -216,7 +216,7 @@ class DataSchema:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `wire.rebuild`."""
+        """Convert the schema to plain values for `wire.rebuild`."""
 
         def plain(column: Column | None) -> dict[str, Any] | None:
             return None if column is None else dict(vars(column))
@@ -226,7 +226,7 @@ class DataSchema:
             "labels": [plain(column) for column in self.labels],
             "sample_weight": plain(self.sample_weight),
             "validation": plain(self.validation),
-            # Absent, as before groups existed.
+            # Without groups the entry is absent, as in files of versions before groups existed.
             **({} if self.group is None else {"group": plain(self.group)}),
         }
 
@@ -251,7 +251,7 @@ def dtype_name(dtype: object) -> str:
         name = str(dtype).removeprefix("torch.")
     else:
         try:
-            name = np.dtype(dtype).name  # type: ignore[call-overload]  # anything; TypeError tells
+            name = np.dtype(dtype).name  # type: ignore[call-overload]  # raises TypeError for other objects
         except TypeError:
             name = str(dtype)
     name = {"float": "float32", "double": "float64", "half": "float16", "long": "int64"}.get(
@@ -270,9 +270,9 @@ def stored_dtype(tensor_dtype: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Storage of a column by its Spark type: the kind of its rows, their numpy type and the tensor's.
+# The Spark type of a column decides its storage: kind of the rows, numpy type, and the tensor's type.
 
-# Spark type -> the numpy type of its values. The narrow integers widen when stored.
+# Spark type -> numpy type of its values. Narrow integers are widened when stored.
 NUMERIC_TYPES: Mapping[str, str] = {
     "BooleanType": "bool",
     "ByteType": "int8",
@@ -309,7 +309,7 @@ def tensor_column(
         keeps_type: store numbers in Spark's type, unless the user chose one; a decimal as a double.
 
     Raises:
-        InvalidArgumentError: its type cannot become a tensor.
+        InvalidArgumentError: the column's type cannot become a tensor.
     """
     name = field.name
     kind, element, source = _classify(field.dataType)
@@ -345,7 +345,7 @@ def raw_column(field: AnyField, default: str, override: str | None, *, has_decod
         has_decoder: a decoder receives the rows, else a collate function.
 
     Raises:
-        InvalidArgumentError: its type is neither bytes nor text nor an array of numbers.
+        InvalidArgumentError: the column's type is neither bytes nor text nor an array of numbers.
     """
     name = field.name
     raw = RAW_TYPES.get(type(field.dataType).__name__)
@@ -374,7 +374,7 @@ def raw_column(field: AnyField, default: str, override: str | None, *, has_decod
 
 
 def _classify(data_type: AnyType) -> tuple[str, str | None, str]:
-    """Kind, numpy type of the elements or None, and Spark's name of the type."""
+    """Return the kind, the numpy type of the elements (or None), and Spark's name of the type."""
     name = type(data_type).__name__
     if name == "VectorUDT":
         return "vector", "float64", "vector"
@@ -398,8 +398,8 @@ def _remedy(source: str, name: str) -> str:
         return "Turn it into numbers first, for example with unix_timestamp, or weekday and dayofyear (docs/tabular.md)."
     if source.startswith("array<"):
         return (
-            "An array must hold numbers, or arrays of numbers. Of words make numbers before, with CountVectorizer or a lookup table, or "
-            "one string with concat_ws, which a decoder splits."
+            "An array must hold numbers, or arrays of numbers. Convert words to numbers first, with CountVectorizer or a lookup table, "
+            "or join them to one string with concat_ws and split it in a decoder."
         )
     if source.startswith("struct"):
         return "Select its fields as columns of their own."
@@ -414,14 +414,14 @@ def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int
     """Check the row shape that a Param gives for a column, and drop its leading -1 for the batch.
 
     Raises:
-        InvalidArgumentError: it is no shape, or has another number of elements than the column.
+        InvalidArgumentError: the value is not a shape, or has another number of elements than the column.
     """
     shape = row_shape_of(param, given)
     known = math.prod(d for d in shape if d != -1)
     if column.kind == "sparse":
         raise InvalidArgumentError(
-            f"{param} gives {list(given)} for column {column.name!r}, which is sparse: it goes to the model as a sparse "
-            f"tensor (rows, {column.shape[0] if column.shape else 'dimensions'}). Leave {param} out and name it in inputs."
+            f"{param} gives {list(given)} for column {column.name!r}, which is sparse: the model gets it as a sparse "
+            f"tensor (rows, {column.shape[0] if column.shape else 'dimensions'}). Leave {param} out and name the column in inputs."
         )
     if column.row_shape is not None:
         elements = math.prod(column.row_shape)
@@ -439,7 +439,7 @@ def row_shape_of(param: str, given: object) -> tuple[int, ...]:
     """Check the shape of rows in a Param, and drop a leading -1 for the batch.
 
     Raises:
-        InvalidArgumentError: it is no shape.
+        InvalidArgumentError: the value is not a shape.
     """
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     shape: tuple[int, ...] = tuple(given) if isinstance(given, Sequence) else ()
@@ -451,35 +451,35 @@ def row_shape_of(param: str, given: object) -> tuple[int, ...]:
     row = shape[1:] if shape and shape[0] == -1 else shape
     if row.count(-1) > 1:
         raise InvalidArgumentError(
-            f"{param} holds {list(shape)}. After the batch, at most one -1 can be filled in."
+            f"{param} holds {list(shape)}. Besides the leading -1 for the batch, a shape may have at most one -1."
         )
     return row
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """Decoder whose arrays are reshaped for the model.
+    """Decoder that reshapes the arrays of a user's decoder for the model.
 
     Attributes:
-        function: of the user.
-        shape: of one row.
+        function: the user's decoder.
+        shape: shape of one row.
     """
 
     function: Callable[..., object]
     shape: tuple[int, ...]
 
     def __call__(self, value: object) -> object:
-        """Call the function."""
+        """Decode a value, and reshape the result."""
         array = np.asarray(self.function(value))
         return array.reshape(self.shape) if array.size == math.prod(self.shape) else array
 
 
 # ----------------------------------------------------------------------------------------------------
-# Schema of columns from elsewhere than a DataFrame, for a process without pyspark.
+# Schema of columns that are not from a DataFrame, for a process without pyspark.
 
 
 class SparkType:
-    """Spark type. Its class has the name of pyspark's, by which types are recognised."""
+    """Spark type without pyspark; its class has pyspark's name, by which types are recognised."""
 
     def __init__(self, text: str, **parts: Any) -> None:
         self._text = text
@@ -489,7 +489,7 @@ class SparkType:
         return self._text
 
     def typeName(self) -> str:  # noqa: N802
-        """Name without parts, such as "array"."""
+        """Return the name of the type without its parts, such as "array"."""
         return type(self).__name__.removesuffix("Type").lower()
 
 
@@ -499,7 +499,7 @@ def _class_of(name: str) -> type[SparkType]:
 
 
 def spark_type_of(name: str, text: str, **parts: Any) -> SparkType:
-    """Make the type of this class name.
+    """Make a Spark type from the name of pyspark's class.
 
     Args:
         name: of pyspark's class.
@@ -520,7 +520,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Schema:
-    """Columns from elsewhere than a DataFrame, with the methods of pyspark's `StructType`."""
+    """Schema of another source than a DataFrame, with the methods of pyspark's `StructType`."""
 
     fields: tuple[Field, ...]
 

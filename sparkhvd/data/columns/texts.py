@@ -13,24 +13,25 @@ import numpy.typing as npt
 from sparkhvd.data.columns.ragged import Ragged
 from sparkhvd.errors import InvalidArgumentError
 
-# A fast tokenizer keeps the last call's truncation, and cannot change it during a call of another thread.
+# A fast tokenizer stores the truncation of the last call, and cannot change it while another thread calls it.
 _one_call = threading.Lock()
-# Rows per call: a reader that ends waits for it.
+# Rows per call of the tokenizer; few, because a reader that stops waits for the running call.
 _ROWS = 4096
-# Lower bound of `model_max_length` of tokenizers without a limit.
+# Tokenizers without a limit have a `model_max_length` above this number.
 _NO_LIMIT = 1 << 40
 
 
 class Arguments(dict[str, Any]):
-    """Several arguments of `forward`, by name, from one column."""
+    """Arguments of `forward` by name that one column provides."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class tokenizer:  # noqa: N801 - used as a function: collate_fn={"text": tokenizer(tok)}
     """Collate function of a column of strings that returns `input_ids` and `attention_mask`, both int64 (rows, tokens).
 
-    They become two arguments of `forward`, if the column is the model's only input, or `inputs` binds it to one of them:
-    `inputs={"input_ids": "text", ...}`. Another name receives the dict of both.
+    Both become arguments of `forward` if the column is the model's only input, or if `inputs` binds it to one of the
+    two
+    names: `inputs={"input_ids": "text", ...}`. An argument with another name receives the dict of both.
 
     Attributes:
         tok: a tokenizer of `transformers`; it is pickled with the model.
@@ -38,7 +39,8 @@ class tokenizer:  # noqa: N801 - used as a function: collate_fn={"text": tokeniz
         padding: "longest" pads rows to the longest of the batch, "max_length" to that length.
 
     Raises:
-        InvalidArgumentError: the tokenizer is not from `transformers`, or has no padding token; or an argument is out of range.
+        InvalidArgumentError: the tokenizer is not from `transformers`, or has no padding token; or an argument is out
+            of range.
     """
 
     tok: Any = field(repr=False)
@@ -48,12 +50,12 @@ class tokenizer:  # noqa: N801 - used as a function: collate_fn={"text": tokeniz
     def __post_init__(self) -> None:
         if not callable(self.tok) or not hasattr(self.tok, "pad_token_id"):
             raise InvalidArgumentError(
-                f"tokenizer: {self.tok!r:.100} is no tokenizer of transformers. Give AutoTokenizer.from_pretrained(...), or "
+                f"tokenizer: {self.tok!r:.100} is not a tokenizer of transformers. Give AutoTokenizer.from_pretrained(...), or "
                 "PreTrainedTokenizerFast(tokenizer_object=..., pad_token='[PAD]') for one of the package tokenizers."
             )
         if self.tok.pad_token_id is None:
             raise InvalidArgumentError(
-                "tokenizer: it has no token to fill up rows with. Set one, for example tok.pad_token = tok.eos_token."
+                "tokenizer: it has no padding token. Set one, for example tok.pad_token = tok.eos_token."
             )
         if self.padding not in ("longest", "max_length"):
             raise InvalidArgumentError(
@@ -65,7 +67,7 @@ class tokenizer:  # noqa: N801 - used as a function: collate_fn={"text": tokeniz
             )
         if self.padding == "max_length" and self._limit is None:
             raise InvalidArgumentError(
-                "tokenizer: padding is 'max_length', and neither max_length is given nor has the tokenizer one. Give it."
+                "tokenizer: padding is 'max_length', but neither max_length nor the tokenizer gives a length. Give max_length."
             )
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """Checksums of the blocks of a file, which verify any read of it, however small.
 
-They are between the last row group and the footer, where readers of Parquet do not look: a CRC-32 (little-endian
-uint32) of every 16 KiB from the start of the file, and a trailer of 16 bytes: the number of covered bytes
-(uint64), the CRC-32 of the CRCs and of that number (uint32), and a mark.
+The checksums are stored between the last row group and the footer, where readers of Parquet do not look: a CRC-32
+(little-endian uint32) of every 16 KiB from the start of the file, and a trailer of 16 bytes: the number of covered
+bytes (uint64), the CRC-32 of the CRCs and of that number (uint32), and a mark.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-# Small, because reads are extended to the edges of unverified blocks; the checksums are 1/4096 of the data.
+# Small blocks, because a read is extended to the edges of unverified blocks. The checksums have 1/4096 of the data's
+# size.
 BLOCK_BYTES = 16 << 10
 TRAILER_BYTES = 16
 _TRAILER = struct.Struct("<QI4s")
@@ -40,8 +41,8 @@ def add_blocks(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
     """Continue the CRC-32 of each block over contiguous bytes.
 
     Args:
-        crcs: (blocks,) of the blocks of these bytes: 0 for a new block, else the CRC so far.
-        data: contiguous.
+        crcs: (blocks,) CRCs so far of the blocks that hold these bytes, 0 for a new block; updated in place.
+        data: contiguous bytes.
         at: position of the first byte in its block.
     """
     _native_or_zlib()(crcs, data, at)
@@ -55,7 +56,7 @@ def _native_or_zlib() -> Callable[[Crcs, npt.NDArray[np.uint8], int], None]:
         return _with_zlib
 
     def with_library(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
-        # Several times as fast as numpy's `ctypes`.
+        # This takes the address several times as fast as numpy's attribute `ctypes`.
         place = ctypes.c_uint32.from_address(crcs.__array_interface__["data"][0])
         address = data.__array_interface__["data"][0]
         continue_blocks(address, data.nbytes, BLOCK_BYTES, at, ctypes.byref(place))
@@ -70,7 +71,7 @@ def _with_zlib(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
 
 
 class SummingSink(io.RawIOBase):
-    """Sink for a file written once from start to end; computes the checksums of its bytes.
+    """Sink that writes a file once from start to end and computes the checksums of its bytes.
 
     Attributes:
         table_crc: CRC-32 of the checksums, once they are written.
@@ -115,13 +116,13 @@ class SummingSink(io.RawIOBase):
 
 
 def table_bytes(trailer: bytes) -> int | None:
-    """Size of the table that ends with this trailer; None for other bytes."""
+    """Size of the table of checksums that ends with this trailer; None if the bytes are not a trailer."""
     size, _, mark = _TRAILER.unpack(trailer)
     return -(-size // BLOCK_BYTES) * 4 + TRAILER_BYTES if mark == _MARK else None
 
 
 def decode(table: bytes) -> tuple[int, Crcs] | None:
-    """Number of bytes covered by a table, and the CRCs of their blocks; None if it is damaged."""
+    """Return the number of bytes that a table of checksums covers, and the CRCs; None if the table is damaged."""
     crcs, trailer = table[:-TRAILER_BYTES], table[-TRAILER_BYTES:]
     size, crc, _ = _TRAILER.unpack(trailer)
     is_whole = len(table) == table_bytes(trailer)

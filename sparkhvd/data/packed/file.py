@@ -28,29 +28,30 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.wire import read_json, rebuild
 
-# By path, (blocks,) True for verified blocks.
+# Path -> mask (blocks,) of the verified blocks.
 Checked = dict[str, Flags]
-# Bytes verified right after reading are still in the CPU's cache.
+# A file is read and verified in pieces of this size, so that the bytes are still in the CPU's cache when they are
+# verified.
 _PIECE_BYTES = 512 << 10
-# Most footers and the checksums before them are shorter and need one request.
+# First read at the end of a file. Most footers, with the checksums before them, are shorter and so need one request.
 _END_BYTES = 64 << 10
-# Upper bound of a page header up to its sizes.
+# Upper bound on the bytes of a page header up to the fields with its sizes.
 _HEADER_BYTES = 32
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A column of one row group.
+    """Column of one row group.
 
     Attributes:
-        offset: of its values in the file; None if they must be decoded.
+        offset: position of the values in the file; None if pyarrow must decode them.
     """
 
     offset: int | None
 
 
 class PackedFile:
-    """Open file. Every block is verified once: it is read whole until its checksum is right."""
+    """Open packed file. A block is read whole and verified by its checksum until that succeeds once."""
 
     def __init__(
         self,
@@ -62,18 +63,18 @@ class PackedFile:
         """Open a file and read its footer.
 
         Args:
-            store: of the file.
-            path: in the store.
-            checked: verified blocks; extended by this file.
-            footer_crc: CRC-32 of its end, see `DataFile`; None if unknown.
+            store: store of the file.
+            path: path in the store.
+            checked: verified blocks by path; this file adds its own.
+            footer_crc: CRC-32 of the file's end, see `DataFile`; None if unknown.
 
         Raises:
-            StoreError: it is damaged.
+            StoreError: the file is damaged.
         """
         self.path = path
         self._store = store
         local = store.local_path(path)
-        # True if several threads may read it at once.
+        # True if several threads may read the file at once.
         self.is_shared = store.shares_files
         self._source = pa.OSFile(local) if local is not None else store.open_input(path)
         self._end = b""
@@ -81,7 +82,7 @@ class PackedFile:
         self._decoding = threading.Lock()
         try:
             end = self._read_end()
-            # First: a damaged footer may crash the process in pyarrow.
+            # Checked before pyarrow reads the footer, because a damaged footer may crash the process there.
             if footer_crc is not None and zlib.crc32(end) != footer_crc:
                 raise self.damaged("its end is not what was written")
             try:
@@ -92,12 +93,13 @@ class PackedFile:
                     if described is None
                     else rebuild(Description, read_json(described), is_strict=False)
                 )
-            except (ValueError, OSError) as e:  # pyarrow's; the bytes are here already
+            except (ValueError, OSError) as e:
+                # Errors of pyarrow's parser: the bytes are in memory already.
                 raise self.damaged(f"its footer cannot be read ({e})") from e
         except BaseException:
             self._source.close()
             raise
-        # A rewrite by another program keeps the description and loses the checksums.
+        # If another program has rewritten the file, it has kept the description and lost the checksums.
         self._sums: Crcs | None = None
         if self._description is not None and self._description.block_checksums:
             self._read_sums(len(end), is_own=footer_crc is not None)
@@ -110,13 +112,13 @@ class PackedFile:
 
     def damaged(self, reason: str) -> StoreError:
         """Mark the data as damaged, so that no fit reuses them; return the error to raise."""
-        with suppress(Exception):  # this user may only read the store
+        with suppress(Exception):  # this user may have no permission to write
             self._store.write_bytes(
                 f"{self.path.rpartition('/')[0]}/{DAMAGED_NAME}", reason.encode()
             )
         return StoreError(
-            f"{self._store.full_url(self.path)!r} of the materialized data is damaged: {reason}. Look at the storage; fit "
-            "again, which materializes the data again."
+            f"{self._store.full_url(self.path)!r} of the materialized data is damaged: {reason}. Check the storage, and fit "
+            "again: the data are then materialized again."
         )
 
     def _read_end(self) -> bytes:
@@ -154,11 +156,11 @@ class PackedFile:
         self._decoded = None
 
     def columns(self) -> list[Column]:
-        """Columns by the file's own metadata."""
+        """Return the columns as described in the file's own metadata."""
         if self._description is None:
             raise InvalidArgumentError(
-                f"{self.path!r} is Parquet, but not packed: it has no {METADATA_KEY.decode()!r} metadata. Only "
-                "files that a fit materialized can be read this way."
+                f"{self.path!r} is Parquet, but not packed: it has no {METADATA_KEY.decode()!r} metadata. read_packed reads "
+                "only files that a fit has materialized."
             )
         return list(self._description.columns)
 
@@ -176,7 +178,7 @@ class PackedFile:
         self._read_at(flat, chunk.offset + start * row_bytes, (row_group, index))
 
     def read_page(self, out: Array, row_group: int, index: int, offset: int) -> None:
-        """Fill `out` (bytes) with a BYTE_ARRAY column's page from `offset`: lengths and values, as stored."""
+        """Fill `out` with the stored bytes of a BYTE_ARRAY column's page from `offset`: lengths and values."""
         chunk = self._chunks.get((row_group, index)) or self._locate(row_group, index)
         if chunk.offset is None:
             if self._page is None or self._page[0] != (row_group, index):
@@ -186,7 +188,7 @@ class PackedFile:
         self._read_at(out, chunk.offset + offset, (row_group, index))
 
     def _read_at(self, out: Array, offset: int, where: tuple[int, int]) -> None:
-        """Fill `out` (bytes) from `offset`, a part of a column of a row group; concurrent for a remote file."""
+        """Fill `out` with bytes of a column chunk from `offset` and verify them; thread-safe for a remote file."""
         if not len(out):
             return
         end = offset + len(out)
@@ -203,7 +205,7 @@ class PackedFile:
         whole: Array | None = None
         step = _PIECE_BYTES
         parts = [before, *(out[i : i + step] for i in range(0, len(out), step)), after]
-        if self.is_shared:  # one request
+        if self.is_shared:  # a remote file is read in one request
             whole = self._request(len(before) + len(out) + len(after), at)
             out[:] = whole[len(before) : len(before) + len(out)]
             parts = [whole]
@@ -217,7 +219,7 @@ class PackedFile:
                 add_blocks(actual[number:], kept, within)
             at += len(part)
         expected = self._sums[first:last]
-        if actual.tobytes() != expected.tobytes():  # faster than numpy for few bytes
+        if actual.tobytes() != expected.tobytes():  # faster than numpy's comparison for few bytes
             wrong = int(np.flatnonzero(actual != expected)[0])
             name = self.metadata.schema.column(where[1]).name
             raise self.damaged(
@@ -227,7 +229,7 @@ class PackedFile:
         self._checked[first:last] = True
 
     def _fill(self, out: Array, offset: int) -> None:
-        """Fill `out` (bytes) from `offset`."""
+        """Fill `out` with bytes from `offset`, without verification."""
         if self.is_shared:
             out[:] = self._request(out.nbytes, offset)
             return
@@ -245,7 +247,7 @@ class PackedFile:
             raise self.damaged(f"it ended early: {got} of {expected} bytes were there")
 
     def _locate(self, row_group: int, index: int, row_bytes: int | None = None) -> _Chunk:
-        """Find a page; its rows have `row_bytes` each, or variable lengths."""
+        """Find the page of a column in a row group; None as `row_bytes` means rows of variable length."""
         group = self.metadata.row_group(row_group)
         column = group.column(index)
         chunk = _Chunk(None)
@@ -262,7 +264,7 @@ class PackedFile:
         return chunk
 
     def _decode_page(self, row_group: int, index: int) -> Array:
-        """Decode a page to the packed layout, with zeros for the lengths before the values."""
+        """Decode a page to the packed layout, with zeros in place of the length prefixes."""
         column = self._decoded_column(row_group, index)
         rows = len(column)
         offsets = np.frombuffer(column.buffers()[1], np.int32, rows + 1, column.offset * 4)
@@ -296,7 +298,7 @@ class PackedFile:
 
 
 def _page_bytes(header: bytes) -> int:
-    """Size of a page's values by its header; -1 if it is no plain data page.
+    """Read the size of a page's values from its header; -1 if the page is not a plain data page.
 
     The header is Thrift compact: field 1 (int32 type, 0 = DATA_PAGE), then 2 (int32 size before compression), zigzag
     varints.
@@ -316,11 +318,11 @@ def _page_bytes(header: bytes) -> int:
 # Layout of columns in a packed file: its Parquet fields and their sizes.
 
 METADATA_KEY = b"sparkhvd"
-# First bytes of a Parquet file; it ends with the footer, the footer's length (4 bytes) and these again.
+# First and last bytes of a Parquet file. Before the last ones are the footer and the footer's length (4 bytes).
 MAGIC = b"PAR1"
-# A page's size is an int32 in Parquet; each column of a row group must stay below it.
+# Bound on the bytes of a column in a row group, because a page's size is an int32 in Parquet.
 PAGE_BYTES = 1 << 30
-# Length prefix of a BYTE_ARRAY value.
+# Bytes of the length prefix of a BYTE_ARRAY value.
 PREFIX_BYTES = 4
 
 
@@ -329,8 +331,8 @@ class Description:
     """Metadata of a packed file.
 
     Attributes:
-        columns: of the file.
-        format_version: of the manifest when it was written.
+        columns: columns of the file.
+        format_version: format version of manifests when the file was written.
         block_checksums: whether blocks have checksums, see `checksums`.
     """
 
@@ -340,12 +342,12 @@ class Description:
 
 
 def little_endian(dtype: str) -> np.dtype[np.generic]:
-    """Type in files, on any machine."""
+    """Little-endian numpy type, in which files store a dtype on every machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 def payload_types(column: Column) -> list[np.dtype[np.generic]]:
-    """Types of a column's BYTE_ARRAY columns: values, of sparse vectors indices first; empty for fixed rows."""
+    """Types of a column's BYTE_ARRAY columns: the values, after the indices of sparse vectors; [] for fixed rows."""
     if column.is_fixed:
         return []
     values = little_endian(column.dtype)
@@ -353,12 +355,12 @@ def payload_types(column: Column) -> list[np.dtype[np.generic]]:
 
 
 def payloads(values: Ragged | SparseRows) -> list[Ragged]:
-    """Rows of a column's BYTE_ARRAY columns, in the order of `payload_types`."""
+    """Return the rows of a column's BYTE_ARRAY columns, in the order of `payload_types`."""
     return [values.indices, values.values] if isinstance(values, SparseRows) else [values]
 
 
 def parquet_fields(column: Column) -> list[pa.Field]:
-    """Fields are required, so that a page has no definition levels before the values."""
+    """Make the Parquet fields of a column; they are required, so that a page has no definition levels."""
     if column.is_fixed:
         return [pa.field(column.name, pa.binary(column.row_bytes), nullable=False)]
     names = [f"{column.name}.indices", column.name] if column.kind == "sparse" else [column.name]

@@ -28,7 +28,7 @@ from sparkhvd.data.store import addresses
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
-# Reading over a gap of this size costs about as much as another read.
+# A gap of this size between wanted rows is read, too, because another read would cost about as much.
 _GAP_BYTES = 128 << 10
 
 
@@ -41,14 +41,14 @@ class RowSource:
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store = store
         self._manifest = manifest
-        # The first Parquet column of each column, and their number.
+        # Index of each column's first Parquet column, and the number of all Parquet columns.
         self._index = {}
         self._num_parquet_columns = 0
         for c in manifest.schema.columns:
             self._index[c.name] = self._num_parquet_columns
             self._num_parquet_columns += len(payload_types(c)) + 1
         self._columns = {c.name: c for c in manifest.schema.columns}
-        # Every row group of every file, in row order.
+        # (file, number of the row group) of every row group, in row order.
         self._groups = [(f, g) for f in manifest.files for g in range(len(f.row_groups))]
         rows = [f.row_groups[g] for f, g in self._groups]
         self._ends = np.cumsum(rows, dtype=np.int64) if rows else np.empty(0, dtype=np.int64)
@@ -132,7 +132,7 @@ class RowSource:
         start: int,
         wanted: Rows | None,
     ) -> None:
-        """Fill `target` with rows of a column from `start` in a row group: all of them, or those in `wanted`."""
+        """Fill `target` with a column's rows from `start` in a row group, or with the rows `start + wanted`."""
         row_group, index = self._groups[group][1], self._index[name]
         if wanted is None:
             opened.read_into(target, row_group, index, start)
@@ -162,7 +162,7 @@ class RowSource:
         return parts[0]
 
     def _span(self, column: Column, rows: Rows | None, start: int, stop: int) -> Span:
-        """Locate neighbouring rows by the column of row ends."""
+        """Locate neighbouring rows by reading the column of row ends."""
         first = start if rows is None else int(rows[start])
         last = stop - 1 if rows is None else int(rows[stop - 1])
         group = int(np.searchsorted(self._ends, first, side="right"))
@@ -188,8 +188,8 @@ class RowSource:
     ) -> Ragged:
         """Read one BYTE_ARRAY column of the spans' rows.
 
-        If all rows of a span are wanted and the values are aligned, they stay in place with their lengths between
-        them. Otherwise the wanted values are copied together.
+        If all rows of a span are wanted and the values are aligned, the page stays in memory as stored, with the length
+        prefixes between the values. Otherwise the wanted values are copied without gaps.
         """
         unit = min(dtype.itemsize, PREFIX_BYTES)
         total = sum(span.num_bytes(dtype.itemsize) for span in spans)
@@ -226,7 +226,7 @@ class RowSource:
         return Ragged(buffer, np.concatenate(starts), np.concatenate(lengths), column.inner)
 
     def _runs(self, rows: Rows | None, gap_rows: int) -> list[tuple[int, int]]:
-        """Index ranges of `rows` served by one read: inside one row group, without long gaps."""
+        """Divide `rows` into index ranges for one read each: inside one row group, without long gaps."""
         if rows is None:
             cuts = self._ends
             total = int(cuts[-1]) if len(cuts) else 0
@@ -249,25 +249,25 @@ class RowSource:
         ):
             opened.close()
             raise opened.damaged(
-                f"it is not what the manifest lists: row groups {row_groups} with {opened.metadata.num_columns} columns, not "
-                f"{file.row_groups} with {self._num_parquet_columns}"
+                f"it has row groups of {row_groups} rows and {opened.metadata.num_columns} columns, but the manifest lists "
+                f"{file.row_groups} rows and {self._num_parquet_columns} columns"
             )
         return opened
 
 
 # ----------------------------------------------------------------------------------------------------
-# Neighbouring rows of any length served by one read.
+# Neighbouring rows of variable length that one read returns.
 
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring rows of a row group served by one read.
+    """Neighbouring rows of a row group that one read returns.
 
     Attributes:
-        group: the row group.
-        low: its first row.
-        ends: (rows + 1,) elements of the row group before the first row, and up to each row's end.
-        wanted: positions of the rows to return; None means all.
+        group: number of the row group.
+        low: number of the first row in the row group.
+        ends: (rows + 1,) number of the row group's elements before the first row and up to the end of each row.
+        wanted: positions in the span of the rows to return; None means all.
     """
 
     group: int
@@ -276,22 +276,22 @@ class Span:
     wanted: Array | None
 
     def page_bytes(self, itemsize: int) -> int:
-        """Bytes of the rows in the page, including their length prefixes."""
+        """Size of the rows in the page in bytes, including their length prefixes."""
         elements = int(self.ends[-1] - self.ends[0])
         return elements * itemsize + (len(self.ends) - 1) * PREFIX_BYTES
 
     def row_begins(self, itemsize: int) -> Array:
-        """Offset (rows,) of each row's values, in bytes from the first row's length."""
+        """Offset (rows,) of each row's values in bytes, counted from the first row's length prefix."""
         rows = np.arange(1, len(self.ends), dtype=np.int64)
         begins: Array = (self.ends[:-1] - self.ends[0]) * itemsize + rows * PREFIX_BYTES
         return begins
 
     def stays(self, itemsize: int) -> bool:
-        """Whether values in memory can stay at their place in the page."""
+        """Whether values can stay in memory as the page holds them."""
         return self.wanted is None and itemsize <= PREFIX_BYTES
 
     def num_bytes(self, itemsize: int) -> int:
-        """Memory of the rows in bytes; if values stay, with the length prefixes."""
+        """Memory of the rows in bytes; it includes the length prefixes if values stay as the page holds them."""
         if self.stays(itemsize):
             return self.page_bytes(itemsize)
         counts = np.diff(self.ends)
@@ -301,14 +301,14 @@ class Span:
 # ----------------------------------------------------------------------------------------------------
 # Concurrent reads of a remote file.
 
-# Each column of a row group is a separate request, which mostly waits.
+# Number of concurrent requests. Each column of a row group is a separate request, which mostly waits.
 _THREADS = 12
-# The longest wait for all of them.
+# Longest wait for all requests of a read.
 _REQUESTS_S = 3600.0
 
 
 def together(calls: Sequence[Callable[[], None]]) -> None:
-    """Run concurrent calls that wait for a remote store; raise the first error when all have ended.
+    """Run calls that wait for a remote store in threads; raise the first error after all calls have ended.
 
     Raises:
         TimeoutError: the store has not answered some calls for an hour.
@@ -328,7 +328,7 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
             except BaseException as e:  # noqa: BLE001 - raised below
                 errors.append(e)
 
-    # Daemons, because a read may hang forever.
+    # Daemon threads do not prevent the process from ending if a read hangs.
     threads = [
         threading.Thread(target=work, name="sparkhvd-read", daemon=True)
         for _ in range(min(_THREADS, len(calls)) - 1)
@@ -357,8 +357,8 @@ def read_packed(path: str | os.PathLike[str], **storage_options: Any) -> dict[st
         **storage_options: as for `Store.create`.
 
     Returns:
-        For every column an array of shape (rows, *shape of a row's value). If rows differ in length, an object array
-        of arrays, bytes or strings; of sparse vectors an object array of pairs (indices, values).
+        For every column an array (rows, *shape of a row's value). If rows differ in length, an object array of arrays,
+        bytes or strings; for sparse vectors an object array of pairs (indices, values).
     """
     text = os.fspath(path)
     folder, name = addresses.split(text)
@@ -369,8 +369,8 @@ def read_packed(path: str | os.PathLike[str], **storage_options: Any) -> dict[st
         manifest = _manifest_of_folder(store, name)
     else:
         raise InvalidArgumentError(
-            f"read_packed({addresses.without_secrets(text)!r}): there is no {MANIFEST_NAME} in that folder, and it is "
-            "no .parquet file. Give a folder data/<key>/<app> of a store, or one of its files."
+            f"read_packed({addresses.without_secrets(text)!r}): the path is neither a folder with a {MANIFEST_NAME} nor a "
+            ".parquet file. Give a folder data/<key>/<app> of a store, or a .parquet file in it."
         )
     with RowSource(store, manifest) as source:
         values = source.read([c.name for c in manifest.schema.columns])
@@ -390,14 +390,14 @@ def _manifest_of_file(store: Store, name: str) -> Manifest:
 
 
 def _manifest_of_folder(store: Store, name: str) -> Manifest:
-    """Load a manifest, with the paths of its files adapted to the folder's current name."""
+    """Load a manifest, and adapt the paths of its files to the folder's current name."""
     stored = Manifest.load(store, name)
     moved = tuple(replace(f, path=f"{name}/{PurePosixPath(f.path).name}") for f in stored.files)
     return replace(stored, files=moved)
 
 
 def _as_objects(column: Column, values: Values) -> Array:
-    """Convert rows of different lengths to an object array; an array is unchanged."""
+    """Convert rows of different lengths to an object array; return an array unchanged."""
     if isinstance(values, np.ndarray):
         return values
     out = np.empty(len(values), object)

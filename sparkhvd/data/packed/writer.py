@@ -53,7 +53,7 @@ class PackedWriter:
             [f for group in fields for f in group],
             metadata={METADATA_KEY: json.dumps(described).encode()},
         )
-        # Positions of the columns of row ends.
+        # Indices of the Parquet columns with row ends.
         firsts = np.cumsum([0, *(len(group) for group in fields)])
         self._ends = [int(i) for i, c in zip(firsts, columns, strict=False) if not c.is_fixed]
         options: dict[str, object] = {
@@ -62,7 +62,7 @@ class PackedWriter:
             "write_statistics": False,
             "data_page_size": PAGE_BYTES,
         }
-        # Newer pyarrow ends a page after 20,000 rows by default.
+        # Newer versions of pyarrow end a page after 20,000 rows by default.
         if "max_rows_per_page" in _ARGUMENTS:
             options["max_rows_per_page"] = 2**31 - 1
         self._written: list[pq.FileMetaData] = []
@@ -78,7 +78,7 @@ class PackedWriter:
         self.row_groups: list[int] = []
 
     def append(self, values: Sequence[Values]) -> None:
-        """Add rows: per column a C-contiguous array (rows, ...) or rows of any length, of the column's dtype."""
+        """Add rows: for each column a C-contiguous array (rows, ...) or rows of any length, in the column's dtype."""
         rows = len(values[0])
         sizes = self._variable_bytes(values, rows) if self._ends else None
         arrays = [a for c, v in zip(self._columns, values, strict=True) for a in _arrays(c, v)]
@@ -96,7 +96,7 @@ class PackedWriter:
                 self._flush()
 
     def close(self) -> tuple[int, ...]:
-        """Write what is pending, the checksums and the footer; return the rows of each row group."""
+        """Write pending rows, the checksums and the footer; return the number of rows of each row group."""
         self._flush()
         self._sink.write_table()
         self._writer.close()
@@ -115,14 +115,14 @@ class PackedWriter:
         return self._sink.table_crc
 
     def _variable_bytes(self, values: Sequence[Values], rows: int) -> Array:
-        """Bytes (rows,) of each row outside fixed columns."""
+        """Bytes (rows,) of each row in the columns of variable size."""
         total = np.zeros(rows, np.int64)
         for column, value in zip(self._columns, values, strict=True):
             if isinstance(value, np.ndarray):
                 continue
             sizes = sum(p.lengths * p.values.itemsize + PREFIX_BYTES for p in payloads(value))
             if len(value) and int(np.max(sizes)) >= PAGE_BYTES:
-                self._writer.close()  # while the file is still open
+                self._writer.close()  # pyarrow's writer must be closed while the file is still open
                 raise InvalidArgumentError(
                     f"Column {column.name!r} has a row of {int(np.max(sizes)):,} bytes; at most {PAGE_BYTES:,} fit. "
                     "Split or shrink it."
@@ -131,7 +131,7 @@ class PackedWriter:
         return total
 
     def _fitting(self, sizes: Array | None) -> int:
-        """Number of next rows that fit into the row group; a first row always fits."""
+        """Number of the next rows (of `sizes` bytes each) that fit into the row group; at least 1 if it is empty."""
         room = self._group_bytes - self._pending_bytes - self._pending_rows * self._fixed_bytes
         if sizes is None:
             fitting = max(room, 0) // max(self._fixed_bytes, 1)
@@ -164,7 +164,7 @@ def _fixed_array(kind: pa.DataType, values: Array) -> pa.Array:
 
 
 def _arrays(column: Column, values: Values) -> list[pa.Array]:
-    """Arrow arrays of a column. Of variable rows the first has the lengths, converted to ends in each row group."""
+    """Make the Arrow arrays of a column. For variable rows the first has lengths, which `_flush` converts to ends."""
     if isinstance(values, np.ndarray):
         return [_fixed_array(pa.binary(column.row_bytes), values)]
     parts = payloads(values)

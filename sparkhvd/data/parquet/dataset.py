@@ -1,8 +1,8 @@
-"""Data sets of ordinary Parquet: their files, folders `column=value` and schema; one footer is read.
+"""Find the files, the folders `column=value` and the schema of an ordinary Parquet data set; reads one footer.
 
-`Store` lists the files. `pyarrow.dataset` is not used: it lacks sizes and times of change, which later reveal
-a replaced file, folders of floating numbers, and file systems that a Connect client sees only through Spark
-tasks. Schemas are compared by their Spark types, so that numbers of any width match.
+`Store` lists the files. `pyarrow.dataset` is not used, because it lacks three things: sizes and times of change (which
+later reveal a replaced file), folders named by floating numbers, and file systems that a Connect client reaches only
+through Spark tasks. Schemas are compared by their Spark types, so that numbers of any width match.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from sparkhvd.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class TableFiles:
-    """Facts of one version of a table that its files do not hold.
+    """Facts of one version of a table that are not in its files.
 
     Attributes:
-        version: the table and its version.
-        locate: finds the columns in a file by its path and Arrow schema: the stored name of each column of the table, and the
-            value of each column that the file lacks.
-        deleted: by path, a function that returns a mask (rows,) of the rows that are left.
+        version: table and version.
+        locate: function of a file's path and Arrow schema that returns the stored name of each column of the table, and
+            the value of each column that the file lacks.
+        deleted: path of a file with deletes -> function that returns a mask (rows,) of the rows that are not deleted.
         where: filter of the rows, or None.
         layout: text that is equal for versions with the same columns, stored under the same names or ids.
     """
@@ -54,9 +54,9 @@ class RowFilter:
     """Filter of rows with SQL's meaning: a comparison with null or NaN selects no row.
 
     Attributes:
-        columns: names that it reads.
-        expression: of pyarrow.
-        text: for people.
+        columns: names of the columns that it reads.
+        expression: the filter as an expression of pyarrow.
+        text: the filter as text for messages.
     """
 
     columns: tuple[str, ...]
@@ -66,17 +66,17 @@ class RowFilter:
 
 @dataclass(frozen=True)
 class ParquetDataset:
-    """Ordinary Parquet at a path or URL; only names and one footer have been read.
+    """Ordinary Parquet data set at a path or URL, known by the names of its files and one footer.
 
     Attributes:
-        url: for messages.
-        store: rooted there.
-        files: in the order of their rows.
-        partitions: by path, the values of folders `column=value`.
-        arrow_schema: of the first file with rows.
-        schema_path: of that file.
+        url: URL for messages.
+        store: store whose root is the data set.
+        files: files in the order of their rows.
+        partitions: path -> values of the folders `column=value`.
+        arrow_schema: schema of the first file with rows.
+        schema_path: path of that file.
         metadata: key-value metadata of `_common_metadata`, if that file exists.
-        table: if these are the files of a version of a table.
+        table: facts of the table version that has these files; None for plain files.
     """
 
     url: str
@@ -100,7 +100,7 @@ class ParquetDataset:
 
     @cached_property
     def schema(self) -> Schema:
-        """Columns and their Spark types; columns of folders last, as in Spark."""
+        """Columns with their Spark types; columns of folders come last, as in Spark."""
         names = self.partition_columns
         fields = [
             Field(f.name, spark_type(f.type)) for f in self.arrow_schema if f.name not in names
@@ -116,17 +116,18 @@ class ParquetDataset:
 def open_dataset(
     path: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None
 ) -> ParquetDataset:
-    """Find the files of a data set and read the schema of the first with rows; starts no Spark job.
+    """Find the files of a data set and read the schema of the first file with rows; starts no Spark job.
 
-    Names that begin with "_" or "." are skipped with their contents, and so are empty files; every other file must be Parquet.
+    Files and folders whose names begin with "_" or "." are skipped, and so are empty files; all other files must be
+    Parquet.
 
     Args:
         path: a file, or a folder that is searched recursively, as a path or URL for `Store`; or a `Store` of it.
         storage_options: passed to the file system.
 
     Raises:
-        InvalidArgumentError: there is nothing, or something else, such as a table whose log decides its rows,
-            or a part of a table.
+        InvalidArgumentError: there are no files, or they are not ordinary Parquet: for example the files of a table
+            whose log decides its rows, or a part of such a table.
     """
     store = path if isinstance(path, Store) else store_of(path, storage_options)
     url = store.url
@@ -162,7 +163,7 @@ def open_dataset(
 def store_of(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Store:
-    """Make a data set's store without accessing it; a relative path is below this process's folder."""
+    """Make a data set's store without accessing it; a relative path refers to this process's working directory."""
     text = os.fspath(path)
     return Store(text if ":" in text.partition("/")[0] else os.path.abspath(text), storage_options)
 
@@ -171,7 +172,7 @@ def read_footer(store: Store, file: StoredFile) -> tuple[pq.FileMetaData, pa.Sch
     """Read the metadata and the Arrow schema of a file.
 
     Raises:
-        InvalidArgumentError: it is no Parquet file, or its footer cannot be read.
+        InvalidArgumentError: the file is not Parquet, or its footer cannot be read.
     """
     try:
         with store.open_input(file.path) as source:
@@ -179,18 +180,18 @@ def read_footer(store: Store, file: StoredFile) -> tuple[pq.FileMetaData, pa.Sch
             return opened.metadata, opened.schema_arrow
     except pa.ArrowInvalid as e:
         raise InvalidArgumentError(
-            f"{store.full_url(file.path)!r} is no Parquet file: {e}. Move it away, or give it a name that begins with '_' "
-            "or '.', which is passed over."
+            f"{store.full_url(file.path)!r} is not a Parquet file: {e}. Move it away, or give it a name that begins with '_' "
+            "or '.': such files are skipped."
         ) from e
     except OSError as e:  # also pyarrow's error for an invalid footer
         raise InvalidArgumentError(
-            f"The footer of {store.full_url(file.path)!r} cannot be read: {e}. If the file is damaged, write it again, or move "
-            "it away; if the place cannot be reached or read by this user, fix that."
+            f"The footer of {store.full_url(file.path)!r} cannot be read: {e}. If the file is damaged, write it again or move "
+            "it away; else check that this process can reach the file and that this user may read it."
         ) from e
 
 
 def _first_schema(store: Store, files: Sequence[StoredFile]) -> tuple[str, pa.Schema]:
-    """Path and Arrow schema of the first file with rows, or of the last if all files are empty."""
+    """Return path and Arrow schema of the first file with rows, or of the last file if no file has rows."""
     for file in files:
         metadata, schema = read_footer(store, file)
         if metadata.num_rows:
@@ -201,7 +202,7 @@ def _first_schema(store: Store, files: Sequence[StoredFile]) -> tuple[str, pa.Sc
 # ----------------------------------------------------------------------------------------------------
 # Names of files and folders: hidden files, logs of tables, and columns in folders `column=value`.
 
-# Folders of a table's log, which decides which files beside it hold its rows, and which of these are deleted.
+# Folders of tables' logs. A log decides which files hold the table's rows, and which rows are deleted.
 _LOGS = {
     "_delta_log": ("a Delta table", "spark.read.format('delta').load"),
     ".hoodie": ("a Hudi table", "spark.read.format('hudi').load"),
@@ -215,14 +216,14 @@ TABLE_FOLDERS = (*_LOGS, _ICEBERG)
 _IN_PLACE = dict.fromkeys(
     ("a Delta table", "an Iceberg table"), "fit_on_table(...) reads a version of it in place. Or: "
 )
-# Hive's name for the folder of rows without a value.
+# Hive's name for the folder of rows with a null in the partition column.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 PartitionValue = int | float | str | None
 
 
 def is_hidden(path: str) -> bool:
-    """Whether Spark skips a path; a name starting with "_" is a folder of rows if it is `_column=value`."""
+    """Whether Spark skips a path: a part starts with "." or "_", except folders `_column=value`."""
     return path != "." and any(
         part.startswith(".") or (part.startswith("_") and "=" not in part)
         for part in path.split("/")
@@ -231,12 +232,12 @@ def is_hidden(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """Table to which a file belongs.
+    """Table that a file belongs to.
 
     Attributes:
-        kind: with its article.
-        log: folder of its log; its parent is the table's.
-        reader: call that reads the table by its folder.
+        kind: name of the format with its article, such as "a Delta table".
+        log: folder of the log; its parent is the table's folder.
+        reader: Spark call that reads the table from its folder.
     """
 
     kind: str
@@ -245,7 +246,7 @@ class Table:
 
 
 def table_of(path: str) -> Table | None:
-    """Table whose log has this path; None for other paths."""
+    """Return the table whose log holds the file at this path; None for other files."""
     *folders, name = path.split("/")
     for at, folder in enumerate(folders):
         if folder in _LOGS:
@@ -261,23 +262,23 @@ def refuse_tables(url: str, paths: Iterable[str]) -> None:
     """Reject tables whose rows differ from the rows of their files, and parts of such tables.
 
     Args:
-        url: of the data, for the message.
-        paths: of files in it, and beside and above it.
+        url: URL of the data, for the message.
+        paths: paths of files in the data's folder, and in log folders beside and above it.
     """
     for table in filter(None, map(table_of, paths)):
         is_part = table.log.startswith("../")
         raise InvalidArgumentError(
             f"fit_on_parquet({url!r}): {table.log!r} {'above' if is_part else 'in'} it shows that this is "
-            f"{'a part of ' if is_part else ''}{table.kind}. Its log tells which files have its rows; others may be there that "
-            f"hold deleted or earlier ones. {_IN_PLACE.get(table.kind, '')}Read the table's folder with {table.reader}(...), and give fit(df) the DataFrame."
+            f"{'a part of ' if is_part else ''}{table.kind}. Only the table's log tells which files hold its rows; other files may hold "
+            f"deleted or earlier rows. {_IN_PLACE.get(table.kind, '')}Read the table's folder with {table.reader}(...), and give fit(df) the DataFrame."
         )
 
 
 def partition_values(url: str, files: Sequence[StoredFile]) -> dict[str, dict[str, PartitionValue]]:
-    """Values of folders `column=value` by path: whole numbers, numbers or text, one type per column.
+    """Parse the values of folders `column=value` by path, as int, float or text; a column has one type.
 
     Raises:
-        InvalidArgumentError: folders of files have different columns.
+        InvalidArgumentError: files are in folders of different columns.
     """
     texts = {}
     for file in files:

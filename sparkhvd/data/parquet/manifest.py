@@ -1,4 +1,4 @@
-"""Manifest of a Parquet data set, from all footers and the first rows; no Spark job reads the data."""
+"""Make the manifest of a Parquet data set from all footers and the first rows; no Spark job reads the data."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.wire import rebuild
 
-# Rows from which the driver learns shapes, and the length of variable rows.
+# The driver learns shapes, and the mean size of variable rows, from this many rows.
 _EXAMPLES = 256
-# Limit, because a fingerprint is part of every checkpoint.
+# Above this number of files a fingerprint is one digest, because every checkpoint holds the fingerprint.
 _LISTED_FILES = 1000
-# Characters that a table's id may not have in a name of a folder.
+# Characters of a table's id that are replaced in the name of a folder.
 _SAFE = re.compile(r"[^A-Za-z0-9-]")
 
 
@@ -61,7 +61,7 @@ def read_manifest(
     Args:
         dataset: as `open_dataset` returned it.
         schema: the columns, as `check_schema` returned them.
-        known: footers of files of a table that an earlier fit has read; gets the others.
+        known: footers of a table's files that earlier fits have read; the other footers are added. None reads all.
 
     Raises:
         InvalidArgumentError: a file lacks a column or has it in another type, footers count nulls that
@@ -98,7 +98,7 @@ def read_manifest(
     }
     ranges = joined_ranges([*(f.ranges for f in footers), *_of_folders(schema, files)])
     if any(c.invalid[0] == "skip" for c in schema.columns):
-        ranges = {}  # a skipped row may hold the value
+        ranges = {}  # the smallest or largest value may be in a skipped row
     manifest = Manifest(
         files,
         schema,
@@ -113,7 +113,7 @@ def read_manifest(
 
 
 def _of_folders(schema: DataSchema, files: tuple[DataFile, ...]) -> Iterator[dict[str, Range]]:
-    """Yield the values of integers in the names of folders."""
+    """Yield, per file, the ranges of integer columns that folder names hold."""
     names = {c.name for c in (*schema.features, *schema.labels) if c.has_range}
     for file in files:
         yield {
@@ -130,10 +130,10 @@ def _check_nulls(schema: DataSchema, footers: Sequence[Footer]) -> None:
         for name in nulls:
             if name in footer.constants:
                 nulls[name] += footer.rows if footer.constants[name] is None else 0
-            # A deleted row may hold the null: then only the rows can tell.
+            # If the file has deleted rows, a counted null may be in one of them, and only reading the rows can tell.
             elif not footer.kept:
                 nulls[name] += footer.nulls.get(name, 0)
-    # A skipped row may hold the null: then only the rows can tell.
+    # A counted null may be in a row that another column's "skip" skips, and only reading the rows can tell.
     if any(c.invalid[0] == "skip" for c in schema.columns):
         return
     num_rows = sum(f.rows for f in footers)
@@ -156,8 +156,8 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
         rows = source.examples(_EXAMPLES)
         if not len(rows):
             raise InvalidArgumentError(
-                f"All {manifest.num_rows:,} rows of {store.full_url('')!r} hold a null or NaN, and handle_invalid='skip' "
-                "leaves them out, so there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
+                f"All {manifest.num_rows:,} rows of {store.full_url('')!r} hold a null or an invalid number, and handle_invalid='skip' "
+                "skips them, so there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
             )
         pieces = list(source.arrays([c.name for c in schema.columns], rows))
         entries = {c.name: _entry_shape(source, c) for c in schema.columns if _is_nested(c)}
@@ -184,19 +184,19 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
         if column.is_fixed:
             sizes.pop(column.name, None)
         else:
-            # Values compressed by a dictionary use their full size in memory.
+            # The footer may count dictionary-encoded bytes, but values need their full size in memory.
             mean = bytes_seen[column.name] * manifest.num_rows // len(rows)
             sizes[column.name] = max(sizes.get(column.name, 0), mean)
     return replace(manifest, schema=shaped, variable_bytes=sizes)
 
 
 def _is_nested(column: Column) -> bool:
-    """Whether variable rows have arrays as entries."""
+    """Whether the rows of a variable column are arrays of arrays."""
     return column.kind == "ragged" and column.source.startswith("array<array")
 
 
 def _entry_shape(source: ParquetSource, column: Column) -> tuple[int, ...] | None:
-    """Shape of the first row with entries; None without such a row. Rows without entries fit every shape."""
+    """Return the shape of an entry from the first row that has entries; None if all rows are empty."""
     for arrays in source.arrays([column.name]):
         array = arrays[column.name]
         if column.invalid[0] == "skip" and (mask := usable_rows(array, column)) is not None:
@@ -214,7 +214,7 @@ def _refuse(lines: Iterable[str], where: str = "") -> None:
 
 
 def fingerprint(manifest: Manifest) -> dict[str, str]:
-    """Size and time of change by path, to detect a replaced file; of very many files one digest."""
+    """Return size and time of change by path, to detect a replaced file; one digest for very many files."""
     facts = {f.path: f"{f.size} bytes of {f.modified_ns}" for f in manifest.files}
     if len(facts) <= _LISTED_FILES:
         return facts
@@ -223,25 +223,25 @@ def fingerprint(manifest: Manifest) -> dict[str, str]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Facts in the footers of a data set: row groups, nulls, sizes, and incompatible types.
+# Read facts from the footers of a data set: row groups, nulls and sizes; check that types are compatible.
 
-# Threads that read footers: an object store answers in tens of milliseconds.
+# Threads that read footers. Most of the time they wait: an object store answers in tens of milliseconds.
 _THREADS = 16
 
 
 @dataclass(frozen=True)
 class Footer:
-    """Facts in the footer of one file.
+    """Facts about one file from its footer and its table.
 
     Attributes:
-        row_groups: rows of each.
-        nulls: by column, rows that are null, if in the footer.
-        num_bytes: by column, bytes before compression.
-        ranges: smallest and largest value of columns of integers, if in the footer.
-        rows: without deleted rows.
-        constants: values of columns that the file lacks.
-        kept: see `DataFile`.
-        names: stored names that differ, by column.
+        row_groups: rows of each row group.
+        nulls: column -> number of null rows, if the footer has it.
+        num_bytes: column -> bytes before compression.
+        ranges: integer column -> smallest and largest value, if the footer has them.
+        rows: number of rows, without deleted rows.
+        constants: column that the file lacks -> its value.
+        kept: mask of the rows that remain, see `DataFile`.
+        names: column -> name in the file, if it differs.
     """
 
     row_groups: tuple[int, ...]
@@ -255,18 +255,19 @@ class Footer:
 
 
 class KnownFooters:
-    """Footers of a table's files, kept in a store between fits: a newer version costs only its new files.
+    """Footers of a table's files, kept in a store between fits, so that a fit reads only the footers of new files.
 
-    Files of a table never change. Footers of files with deleted rows are read each time: deletes are those of one version. One
-    file of the store holds them, written as a whole, so a fit that is killed leaves the earlier one.
+    Files of a table never change. Footers of files with deleted rows are read by each fit, because deletes belong to
+    one version. One file of the store holds all footers and is written atomically, so a killed fit leaves the earlier
+    file.
 
     Attributes:
-        num_read: files read by this fit.
-        num_known: files known before.
+        num_read: number of footers that this fit has read.
+        num_known: number of footers that were known before.
     """
 
     def __init__(self, store: Store, dataset: ParquetDataset, schema: DataSchema) -> None:
-        """Read what is known of the table's files for these columns and this filter."""
+        """Read the known footers of the table for these columns and this filter from the store."""
         table = dataset.table
         assert table is not None
         facts = [schema.to_dict(), table.layout, table.version.where, TABLE_VERSION]
@@ -277,17 +278,17 @@ class KnownFooters:
         self._footers: dict[str, tuple[int, Footer]] = {}
         with contextlib.suppress(
             OSError, ValueError
-        ):  # missing, damaged or of another version: read again
+        ):  # if the file is missing, damaged or of another version, all footers are read again
             values = load_sealed(store.read_bytes(self._path)) or {}
             self._footers = rebuild(dict[str, tuple[int, Footer]], values.get("footers", {}))
 
     def get(self, file: StoredFile) -> Footer | None:
-        """None for a file that is unknown or has another size."""
+        """Return a known footer; None for a file that is unknown or has another size."""
         size, footer = self._footers.get(self._name(file), (-1, None))
         return footer if size == file.size else None
 
     def put(self, files: Sequence[StoredFile], footers: Sequence[Footer]) -> None:
-        """Keep the footers of these files, and no others."""
+        """Keep the footers of these files and drop all others; write them if any is new."""
         found = zip(files, footers, strict=True)
         self._footers = {self._name(file): (file.size, footer) for file, footer in found}
         if self.num_read:
@@ -301,12 +302,12 @@ class KnownFooters:
 def read_footers(
     dataset: ParquetDataset, columns: Sequence[Column], known: KnownFooters | None = None
 ) -> list[Footer]:
-    """Read all footers, by threads, or in one Spark task if this process cannot see the files.
+    """Read all footers in threads, or in one Spark task if this process cannot see the files.
 
     Args:
         dataset: the files.
-        columns: of the fit.
-        known: footers read before, or None.
+        columns: columns of the fit.
+        known: footers that earlier fits have read, or None.
 
     Raises:
         InvalidArgumentError: a file lacks a column or has it in another type than the first file.
@@ -367,10 +368,10 @@ def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) 
         kept, live = _kept_rows(dataset, table, file, metadata, names, given)
         constants = {name: _constant(value, name, table) for name, value in constants.items()}
     columns = [c for c in columns if c.name not in given]
-    # pyarrow creates a new object per call, in time proportional to the number of columns.
+    # Keep the objects: pyarrow makes a new object per call, in time proportional to the number of columns.
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     rows = tuple(group.num_rows for group in groups)
-    if not live:  # without values, a writer may have chosen any type
+    if not live:  # types of a file without values do not matter: its writer may have chosen any
         return Footer(rows, {}, {}, {}, 0, constants, kept)
     _check_types(dataset, file, schema, columns, names)
     leaves_of, first_leaf = {}, 0
@@ -384,7 +385,7 @@ def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) 
         sizes[column.name] = sum(chunk.total_uncompressed_size for chunk in chunks)
         if column.has_range and not kept and len(leaves) == 1 and (found := _range(chunks, column)):
             ranges[column.name] = found
-        # Inside lists and structs a null of the leaf may be an empty list.
+        # A null counted for a leaf inside lists or structs may be an empty list, so only flat columns are counted.
         if len(leaves) == 1 and metadata.schema.column(leaves[0]).max_definition_level == 1:
             statistics = [chunk.statistics for chunk in chunks]
             counts = [s.null_count for s in statistics if s is not None and s.has_null_count]
@@ -394,7 +395,7 @@ def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) 
 
 
 def _size(dataset: ParquetDataset, file: StoredFile) -> int | None:
-    """None if the file is not there."""
+    """Return the size of a file; None if it does not exist."""
     try:
         return dataset.store.num_bytes(file.path)
     except FileNotFoundError:
@@ -412,19 +413,19 @@ def _footer_of(dataset: ParquetDataset, file: StoredFile) -> tuple[pq.FileMetaDa
 
 def _gone(dataset: ParquetDataset, file: StoredFile) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{dataset.name} has the file {dataset.store.full_url(file.path)!r}, which is not there: the version was "
+        f"{dataset.name} has the file {dataset.store.full_url(file.path)!r}, which does not exist any more: the version was "
         "vacuumed or expired, or the table was moved without its files. Give a newer version, or restore the file."
     )
 
 
 def _constant(value: object, name: str, table: TableFiles) -> PartitionValue:
-    """Convert a column's value outside the files to the form in a manifest."""
+    """Convert the value of a column that files lack to the form in a manifest."""
     if isinstance(value, (bool, Decimal)):
         return int(value) if isinstance(value, bool) else float(value)
     if value is None or isinstance(value, (int, float, str)):
         return value
     raise InvalidArgumentError(
-        f"{table.version.text}: column {name!r} holds {type(value).__name__} values outside the files, which ranks cannot read. "
+        f"{table.version.text}: column {name!r} is not in the files, and ranks cannot use its {type(value).__name__} values. "
         "Leave the column out, or give fit() the DataFrame spark.table(...)."
     )
 
@@ -437,13 +438,13 @@ def _kept_rows(
     names: Mapping[str, str],
     constants: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """Rows of a file left by deletes and filter: as text ("" for all) and as a number."""
+    """Apply deletes and filter to a file; return the mask of the remaining rows as text ("" for all), and a count."""
     kept = np.ones(metadata.num_rows, np.bool_)
     if (deleted := table.deleted.get(file.path)) is not None:
-        mask = deleted()  # a shorter mask keeps the rest
+        mask = deleted()  # rows beyond the end of a shorter mask are kept
         if not mask[len(kept) :].all():
             raise InvalidArgumentError(
-                f"{table.version.text}: rows beyond the {len(kept):,} of {file.path!r} are deleted, so the deletes are of another file. "
+                f"{table.version.text}: the table deletes rows beyond the {len(kept):,} rows of {file.path!r}, so the file was replaced. "
                 "Restore the table, or give fit() the DataFrame spark.table(...)."
             )
         mask = mask[: len(kept)]
@@ -462,7 +463,7 @@ def _matching(
     names: Mapping[str, str],
     constants: Mapping[str, Any],
 ) -> npt.NDArray[np.bool_]:
-    """Mask (rows,) of the rows selected by a filter; reads only the filter's columns, by row group."""
+    """Mask (rows,) of the rows that a filter selects; reads only the filter's columns, one row group at a time."""
     types = {name: dataset.arrow_schema.field(name).type for name in where.columns}
     stored = [name for name in where.columns if name not in constants]
 
@@ -480,7 +481,7 @@ def _matching(
         return np.repeat(selected(1, {}), metadata.num_rows)
     masks = [np.zeros(0, np.bool_)]
     with dataset.store.open_input(file.path) as source:
-        # A table's timestamps have this unit, and INT96 of years far away does not fit into nanoseconds.
+        # Timestamps of tables are in microseconds, and INT96 timestamps far in the past or future overflow nanoseconds.
         opened = pq.ParquetFile(
             source, metadata=metadata, coerce_int96_timestamp_unit="us", **VERIFIED
         )
@@ -492,11 +493,11 @@ def _matching(
 
 
 def _range(chunks: Sequence[pq.ColumnChunkMetaData], column: Column) -> Range | None:
-    """Range of an integer column by its statistics; None without them, or if the column cannot hold the ends."""
+    """Range of an integer column from its statistics; None without statistics, or if the type cannot hold the ends."""
     known = [c.statistics for c in chunks if c.statistics is not None and c.statistics.has_min_max]
     ends = [end for s in known for end in (s.min, s.max)]
     limits = np.iinfo(column.dtype)
-    # Not a comparison with infinity or NaN, which no file should have.
+    # The comparisons also exclude infinity and NaN.
     if not ends or not all(limits.min <= end <= limits.max and end == int(end) for end in ends):
         return None
     return int(min(ends)), int(max(ends))
@@ -509,7 +510,7 @@ def _check_types(
     columns: Sequence[Column],
     names: Mapping[str, str],
 ) -> None:
-    """Reject a file whose columns differ in meaning from the first file's; numbers may be wider or narrower."""
+    """Reject a file with a column of another kind than in the first file; numbers may have another width."""
     if schema.equals(dataset.arrow_schema):
         return
     where, first = dataset.name, dataset.schema_path
@@ -517,18 +518,18 @@ def _check_types(
         fields = [f for f in schema if f.name == names.get(column.name, column.name)]
         if len(fields) != 1:
             raise InvalidArgumentError(
-                f"{where}: {file.path!r} has column {column.name!r} {len(fields)} times, and {first!r} once. All files must "
+                f"{where}: {file.path!r} has column {column.name!r} {len(fields)} times, but {first!r} has it once. All files must "
                 "have the columns of the fit."
             )
         theirs, ours = fields[0].type, dataset.arrow_schema.field(column.name).type
         if _family(spark_type(theirs)) != _family(spark_type(ours)) and not (
-            # A table's log may widen the type of a column.
+            # The log of a table may have widened the type of a column.
             dataset.table is not None and pa.types.is_integer(theirs) and pa.types.is_floating(ours)
         ):
             remedy = (
                 "Write the files with one type."
                 if dataset.table is None
-                else "The table's log changed the type, and ranks cannot read the file so. Write its rows again (OPTIMIZE, "
+                else "The table's log changed the type, but ranks read the file's own type. Write the rows again (OPTIMIZE, "
                 "rewrite_data_files, or an overwrite), or call fit(spark.table(...))."
             )
             raise InvalidArgumentError(
@@ -543,7 +544,7 @@ _FAMILIES = {
 
 
 def _family(kind: SparkType) -> str:
-    """Equal for types with values of the same meaning."""
+    """Name the family of a type: types whose values have the same meaning share a family."""
     name = type(kind).__name__
     element = getattr(kind, "elementType", None)
     return _FAMILIES.get(name, name) if element is None else f"array of {_family(element)}"

@@ -1,8 +1,8 @@
 """Decoders for petastorm's data sets, made from its codecs.
 
-Such a data set is Parquet whose `_common_metadata` holds a Unischema: for each column a numpy type, a shape, and the codec
-that encoded arrays and images as bytes. petastorm reads the Unischema and decodes values. sparkhvd reads the files, so
-that every row is used once per epoch, in a reproducible order.
+Such a data set is Parquet whose `_common_metadata` holds a Unischema: for each column a numpy type, a shape, and the
+codec that encoded arrays and images as bytes. petastorm only reads the Unischema and decodes values. sparkhvd itself
+reads the files, so that every row is used once per epoch, in a reproducible order.
 
 petastorm unpickles the Unischema in the data: use it only with a data set that you trust. It is imported only here,
 and only on request.
@@ -18,18 +18,18 @@ from typing import Any
 from sparkhvd.data.columns.decoders import Decoder
 from sparkhvd.errors import InvalidArgumentError
 
-# In the key-value metadata of `_common_metadata`.
+# Key of the Unischema in the metadata of `_common_metadata`.
 UNISCHEMA_KEY = b"dataset-toolkit.unischema.v1"
-_SCALAR = "ScalarCodec"  # these columns are plain in the files
+_SCALAR = "ScalarCodec"  # a column with this codec is stored plain in the files
 
 
 @dataclass(frozen=True)
 class CodecDecoder:
-    """Decoder of one column: petastorm's codec, then the user's own function, if any.
+    """Decoder of one column that applies petastorm's codec, then the user's own function, if any.
 
     Attributes:
         field: petastorm's UnischemaField.
-        then: the user's function of the codec's value, or a mapping from it; or None.
+        then: the user's function (or mapping) of the codec's value, or None.
     """
 
     field: Any
@@ -46,12 +46,13 @@ class CodecDecoder:
 def codec_decoders(
     metadata: Mapping[bytes, bytes], names: Sequence[str], decoders: Mapping[str, Decoder]
 ) -> dict[str, Decoder]:
-    """Chain petastorm's decoders before the user's, for the columns that it encoded.
+    """Put petastorm's decoders before the user's, for the columns that petastorm encoded.
 
     Args:
-        metadata: of `_common_metadata`; without a Unischema the data are plain, and the user's decoders are returned.
+        metadata: metadata of `_common_metadata`; without a Unischema the data are plain, and the user's decoders are
+            returned unchanged.
         names: columns of the fit.
-        decoders: the user's, by column.
+        decoders: the user's decoders by column.
 
     Raises:
         InvalidArgumentError: petastorm is not installed, or cannot read the Unischema.
@@ -61,7 +62,7 @@ def codec_decoders(
         return dict(decoders)
     try:
         schema = get_schema(SimpleNamespace(common_metadata=SimpleNamespace(metadata=metadata)))
-    except Exception as e:  # any error of a foreign pickle
+    except Exception as e:  # a pickle of another program may raise any error
         raise InvalidArgumentError(
             f"reader='petastorm': petastorm cannot read the Unischema of the data: {type(e).__name__}: {e}. Write it again "
             "with petastorm-generate-metadata.py, or leave reader out and give decoders."
@@ -79,7 +80,7 @@ def _import_get_schema() -> Callable[[Any], Any]:
     try:
         from petastorm.etl.dataset_metadata import get_schema
     except (ImportError, AttributeError) as e:
-        # With a newer pyarrow it is installed but cannot be imported.
+        # With a newer pyarrow, an installed petastorm cannot be imported.
         raise InvalidArgumentError(
             f"reader='petastorm' needs petastorm, which this Python cannot import: {type(e).__name__}: {e}. Install it on the "
             "driver and the executors with `pip install 'sparkhvd[petastorm]'`: petastorm 0.13.1 with pyarrow 14, numpy "

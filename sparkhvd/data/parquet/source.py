@@ -1,9 +1,9 @@
-"""Rows by number from ordinary Parquet: any row groups, encodings and compression.
+"""Read rows by number from ordinary Parquet with any row groups, encodings and compression.
 
-A source provides the edges of row groups, for a sampler that shuffles whole groups.
+A source provides the edges of row groups, because the sampler shuffles whole row groups.
 
 Threads: one at a time; pyarrow decodes columns in its own threads.
-Memory: besides the result of a read, some megabytes of decoded rows, and the compressed bytes of a few row groups.
+Memory: the result of a read, some megabytes of decoded rows, and the compressed bytes of a few row groups.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ParquetSource:
 
     @property
     def block_edges(self) -> Rows:
-        """Row numbers at the beginning of row groups, and the number of rows."""
+        """Row numbers at which row groups begin, ending with the number of rows."""
         ends = [
             (ends if kept is None else np.searchsorted(kept, ends)) + first
             for ends, kept, first in zip(self._group_ends, self._kept, self._firsts, strict=False)
@@ -81,8 +81,8 @@ class ParquetSource:
             empty: allocates the arrays.
 
         Raises:
-            InvalidArgumentError: values cannot be used (each column is named with its count in the file), or a file
-                has changed since the fit began.
+            InvalidArgumentError: values cannot be used (the message names the column and counts its rows in the file),
+                or a file has changed since the fit began.
         """
         columns = [self._columns[name] for name in names]
         count = self._manifest.num_rows if rows is None else len(rows)
@@ -117,7 +117,7 @@ class ParquetSource:
     def usable(
         self, columns: Sequence[Column], files: Sequence[int]
     ) -> dict[int, npt.NDArray[Any]]:
-        """Mask (rows,) by file number, false for rows with a null or an invalid number in these columns."""
+        """Find the rows without a null or an invalid number in these columns: number of the file -> mask (rows,)."""
         usable = {}
         for number in files:
             masks = [
@@ -128,7 +128,7 @@ class ParquetSource:
         return usable
 
     def examples(self, count: int) -> Rows:
-        """Numbers of the first `count` rows not skipped by `handle_invalid`, or of all if fewer."""
+        """Numbers of the first `count` rows that `handle_invalid` does not skip; fewer if there are not so many."""
         skipping = [c for c in self._columns.values() if c.invalid[0] == "skip"]
         if not skipping:
             return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
@@ -153,7 +153,7 @@ class ParquetSource:
         return values
 
     def _refuse(self, number: int, column: Column) -> NoReturn:
-        """Read the column in the whole file, and raise an error with the counts of all its rows."""
+        """Read a column of a whole file, and raise an error that counts its unusable rows."""
         schema, file = self._manifest.schema, self._manifest.files[number]
         findings = InvalidRowCounts()
         rows = negative = 0
@@ -176,7 +176,7 @@ class ParquetSource:
             )
             expected = shape_text(tuple(n for n in column.shape or () if n >= 0))
             lines.append(
-                f"{where}: rows have other lengths than the first rows of the data: {shapes} elements, not {expected}. "
+                f"{where}: rows differ in length from the first rows of the data: {shapes} elements, not {expected}. "
                 f"Pad or cut them, or give collate_fn={{{column.name!r}: pad(0)}} (sparkhvd.estimator.pad)."
             )
         listed = "\n".join(f"  {line}" for line in lines)
@@ -187,7 +187,7 @@ class ParquetSource:
     # -- pieces --------------------------------------------------------------------------------------
 
     def _pieces(self, names: Sequence[str], rows: Rows | None) -> Iterator[tuple[int, Arrays]]:
-        """Decode the wanted rows in order, as pairs (number of the file, columns)."""
+        """Decode the wanted rows in order; yield pairs (number of the file, columns)."""
         for number, file in enumerate(self._manifest.files):
             if not file.rows:
                 continue
@@ -204,9 +204,9 @@ class ParquetSource:
     def _file_pieces(
         self, number: int, names: Sequence[str], wanted: Rows | None
     ) -> Iterator[tuple[int, Arrays]]:
-        """Decode the wanted rows of a file, as pairs (first row, columns)."""
+        """Decode the wanted rows of a file; yield pairs (first row, columns)."""
         kept = self._kept[number]
-        if kept is not None:  # from here on, rows with the deleted ones
+        if kept is not None:  # from here on, row numbers count deleted rows, too
             wanted = kept if wanted is None else kept[wanted]
         count = self._manifest.files[number].rows if wanted is None else len(wanted)
         at = 0
@@ -225,12 +225,15 @@ class ParquetSource:
     def _piece(
         self, number: int, names: tuple[str, ...], row: int, last: int
     ) -> tuple[int, Arrays]:
-        """Decode the piece of a row, when rows up to `last` will follow; return its first row's number and the piece."""
+        """Decode the piece that holds a row; return the number of its first row and the piece.
+
+        The caller will read rows up to `last` next, so the pass is prepared for their row groups.
+        """
         ends = self._group_ends[number]
         group = int(np.searchsorted(ends, row, side="right"))
         begin = int(ends[group - 1]) if group else 0
         running = self._pass
-        # Continue from the end of the last read unless a row group begins nearer.
+        # Continue the last pass unless a row group begins between its position and the row.
         if running is None or not running.serves(number, names, row, begin):
             self._pass = running = None
             running = Pass(
@@ -256,14 +259,14 @@ class ParquetSource:
 
 
 def _kept_rows(file: DataFile) -> Rows | None:
-    """Positions in a file of the rows left by deletes and filter; None means all."""
+    """Positions of the rows in a file that remain after deletes and filter; None means all."""
     if not file.kept:
         return None
     kept = np.flatnonzero(unpacked_rows(file.kept, sum(file.row_groups)))
     if len(kept) != file.rows:
         raise InvalidArgumentError(
-            f"The list of the data's files is damaged: {file.path!r} has {len(kept)} rows by its mask, and {file.rows} by the "
-            "list. Fit again."
+            f"The list of the data's files is damaged: the mask of {file.path!r} keeps {len(kept)} rows, but the list counts "
+            f"{file.rows}. Fit again."
         )
     return kept
 
@@ -285,7 +288,7 @@ def _usable_of(arrays: Arrays, columns: Sequence[Column]) -> npt.NDArray[Any]:
 
 
 def _fits(values: Values, column: Column) -> bool:
-    """Whether rows of a piece have the shape of the first rows of the data."""
+    """Whether the rows of a piece have the same shape as the first rows of the data."""
     if isinstance(values, np.ndarray):
         return values.shape[1:] == column.shape
     if isinstance(values, SparseRows):
@@ -301,24 +304,25 @@ def _empty(column: Column) -> Ragged | SparseRows:
 
 # ----------------------------------------------------------------------------------------------------
 # Open Parquet files and passes over their row groups.
-# Decoding cannot start in the middle of a row group: earlier rows are decoded too. So a pass keeps the position at which the last
-# read ended, and the next read continues there unless a row group begins nearer.
+# Decoding cannot start in the middle of a row group: earlier rows are decoded too. So a pass keeps the position at
+# which the last read ended, and the next read continues there, unless a row group begins between that position and the
+# next row.
 
-# Compressed bytes of row groups per pass over a file: small groups are not worth a call each.
+# Bound on the bytes of row groups in one pass. Several small row groups share a pass, because each pass costs a call.
 _SPAN_BYTES = 64 << 20
-# Larger row groups are not fetched as a whole before decoding.
+# Row groups of a remote file up to this size are fetched as a whole before decoding.
 _WHOLE_BYTES = 256 << 20
-# Read buffer for larger row groups; each column has its own.
+# Memory for the read buffers of all columns if row groups are not fetched as a whole.
 _BUFFER_BYTES = 32 << 20
 
 Arrays = dict[str, pa.Array]
 
 
 class OpenFile:
-    """Open file, verified to be the file in the manifest.
+    """Open file that was verified to be the file in the manifest.
 
     Raises:
-        InvalidArgumentError: it is missing, or has changed since the fit began.
+        InvalidArgumentError: the file is missing, or has changed since the fit began.
     """
 
     def __init__(self, store: Store, file: DataFile) -> None:
@@ -329,8 +333,8 @@ class OpenFile:
             self._source = pa.OSFile(local) if local is not None else store.open_input(file.path)
         except FileNotFoundError as e:
             raise InvalidArgumentError(
-                f"{where!r} is not there for {socket.gethostname()}. The driver saw it when the fit began: give a path or URL that "
-                "all hosts reach, and do not change the data during a fit."
+                f"Host {socket.gethostname()} does not find {where!r}, which the driver saw when the fit began. Give a path or URL "
+                "that all hosts reach, and do not change the data during a fit."
             ) from e
         try:
             self.metadata = pq.read_metadata(self._source)
@@ -340,7 +344,7 @@ class OpenFile:
             if row_groups != file.row_groups or self._source.size() != file.size:
                 raise InvalidArgumentError(
                     f"{where!r} has changed since the fit began: it has {self._source.size():,} bytes and {sum(row_groups):,} rows, "
-                    f"and had {file.size:,} and {sum(file.row_groups):,}. Do not change the data during a fit; run it again."
+                    f"but had {file.size:,} bytes and {sum(file.row_groups):,} rows. Do not change the data during a fit; run it again."
                 )
             modified_ns = os.stat(local).st_mtime_ns if local is not None else 0
             if modified_ns and file.modified_ns and modified_ns != file.modified_ns:
@@ -358,7 +362,7 @@ class OpenFile:
         self._source.close()
 
     def span(self, groups: Sequence[int]) -> list[int]:
-        """First of these row groups, and the next to decode in the same pass, up to `_SPAN_BYTES` in all."""
+        """Return the row groups to decode in one pass: at least the first, then the next up to `_SPAN_BYTES`."""
         total = 0
         for count, number in enumerate(groups):
             total += self.metadata.row_group(number).total_byte_size
@@ -367,9 +371,9 @@ class OpenFile:
         return list(groups)
 
     def batches(self, groups: list[int], names: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-        """Decode the columns of row groups in pieces of some rows."""
+        """Decode the columns of row groups in pieces of `rows` rows."""
         size = sum(self.metadata.row_group(g).total_byte_size for g in groups)
-        # A remote file is fetched in few large reads, if memory allows.
+        # Row groups of a remote file are fetched in few large reads, if they are small enough for memory.
         is_fetched = not self._is_local and size <= _WHOLE_BYTES
         file = pq.ParquetFile(
             self._source,
@@ -385,16 +389,16 @@ class OpenFile:
 
 
 class Pass:
-    """Pass over some row groups of a file, front to back; keeps its current piece.
+    """Pass over row groups of a file from front to back, which keeps its current piece.
 
     Args:
-        file: to read.
-        number: of the file in the manifest.
+        file: file to read.
+        number: number of the file in the manifest.
         names: columns to decode.
-        wanted: row groups with wanted rows, in order.
-        begin: the first row of the first of them.
-        rows: of a piece.
-        null_types: types of the nulls of columns that a file lacks.
+        wanted: row groups from the first to the last wanted row, in order.
+        begin: number of the first row of the first row group.
+        rows: rows of a piece.
+        null_types: column -> Arrow type of its nulls, for columns that a file lacks.
     """
 
     def __init__(
@@ -422,12 +426,12 @@ class Pass:
         self._arrays: Arrays = {}
 
     def serves(self, number: int, names: tuple[str, ...], row: int, group_begin: int) -> bool:
-        """Whether a row is in the current piece, or in a later piece nearer than any row group's beginning."""
+        """Whether this pass should continue to a row: no row group begins between the current piece and the row."""
         is_same = (number, names) == (self._number, self._names)
         return is_same and self._start <= row < self._end and group_begin <= self._stop
 
     def piece(self, row: int) -> tuple[int, Arrays]:
-        """Decode up to the piece with a row; return its first row's number in the file, and its columns."""
+        """Decode up to the piece that holds a row; return the piece's first row in the file, and its columns."""
         while self._stop <= row:
             self._start = self._stop
             try:
@@ -450,12 +454,12 @@ class Pass:
 
 
 def _repeated(value: PartitionValue, count: int, null_type: pa.DataType) -> pa.Array:
-    """Repeat a partition's value for each row."""
+    """Repeat the value of a partition column for each row."""
     return pa.nulls(count, null_type) if value is None else pa.repeat(value, count)
 
 
 def _null_type(column: Column) -> pa.DataType:
-    """Arrow type of a column's nulls, in the form for `column_to_numpy`."""
+    """Arrow type for the nulls of a column, in the form that `column_to_numpy` reads."""
     if column.kind in ("binary", "string"):
         return pa.binary()
     if column.kind in ("vector", "sparse"):

@@ -13,9 +13,9 @@ from sparkhvd.data.reading.sampler import SamplingPlan, Stage, epoch_plan, permu
 from sparkhvd.data.reading.subset import count_of, fits_in_memory, group_plan
 from sparkhvd.errors import InvalidArgumentError
 
-# Rows are gathered for several steps at once, so that a step costs only a few views in Python.
+# Rows of several steps are gathered at once into a chunk of this size, so that a step costs only a few views in Python.
 CHUNK_BYTES = 1 << 20
-# Blocks of a shuffle beyond memory: long enough to read at disk speed.
+# Size of the blocks that are shuffled if rows do not fit in memory; large enough to read at disk speed.
 _BLOCK_BYTES = 1 << 20
 
 
@@ -32,8 +32,8 @@ class RowOrder:
         shuffle: a new permutation each epoch; False keeps file order.
         drop_last: drop the final global batch if it is not full.
         shuffle_bytes: rows up to this many bytes are held in memory; beyond it, the bound on a window.
-        edges: row numbers for block edges preferred by the source; None if any row can be read alone.
-        groups: positions in the subset of group edges, see `group_edges`; None without groups.
+        edges: row numbers that the source prefers as block edges; None if any row can be read alone.
+        groups: positions in the subset at which groups begin, see `group_edges`; None without groups.
     """
 
     rows: Rows | int
@@ -59,11 +59,14 @@ class RowOrder:
 
     @property
     def windows(self) -> list[int]:
-        """Parameters of an epoch's order besides the options of a loader: empty in memory, else rows of a window and of a block."""
+        """Numbers that decide the order besides a loader's options; [] if the rows are in memory.
+
+        Otherwise rows of a window and of a block, if shuffled, and `drop_last` as 0 or 1.
+        """
         if self.is_resident:
             return []
         lengths = [self._file_window(), self._block_rows] if self.shuffle else []
-        return [*lengths, int(self.drop_last)]  # a rank's part ends with its last step
+        return [*lengths, int(self.drop_last)]  # with `drop_last`, each rank's part is shorter
 
     @property
     def _window_rows(self) -> int:
@@ -90,10 +93,11 @@ class RowOrder:
             epoch: counts from 0.
             permute: returns the epoch's permutation; None computes it on demand.
             first_row: see `epoch_plan`.
-            before: likewise.
+            before: see `epoch_plan`.
 
         Raises:
-            InvalidArgumentError: rows of groups, or of data beyond memory, have no such order over all ranks.
+            InvalidArgumentError: the epoch cannot resume with these arguments, because its rows are in groups or do not
+                fit in memory.
         """
         rows = self.num_rows if self.is_resident else self.rows
         return self._plan(epoch, rows, permute, first_row, before)
@@ -140,7 +144,7 @@ class RowOrder:
         )
 
     def _block_edges(self, block_rows: int) -> Rows | None:
-        """Block edges of the source as positions in the subset; small blocks are joined. None without edges."""
+        """Convert the source's edges to positions in the subset, and join small blocks; None without edges."""
         if self.edges is None:
             return None
         edges = self.edges
@@ -153,12 +157,12 @@ class RowOrder:
         return np.array([*kept, self.num_rows], np.int64)
 
     def _file_window(self) -> int:
-        """Rows of a window beyond memory: up to the bound if shuffled, a few chunks in file order."""
+        """Rows of a window of data beyond memory: as many as allowed if shuffled, a few chunks in file order."""
         chunk = 8 * CHUNK_BYTES // max(1, self.row_bytes)
         return self._window_rows if self.shuffle else max(1, min(chunk, self._window_rows))
 
     def describe(self) -> str:
-        """Order in words, for the report."""
+        """Describe the order in words, for the report."""
         if self.groups is not None:
             return self._describe_groups(np.diff(self.groups))
         if self.is_resident:

@@ -3,7 +3,7 @@
 Threads: the caller iterates an epoch; one background thread reads and gathers ahead of it. When it has read the whole
 epoch, another thread starts the following epoch, so that its order and first rows are ready in time.
 Ownership: the thread owns the open files and the rows in memory; batches belong to the caller once returned.
-Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits for it; `close` stops both.
+Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits for it; `close` stops both threads.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ class Reader:
     all ranks. Equal arguments give equal batches on every machine.
 
     Attributes:
-        columns: those to read, with shape and dtype after their decoders.
+        columns: columns to read, with shape and dtype after their decoders.
         num_rows: rows of the subset, over all ranks.
-        is_divisible: whether the rest of an epoch can be divided again: rows in memory, without groups.
+        is_divisible: True if the rest of an epoch can be divided among other ranks: its rows are in memory, without
+            groups.
         num_steps: steps of an epoch.
-        description: order of the rows, for the report; `windows` has the numbers (`RowOrder.windows`).
+        description: order of the rows in words, for the report.
+        windows: see `RowOrder.windows`.
     """
 
     def __init__(
@@ -92,28 +94,29 @@ class Reader:
             seed: decides the split and, with the epoch, the order.
             shuffle: a new permutation each epoch; False keeps file order.
             subset: "all", "train" or "validation".
-            validation: the validation fraction; None if the manifest has a validation column (or there is no validation).
+            validation: the validation fraction; None if the manifest has a validation column (or there is no
+                validation).
             drop_last: drop the final global batch if it is not full.
             columns: names to read; None means features, labels and sample weight.
-            shuffle_bytes: data up to this many bytes are held in memory, and a global batch equals that of one process with batch
-                size * batch_size. Beyond it each rank reads its own part, about 1/size of the data: a contiguous shard, or
-                (shuffled) blocks in random order with rows permuted inside windows of this size.
-            prefetch_bytes: bound on the batches prepared ahead by the background thread; half as much more at the end of an
-                epoch if another follows.
+            shuffle_bytes: data up to this many bytes are held in memory, and a global batch equals that of one process
+                with batch size * batch_size. Beyond it each rank reads its own part, about 1/size of the data: a
+                contiguous shard, or (shuffled) blocks in random order with rows permuted inside windows of this size.
+            prefetch_bytes: bound on the batches prepared ahead by the background thread; half as much more at the end
+                of an epoch if another follows.
             functions: the user's decoders and collate functions.
             num_workers: threads that run decoders; 1 is the background thread itself.
-            pin_memory: put batches into page-locked memory, for copies that overlap with the GPU's work. Needs CUDA. Columns
-                made by a decoder or collate function stay where it makes them.
+            pin_memory: put batches into page-locked memory, for copies that overlap with the GPU's work. Needs CUDA.
+                Columns made by a decoder or collate function stay where it makes them.
             usable: ascending numbers of the usable rows; None means all.
             flags: the validation flags of the usable rows; None reads the manifest's validation column, if needed.
-            groups: the number of the group of each row of the manifest; None reads the manifest's column of groups, if it has
-                one.
+            groups: the number of the group of each row of the manifest; None reads the manifest's column of groups, if
+                it has one.
             sharing: the ranks of this host, which read rows that fit in memory together and hold them once. All ranks
                 must then begin their first epoch, or `prepare` it.
 
         Raises:
-            InvalidArgumentError: an argument is out of range, a decoder fails on the first row, or there are no validation
-                rows.
+            InvalidArgumentError: an argument is out of range, a decoder fails on the first row, or there are no
+                validation rows.
         """
         _check(rank, size, batch_size, subset, shuffle_bytes, prefetch_bytes)
         self._manifest = manifest
@@ -160,7 +163,7 @@ class Reader:
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(CHUNK_BYTES, prefetch_bytes // 4)
         self._batch_row_bytes = max(self._order.row_bytes, sum(map(row_bytes, self.columns)))
-        # Memory of windows; batches are copies.
+        # Memory for windows. Batches do not refer to it, because they are copies.
         self._buffers = Buffers()
         self._running: Prefetch[Chunk] | None = None
         # Prepared epoch and step, and their thread.
@@ -169,7 +172,10 @@ class Reader:
         self.description, self.windows = self._order.describe(), self._order.windows
 
     def prepare(self, epoch: int = 0, start_step: int = 0) -> None:
-        """Start reading an epoch in advance; not beyond memory, where first windows may be large and useless."""
+        """Start reading an epoch in advance, but only if its rows are held in memory.
+
+        Otherwise the first windows may be large, and useless if another epoch is read.
+        """
         if self._resident is not None and self._running is None and self._prepared is None:
             self._prepare(epoch, start_step)
 
@@ -182,15 +188,15 @@ class Reader:
         first_row: int = 0,
         before: Sequence[Stage] = (),
     ) -> Iterator[Batch]:
-        """Yield the batches of an epoch in order; one epoch at a time.
+        """Yield the batches of an epoch in order; only one epoch can be read at a time.
 
         Args:
             epoch: counts from 0.
             start_step: the first step to yield. Rows of earlier steps are not read, unless the data fit in memory and
                 are read once as a whole.
-            following: the next epoch, prepared towards the end of this one, or None.
+            following: next epoch, prepared towards the end of this epoch, or None.
             first_row: rows over all ranks before step 0; for data that fit in memory.
-            before: instead, the stages of the epoch before step 0; for any data.
+            before: alternative to `first_row` for any data: the stages of the epoch before step 0.
 
         Raises:
             StoreError: a file could not be read; the message names rank and step.
@@ -207,14 +213,14 @@ class Reader:
             running, self._prepared = self._prepared[2], None
         if not self._stop(READ_S):
             raise StoreError(
-                f"Rank {self._rank}: a read of {self._store.url} that was to end {READ_S:g} s ago has not returned. "
-                "Look at the store."
+                f"Rank {self._rank}: a read of {self._store.url} has not returned within {READ_S:g} s after it was to stop. "
+                "Check whether the store responds."
             )
         if running is None:
             running = Prefetch(self._chunks(plan, start_step), self._queue_length())
         self._running = running
         if permute is not None and self._resident is not None and self._resident.is_unread:
-            permute()  # while the other thread reads
+            permute()  # compute the order while the other thread reads
         try:
             yield from self._batches(plan, running, epoch, start_step, following)
         finally:
@@ -226,7 +232,7 @@ class Reader:
         return self._order.plan(epoch, first_row)
 
     def close(self) -> None:
-        """Stop the background threads and release files and memory; a thread stuck in a read is abandoned after a minute."""
+        """Stop the threads and release files and memory; a thread that hangs in a read is abandoned after a minute."""
         if self._stop(STOP_S):
             self._decoding.close()
             self._source.close()
@@ -255,26 +261,26 @@ class Reader:
         steps = max(1, self._chunk_bytes // max(1, self._batch_row_bytes * self._batch_size))
         first = plan.rows_before(self._rank, start_step)
         if self._resident is not None:
-            # Together with the ranks that share them, even without rows of this rank in this epoch.
+            # Read the rows even if this rank has none in this epoch, because reading is collective among sharing ranks.
             self._resident.values()
-        # The next chunk is submitted while decoders work on one, to keep them busy.
+        # To keep decoders busy, the next chunk is submitted while they work on the current chunk.
         begun: deque[Callable[[], Chunk]] = deque()
         for window in plan.windows(self._rank, start_step):
             values, order = self._load(window)
             for start, stop in plan.cuts(self._rank, first, len(order), steps * self._batch_size):
                 taken = _taken(values, order[start:stop], self._empty)
-                # A window is released when the next is loaded, so queued items must not refer to it.
+                # Queued chunks must not refer to a window, because its memory is reused for the next window.
                 begun.append(self._decoding.begin(taken, stop - start, packs=not self._resident))
                 if len(begun) > self._decoding.num_ahead:
                     yield begun.popleft()()
             while begun:
                 yield begun.popleft()()
             first += len(order)
-            # The next window is loaded into this one's memory after its release.
+            # The next window is loaded into this window's memory, so no reference to it may be left.
             del values, order, window
 
     def _load(self, window: Window) -> tuple[dict[str, Values], Rows]:
-        """Arrays with the window's rows, and the order in which to take them."""
+        """Return arrays that hold the window's rows, and the order in which to take them."""
         if self._resident is not None:
             return self._resident.values(), window.row_numbers()
         assert window.rows is not None
@@ -284,7 +290,8 @@ class Reader:
 
     def _queue_length(self) -> int:
         chunk = max(self._chunk_bytes, self._batch_row_bytes * self._batch_size, 1)
-        in_hand = 2 + self._decoding.num_ahead  # being made, and in use
+        # Chunks outside the queue: in use, and in preparation.
+        in_hand = 2 + self._decoding.num_ahead
         return max(1, self._prefetch_bytes // chunk - in_hand)
 
     # -- the caller's side ---------------------------------------------------------------------------
@@ -386,10 +393,10 @@ def _explained(error: BaseException, store: Store, manifest: Manifest, where: st
 
 
 # ----------------------------------------------------------------------------------------------------
-# Prefetch in a thread; its consumer waits with a deadline.
+# Prefetch in a thread, for a consumer that waits with a deadline.
 
-# Longest wait for one chunk, which may be all the rows of a slow store, and, at the end of an epoch, for a thread
-# in a read that may hang forever (a mount whose server is gone).
+# READ_S: longest wait for one chunk, which may be all rows of a slow store. STOP_S: longest wait at the end of an epoch
+# for a thread in a read, which may hang forever (a mount whose server is gone).
 READ_S = 3600.0
 STOP_S = 60.0
 
@@ -397,7 +404,7 @@ Item = TypeVar("Item")
 
 
 class Prefetch(Generic[Item]):
-    """Runs an iterator in a thread, at most `length` items ahead."""
+    """Thread that runs an iterator at most `length` items ahead of the consumer."""
 
     def __init__(self, items: Iterator[Item], length: int) -> None:
         self._items = items
@@ -410,23 +417,23 @@ class Prefetch(Generic[Item]):
 
     @property
     def is_nearly_empty(self) -> bool:
-        """True if reading has finished, and at most half of the queue is used."""
+        """True if reading has finished, and at most half of the queue's places are used."""
         return self._has_all and 2 * self._queue.qsize() <= self._length + 1
 
     def get(self) -> Item | BaseException:
-        """Next item, or an error: the thread's own, after `READ_S` without an item, or after `stop`."""
+        """Return the next item, or an error: from the thread, after `READ_S` without an item, or after `stop`."""
         deadline = time.monotonic() + READ_S
         while not self._stopping.is_set():
             left = deadline - time.monotonic()
             if left <= 0:
-                return TimeoutError(f"nothing came for {READ_S:g} s, from the store or a decoder")
+                return TimeoutError(f"neither the store nor a decoder gave rows for {READ_S:g} s")
             try:
                 return self._queue.get(timeout=min(left, 1.0))
             except queue.Empty:
                 continue
         return InvalidArgumentError(
-            "This epoch of the data has ended, because another one was begun or the data were closed: iterate over one at "
-            "a time."
+            "This epoch of the data has ended, because another epoch was begun or the data were closed. Iterate over one "
+            "epoch at a time."
         )
 
     def stop(self, limit_s: float) -> bool:
@@ -434,7 +441,7 @@ class Prefetch(Generic[Item]):
         self._stopping.set()
         deadline = time.monotonic() + limit_s
         while self._thread.is_alive() and time.monotonic() < deadline:
-            # A thread waiting for space in the queue continues once there is some.
+            # Taking an item wakes a thread that waits for space in the queue.
             try:
                 self._queue.get_nowait()
             except queue.Empty:
@@ -478,14 +485,14 @@ class Sharing(Protocol):
     def gather(
         self, values: Mapping[str, Values] | None, error: BaseException | None = None
     ) -> dict[str, Values] | None:
-        """Join the parts of all ranks, in order, on all ranks; None if they cannot share memory.
+        """Collect the parts of all ranks in order, on all ranks; None if the ranks cannot share memory.
 
         Raises `error`, or another rank's.
         """
 
 
 class ResidentRows:
-    """Holder of rows, read on first use; used by one thread at a time."""
+    """Rows held in memory, which the first use reads; used by one thread at a time."""
 
     def __init__(
         self,
@@ -499,11 +506,11 @@ class ResidentRows:
         """Prepare; reads nothing.
 
         Args:
-            source: of the files; closed when the rows are in memory.
+            source: source of the rows; closed when the rows are in memory.
             names: columns to read.
-            rows: numbers of the rows, or a count for all, starting at 0.
-            division: of the rows into parts.
-            sharing: the ranks of this host, which read a part each; None reads all rows.
+            rows: row numbers, or a count for all rows from 0.
+            division: division of the rows into parts.
+            sharing: ranks of this host, each of which reads a part; None reads all rows.
         """
         self._source = source
         self._names = list(names)
@@ -514,11 +521,11 @@ class ResidentRows:
 
     @property
     def is_shared(self) -> bool:
-        """True if the ranks of this host read together; all of them must take part."""
+        """True if the ranks of this host read together, so that each of them must call `values`."""
         return self._sharing is not None
 
     def values(self) -> dict[str, Values]:
-        """All rows by column, read by the first call. A collective call on the host if shared."""
+        """Return all rows by column. The first call reads them, and is collective on the host if they are shared."""
         if self._values is None:
             self._values = self._read_all()
             self._source.close()
@@ -530,7 +537,7 @@ class ResidentRows:
         return self._values is None
 
     def permutation(self, seed: int, epoch: int) -> Callable[[], Rows]:
-        """Function for the rows' order in an epoch, computed once, by the first thread that calls it."""
+        """Return a thread-safe function that computes the rows' order in an epoch once."""
         lock, made = threading.Lock(), list[Rows]()
 
         def permute() -> Rows:
@@ -562,7 +569,7 @@ class ResidentRows:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Batches of a rank, and their arrays.
+# Batches of a rank.
 
 
 @dataclass(frozen=True)
@@ -570,8 +577,8 @@ class Batch:
     """Rows of one rank at one step.
 
     Attributes:
-        columns: by name, arrays of shape (rows, *shape of the column); writable, not shared with other batches. Of sparse
-            vectors `SparseRows`; of a column with a collate function its result.
+        columns: name -> array (rows, *shape of the column), writable and not shared with other batches; `SparseRows`
+            for sparse vectors; for a column with a collate function, the result of the function.
         num_rows: rows of this rank, possibly 0.
         rows_per_rank: rows of every rank at this step, known without communication.
         step: counts from 0 in each epoch.
@@ -592,7 +599,7 @@ def no_rows(column: Column) -> Values:
 
 
 def row_bytes(column: Column) -> int:
-    """Bytes of a row of a batch; 0 if only its stored form has a known size."""
+    """Bytes per row of a column in a batch; 0 if unknown."""
     if column.is_fixed or not column.row_shape:
         return column.row_bytes if column.is_fixed else 0
     if column.kind == "sparse" or -1 in column.row_shape:
@@ -601,7 +608,7 @@ def row_bytes(column: Column) -> int:
 
 
 def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Allocate an array in page-locked memory; torch keeps freed memory for the next."""
+    """Allocate an array in page-locked memory, which torch reuses after it is freed."""
     import torch
 
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -610,18 +617,20 @@ def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
 
 
 def packed(values: Values) -> Values:
-    """Copy the rows to their own memory if they refer to shared values."""
+    """Copy rows of any length to their own memory; return an array unchanged."""
     return values.packed() if isinstance(values, (Ragged, SparseRows)) else values
 
 
 # ----------------------------------------------------------------------------------------------------
-# Decoding of a reader's rows in threads, a chunk of several batches at a time.
-# Threads: the reading thread submits and collects chunks; threads of the pool decode rows, and share only the chunk's memory.
+# Decode a reader's rows in threads, one chunk of several batches at a time.
+# Threads: the reading thread submits and collects chunks; the pool's threads decode rows, and share only the chunk's
+# memory.
 
-# Switch interval of the GIL while threads decode. With Python's 5 ms a thread that returns from a decoder in C
-# finds the GIL taken again and again by others, which release it only for a read: two threads are then as slow as one.
+# Switch interval of the GIL while threads decode. With Python's default of 5 ms, a thread that returns from a decoder
+# in C waits that long for the GIL again and again, because other threads release it only for a read. Two threads are
+# then as slow as one.
 _SWITCH_S = 0.0005
-# Skipped values that are printed; the others are only counted.
+# Number of skipped values to print; further values are only counted.
 _SHOWN = 5
 
 
@@ -630,8 +639,8 @@ class Chunk:
     """Decoded rows of several batches.
 
     Attributes:
-        columns: by name.
-        num_rows: including skipped rows.
+        columns: name -> decoded rows.
+        num_rows: number of rows, including skipped rows.
         kept: ascending numbers of the kept rows; None means all.
     """
 
@@ -640,27 +649,27 @@ class Chunk:
     kept: Rows | None = None
 
     def cut(self, start: int, stop: int) -> tuple[dict[str, Any], int]:
-        """Columns of the rows [start, stop), without skipped rows, and the number of kept rows."""
+        """Return the rows [start, stop) by column without skipped rows, and the number of these rows."""
         if self.kept is not None:
             start, stop = (int(n) for n in np.searchsorted(self.kept, (start, stop)))
         return {name: rows[start:stop] for name, rows in self.columns.items()}, stop - start
 
 
 class Decoding:
-    """User functions on the columns of a reader, with their threads.
+    """Threads that run the user's functions on the columns of a reader.
 
     Attributes:
-        num_ahead: chunks to submit before the first is collected, to keep the threads busy.
+        num_ahead: chunks to submit before the first chunk is collected, to keep the threads busy.
     """
 
     def __init__(
         self, functions: RowFunctions, columns: Sequence[Column], num_workers: int
     ) -> None:
-        """Start the threads, if several are requested and there is something to decode.
+        """Start the threads, if several are requested and a column has a decoder.
 
         Args:
-            functions: the user's.
-            columns: to read, as `with_decoded` described them.
+            functions: the user's decoders and collate functions.
+            columns: columns to read, as `with_decoded` described them.
             num_workers: threads; 1 is the reading thread itself.
         """
         self._functions, self._columns = functions, columns
@@ -675,8 +684,8 @@ class Decoding:
         """Start decoding rows; return a function that waits for them.
 
         Args:
-            taken: columns as they are stored; they must stay valid until the end.
-            num_rows: their number.
+            taken: columns as they are stored; their memory must stay valid until the rows are decoded.
+            num_rows: number of rows.
             packs: copy the chunk to its own memory.
         """
         has_functions = self._functions.decoders or self._functions.collate
@@ -694,13 +703,13 @@ class Decoding:
         return finish
 
     def _show(self, broken: Sequence[str]) -> None:
-        """Print the first skipped values."""
+        """Print skipped values, up to `_SHOWN` in all."""
         room = max(0, _SHOWN - len(self._shown))
         for text in [each for each in broken if each not in self._shown][:room]:
             self._shown.add(text)
             more = "; further skipped rows are only counted" if len(self._shown) == _SHOWN else ""
             sys.stderr.write(
-                f"sparkhvd: a row is left out, as image(broken='skip') says: {text}{more}\n"
+                f"sparkhvd: a row is skipped because of image(broken='skip'): {text}{more}\n"
             )
 
     def close(self) -> None:

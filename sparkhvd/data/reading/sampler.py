@@ -1,22 +1,23 @@
 """Plan the rows of each rank and step: pure functions of (rows, size, rank, batch size, seed, epoch).
 
 Global batch `s` is the rows of all ranks at step `s`. Every global batch except the last holds size * batch_size
-rows. The last is levelled over the ranks, with one row more if that row would otherwise be a separate step. Three
-orders:
+rows. The last batch is divided evenly among the ranks; it has one row more if that row would otherwise be a separate
+step. If rows fit in memory, there are two orders:
 
 - file order in memory (`shuffle=False`): global batch `s` is rows `[s * G, (s + 1) * G)` with
   `G = size * batch_size`, and each rank has one contiguous slice of it;
 - uniform: the same slices of one permutation of all rows.
 
-In these two, N ranks with batch b see at every step what one process with batch N * b sees. Data beyond memory
-(`window_rows` given) are read by each rank only in its own contiguous part, about 1/N of them, so the rows of
-a global batch depend on the number of ranks:
+With these orders, N ranks with batch size b use the same rows at every step as one process with batch size N * b. Of
+data beyond memory (`window_rows` given), each rank reads only its own contiguous part, about 1/N of the rows. So the
+rows of a global batch depend on the number of ranks:
 
 - file order beyond memory: rank `r` reads the `r`-th contiguous shard of the rows from front to back;
 - blocks: blocks of neighbouring rows are in random order, rank `r` reads the `r`-th contiguous part of that
   sequence, and rows are permuted inside windows of `window_rows`.
 
-If other numbers of ranks or batch sizes continue an epoch, what each `Stage` has left of its sequence is the sequence of the next.
+If an epoch continues with another number of ranks or batch size, the rows that a `Stage` has not used are the sequence
+of the next stage.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ import numpy as np
 from sparkhvd.data.columns.ragged import Rows
 from sparkhvd.errors import InvalidArgumentError
 
-# Purposes of random streams, so that two uses of one seed never share a stream.
+# Purpose numbers in the keys of random streams, so that two uses of one seed never share a stream.
 _SPLIT, _ORDER, _WINDOW = 1, 2, 3
 
 
 def random_stream(*key: int) -> np.random.Generator:
-    """Equal for equal keys, on every machine."""
+    """Make a random generator that gives equal numbers for equal keys on every machine."""
     return np.random.Generator(np.random.PCG64([k & (2**64 - 1) for k in key]))
 
 
 def validation_count(num_rows: int, fraction: float) -> int:
-    """Rows of a validation fraction above 0. Of two rows or more, both sides get at least one."""
+    """Number of validation rows for a fraction above 0; of two rows or more, both sides get at least one row."""
     return min(max(round(num_rows * fraction), 1), num_rows - 1) if num_rows else 0
 
 
@@ -66,8 +67,8 @@ def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[Rows, R
 def level(num_rows: int, size: int, batch_size: int) -> tuple[int, ...]:
     """Rows per rank of a final global batch of `num_rows` <= size * batch_size + 1.
 
-    If possible, no rank gets exactly one row (BatchNorm cannot train on one row): fewer ranks then share
-    the rows, with at most one row more than `batch_size` on one of them. A batch size of 1 always means one row.
+    If possible, no rank gets exactly one row, because BatchNorm cannot train on one row: then fewer ranks share the
+    rows, and one rank may get one row more than `batch_size`. With a batch size of 1 every rank gets at most one row.
     """
     ranks = size if batch_size == 1 or num_rows >= 2 * size else max(1, num_rows // 2)
     each, extra = divmod(num_rows, ranks)
@@ -75,7 +76,7 @@ def level(num_rows: int, size: int, batch_size: int) -> tuple[int, ...]:
 
 
 def cuts(length: int, unit: int, last: int) -> list[tuple[int, int]]:
-    """Cut `length` rows into ranges of `unit`, keeping the last step's `last` rows together."""
+    """Cut `length` rows into ranges of `unit` rows, without a cut inside the `last` rows of the last step."""
     inner = [c for c in range(unit, length, unit) if length - c >= last]
     edges = [0, *inner, length]
     return [(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a]
@@ -95,7 +96,7 @@ class Window:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
+        """Number of rows."""
         numbers = self.rows if self.order is None else self.order
         assert numbers is not None
         return len(numbers)
@@ -156,9 +157,9 @@ class SamplingPlan:
             )
 
     def windows(self, rank: int, start_step: int = 0) -> Iterator[Window]:
-        """Yield the rank's rows in order, in pieces of whole batches (except at the end) within the memory bound.
+        """Yield a rank's rows in order, as windows of whole batches (except at the end) within the memory bound.
 
-        With `start_step`, only the rows from that step: earlier rows are neither planned nor read.
+        Rows of steps before `start_step` are neither planned nor read.
         """
         for window in self._order.windows(self, rank, self.rows_before(rank, start_step)):
             if window.num_rows:
@@ -166,34 +167,34 @@ class SamplingPlan:
             del window
 
     def rows_before(self, rank: int, step: int) -> int:
-        """Rows of a rank in the steps before `step`."""
+        """Number of a rank's rows in the steps before `step`."""
         last = self.last_counts[rank] if step > self.num_full_steps else 0
         return min(step, self.num_full_steps) * self.batch_size + last
 
     def cuts(self, rank: int, start: int, length: int, unit: int) -> list[tuple[int, int]]:
-        """Cut `length` rows of a rank, after its first `start`, into ranges of about `unit` rows, whole batches."""
+        """Cut a rank's `length` rows after its first `start` rows into ranges of whole batches, about `unit` rows."""
         del start
         return cuts(length, unit, self.last_counts[rank] if self.last_counts else 0)
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Order of rows."""
+    """Base of the orders of rows."""
 
     rows: Rows | int
 
     def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
-        """Yield the rank's rows without its first `start`."""
+        """Yield the rank's rows without its first `start` rows."""
         raise NotImplementedError
 
 
 def numbers_at(rows: Rows | int, positions: Rows) -> Rows:
-    """Row numbers at these positions of a selection; a count selects the rows from 0."""
+    """Convert positions in a selection of rows to row numbers; a count selects all rows from 0."""
     return positions if isinstance(rows, int) else rows[positions]
 
 
 def _sliced(plan: SamplingPlan, rank: int) -> Rows:
-    """Positions of a rank in the global sequence: its slice of every global batch."""
+    """Positions of a rank's rows in the global sequence: the rank's slice of every global batch."""
     width = plan.size * plan.batch_size
     starts = np.arange(plan.num_full_steps, dtype=np.int64) * width + rank * plan.batch_size
     starts += plan.first_row
@@ -206,7 +207,7 @@ def _sliced(plan: SamplingPlan, rank: int) -> Rows:
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
-    """Order of an epoch's rows held in memory, over all ranks."""
+    """Permute the rows of an epoch that are held in memory, over all ranks."""
     return random_stream(seed, _ORDER, epoch).permutation(num_rows)
 
 
@@ -228,7 +229,7 @@ class _Interleaved(SampleOrder):
 
 
 def _shard(plan: SamplingPlan, rank: int) -> tuple[int, int, int]:
-    """First row, last + 1, and rows of the last step, of a rank's contiguous part of a sequence of rows."""
+    """Locate a rank's contiguous part of a sequence: first position, end, and rows in the last step."""
     last = plan.last_counts or (0,) * plan.size
     full = plan.num_full_steps * plan.batch_size
     begin = full * rank + sum(last[:rank])
@@ -236,18 +237,18 @@ def _shard(plan: SamplingPlan, rank: int) -> tuple[int, int, int]:
 
 
 class _Sequence:
-    """Positions of a selection, in an order independent of the ranks; each rank reads a part."""
+    """Sequence of the positions in a selection, independent of the ranks, of which each rank reads a part."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
 
     def positions(self, start: int, stop: int) -> Rows:
-        """Positions of the part [start, stop), ascending."""
+        """Return the positions in the part [start, stop) of the sequence, ascending."""
         return np.arange(start, stop, dtype=np.int64)
 
 
 class _BlockSequence(_Sequence):
-    """Blocks of neighbouring rows in random order."""
+    """Sequence of blocks of neighbouring rows in random order."""
 
     def __init__(self, edges: Rows, stream: np.random.Generator) -> None:
         super().__init__(int(edges[-1]))
@@ -260,9 +261,10 @@ class _BlockSequence(_Sequence):
 
 
 class _RestSequence(_Sequence):
-    """Rows that are left after a stage of an epoch: for each rank, the rest of its current window and then the rows after it.
+    """Sequence of the rows that a stage of an epoch has not used.
 
-    The rest of a window is computed when it is read: only one rank reads most of them.
+    For each rank of the stage it has the rest of the rank's current window, then the rows after the window. The rest of
+    a window is computed only when it is read, because most are read by one rank.
     """
 
     def __init__(self, parts: Sequence[tuple[int, Callable[[int, int], Rows]]]) -> None:
@@ -282,12 +284,12 @@ class _RestSequence(_Sequence):
 
 @dataclass(frozen=True)
 class _Windows(SampleOrder):
-    """Beyond memory: every rank reads one contiguous part of a sequence, window by window.
+    """Order beyond memory: every rank reads one contiguous part of a sequence, window by window.
 
     Attributes:
-        sequence: of positions in `rows`.
-        window_rows: bound on a window.
-        key: of the random stream of each window; None keeps the positions ascending.
+        sequence: sequence of positions in `rows`.
+        window_rows: bound on the rows of a window.
+        key: part of the key of each window's random stream; None keeps the positions ascending.
     """
 
     sequence: _Sequence
@@ -306,7 +308,7 @@ class _Windows(SampleOrder):
             whole = Window(
                 numbers_at(self.rows, positions), self._order(rank, number, stop - first)
             )
-            # A window is released before the next one is planned.
+            # Drop the references, so that a window is released before the next window is planned.
             del positions
             if start > first:
                 whole = whole.without_first(start - first)
@@ -314,9 +316,9 @@ class _Windows(SampleOrder):
             del whole
 
     def _cuts(self, plan: SamplingPlan, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Yield number, first and last + 1 row of each window of a rank, as rows of its part."""
+        """Yield (number, first row, end) of each window of a rank; rows are counted from the start of its part."""
         begin, end, last = _shard(plan, rank)
-        # Whole batches per window, so that no batch spans two.
+        # A window holds whole batches, so that no batch spans two windows.
         window = max(1, self.window_rows // plan.batch_size) * plan.batch_size
         for number, (first, stop) in enumerate(cuts(end - begin, window, last)):
             yield number, first, stop
@@ -331,7 +333,7 @@ class _Windows(SampleOrder):
         return random_stream(seed, _WINDOW, epoch, rank, number, *stage).permutation(count)
 
     def rest(self, plan: SamplingPlan, used: int) -> _Sequence:
-        """Sequence without the first `used` rows over all ranks, a number of whole steps."""
+        """Return the sequence without the first `used` rows over all ranks, which are whole steps."""
         step = -(-used // (plan.size * plan.batch_size))
         parts: list[tuple[int, Callable[[int, int], Rows]]] = []
 
@@ -351,7 +353,8 @@ class _Windows(SampleOrder):
                         parts.append((stop - start, left))
                         start = stop
             whole(begin + start, end)
-        whole(plan.num_rows, self.sequence.num_rows)  # what `drop_last` would have left out
+        # Rows that `drop_last` has dropped from the stage's plan.
+        whole(plan.num_rows, self.sequence.num_rows)
         return _RestSequence(parts)
 
     def _left(
@@ -365,14 +368,14 @@ class _Windows(SampleOrder):
         a: int,
         b: int,
     ) -> Rows:
-        """Part [a, b) of a window's positions after its first `start - first` rows."""
+        """Return the part [a, b) of the ascending positions that a window has after its first `start - first` rows."""
         order = self._order(rank, number, stop - first)[start - first :]
         left: Rows = self._positions(plan, rank, first, stop)[np.sort(order)][a:b]
         return left
 
 
 def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
-    """Ascending positions of the part [start, stop) of the sequence of blocks."""
+    """Return the positions in the part [start, stop) of a sequence of blocks, ascending."""
     low = int(np.searchsorted(ends, start, side="right"))
     high = int(np.searchsorted(ends, stop, side="left")) + 1
     begins = ends[low:high] - np.diff(ends[low:high], prepend=ends[low - 1] if low else 0)
@@ -385,7 +388,7 @@ def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
 
 
 def expanded(firsts: Rows, lengths: Rows) -> Rows:
-    """Numbers of consecutive runs, from their first numbers and lengths."""
+    """Expand runs of consecutive numbers, given by their first numbers and lengths."""
     offsets = np.cumsum(lengths) - lengths
     numbers = np.repeat(firsts - offsets, lengths)
     numbers += np.arange(len(numbers), dtype=np.int64)
@@ -394,12 +397,12 @@ def expanded(firsts: Rows, lengths: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class Stage:
-    """Beginning of an epoch, continued with other sizes.
+    """Part of an epoch that one number of ranks and batch size has used.
 
     Attributes:
-        size: number of its ranks.
+        size: number of ranks.
         batch_size: rows per rank and step.
-        rows: that it has used, over all ranks.
+        rows: rows that the stage has used, over all ranks.
     """
 
     size: int
@@ -410,10 +413,10 @@ class Stage:
 def _steps(
     num_rows: int, size: int, batch_size: int, *, drop_last: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """Number of full steps, and the rows per rank of a partial last step; () without a partial step."""
+    """Return the number of full steps, and the rows per rank of a partial last step (() without it)."""
     full, rest = divmod(num_rows, size * batch_size)
     if rest == 1 and full and size * batch_size > 1 and not drop_last:
-        # BatchNorm cannot train on one row, so the previous step takes it too.
+        # BatchNorm cannot train on one row, so the previous step takes the single last row, too.
         full, rest = full - 1, size * batch_size + 1
     return full, level(rest, size, batch_size) if rest and not drop_last else ()
 
@@ -446,11 +449,11 @@ def epoch_plan(
         drop_last: drop the final global batch if it is not full.
         window_rows: memory bound in rows per rank, for data beyond it; None means that they fit in memory.
         block_rows: neighbouring rows that are read together; None means a 16th of the window.
-        block_edges: edges of blocks, from 0 to the number of rows, instead of blocks of
-            `block_rows`: for files best read in their own pieces.
+        block_edges: edges of blocks, from 0 to the number of rows, instead of blocks of `block_rows`; for files whose
+            own pieces, such as row groups, are best read as a whole.
         permute: returns `permutation(number of rows, seed, epoch)`; None computes it.
         first_row: rows of the order, over all ranks, to skip at the start; for data in memory.
-        before: instead, the stages of the epoch before this one, in order; for any data.
+        before: alternative to `first_row` for any data: the earlier stages of the epoch, in order.
     """
     if size < 1 or batch_size < 1:
         raise InvalidArgumentError(
@@ -460,8 +463,8 @@ def epoch_plan(
     first_row = first_row or sum(stage.rows for stage in before)
     if window_rows is not None and (first_row if not before else not all(s.size for s in before)):
         raise InvalidArgumentError(
-            "Which rows meet in a batch depends on the number of ranks and the batch size, because the data exceed "
-            "shuffle_bytes. Go on with those of before."
+            "The data exceed shuffle_bytes, so the rows of a batch depend on the number of ranks and the batch size. Resume with "
+            "the same number of ranks and batch size as before."
         )
     full_steps, last = _steps(num_rows - first_row, size, batch_size, drop_last=drop_last)
     order: SampleOrder

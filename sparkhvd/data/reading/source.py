@@ -1,4 +1,4 @@
-"""Read rows of a dataset by row number, for any format of its files."""
+"""Read rows of a data set by row number, for any format of its files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Source(Protocol):
     """Reader of rows by number, verified if there are checksums; not thread-safe.
 
     Attributes:
-        block_edges: row numbers at the beginning of pieces best read as a whole, ending with the number of rows; None
-            if any row can be read alone.
+        block_edges: row numbers at which pieces begin that are best read as a whole, ending with the number of rows;
+            None if any row can be read alone.
     """
 
     @property
     def block_edges(self) -> Rows | None:
-        """See above."""
+        """See the class."""
 
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
@@ -32,7 +32,7 @@ class Source(Protocol):
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
-            empty: makes the arrays.
+            empty: allocates the arrays.
         """
 
     def examples(self, count: int) -> Rows:
@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 def open_source(store: Store, manifest: Manifest) -> Source:
-    """Open the files of a manifest.
+    """Open a reader of the rows of a manifest.
 
     Args:
         store: of the files.

@@ -1,4 +1,4 @@
-"""Select the rows of a reader, and divide them among processes that read a part each."""
+"""Select the rows of a reader, and divide them among processes."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ SUBSETS = ("all", "train", "validation")
 
 
 def column_names(manifest: Manifest) -> list[str]:
-    """Columns read for training: features, labels, sample weight and group."""
+    """List the columns that training reads: features, labels, sample weight and group."""
     split = manifest.schema.validation
     return [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
 
 
 def is_flagged(manifest: Manifest, subset: str) -> bool:
-    """Whether a column marks the rows of the subset; never for "all"."""
+    """Whether the validation column decides the rows of the subset; never for "all"."""
     return subset != "all" and manifest.schema.validation is not None
 
 
 @dataclass(frozen=True)
 class RowDivision:
-    """Division of rows into contiguous parts, a part per process; equal in all of the processes.
+    """Division of rows into contiguous parts, one per process; equal in all processes.
 
     Attributes:
-        edges: row numbers of the source's piece edges, at which parts are cut; None cuts anywhere.
+        edges: row numbers at which the source's pieces begin, and at which parts are cut; None cuts anywhere.
     """
 
     edges: Rows | None = None
@@ -56,7 +56,7 @@ class RowDivision:
         return np.arange(low, high, dtype=np.int64) if isinstance(rows, int) else rows[low:high]
 
     def _cut(self, rows: Rows | int, number: int, count: int) -> int:
-        """Position in a selection at which a part begins."""
+        """Find the position in a selection at which a part begins."""
         cut = count_of(rows) * number // count
         if self.edges is None:
             return cut
@@ -99,7 +99,7 @@ def read_groups(source: Source, manifest: Manifest, part: tuple[int, int] = (0, 
 
 
 def flagged(flags: Flags, subset: str) -> Rows:
-    """Ascending positions of the subset's rows."""
+    """Return the ascending positions of the rows in "train" or "validation"."""
     return np.flatnonzero(flags if subset == "validation" else ~flags)
 
 
@@ -114,7 +114,7 @@ def select_rows(
     flags: Flags | None = None,
     groups: Rows | None = None,
 ) -> Rows | int:
-    """Ascending numbers of the rows of a subset, or a count for all, starting at 0.
+    """Select the rows of a subset: ascending row numbers, or a count if it has all rows from 0.
 
     Args:
         source: of the manifest's files; read only if a column marks the validation rows and `flags` is None.
@@ -141,7 +141,7 @@ def select_rows(
         if subset == "train":
             return total
         raise InvalidArgumentError(
-            "Reader(subset='validation'): the data have no validation column and no fraction was given. Give "
+            "Reader(subset='validation'): the data have no validation column, and no fraction is given. Give "
             "validation=0.1, or read subset='all'."
         )
     if groups is None:
@@ -174,21 +174,21 @@ def read_rows(
 
 # ----------------------------------------------------------------------------------------------------
 # Plan epochs of whole groups: rows with an equal value of a column stay together, on one rank.
-# Groups are permuted, not rows. The sequence is cut between ranks at the end of the group nearest to equal numbers of rows, and
-# each rank's part is cut into batches in the same way. So every epoch and every rank has equally many steps, and a batch has
-# about `batch_size` rows, up to half a group more or less at either end. A group above `batch_size` is cut into equal pieces,
-# which are neighbours in the order of its rank.
+# Groups are permuted, not rows. The sequence of groups is divided among ranks at group ends, as near as possible to
+# equal numbers of rows, and each rank's part is divided into batches in the same way. So every epoch and every rank has
+# equally many steps, and a batch has about `batch_size` rows, up to half a group more or less at either end. A group of
+# more than `batch_size` rows is cut into equal pieces, which stay neighbours on their rank.
 
-# Purposes of random streams, beside those of `sampler`.
+# Purpose numbers of random streams, different from the numbers in `sampler`.
 _SPLIT, _ORDER = 11, 12
 
 
 def group_edges(numbers: Rows, rows: Rows | int) -> Rows:
-    """Positions in a selection of rows at which groups begin, ending with its length.
+    """Find the positions in a selection of rows at which groups begin, ending with the number of rows.
 
     Args:
-        numbers: of the group of each row; equal neighbours are one group.
-        rows: ascending numbers of the rows, or a count for all.
+        numbers: group number of each row; equal neighbours are one group.
+        rows: ascending numbers of the selected rows, or a count for all.
     """
     chosen = numbers if isinstance(rows, int) else numbers[rows]
     begins = np.append(0, np.flatnonzero(np.diff(chosen)) + 1)
@@ -205,8 +205,8 @@ def split_groups(numbers: Rows, fraction: float, seed: int) -> tuple[Rows, Rows]
     lengths = np.diff(edges)
     if len(lengths) < 2:
         raise InvalidArgumentError(
-            f"validation={fraction}: the data have {len(lengths)} group of group_col, and a group is not split. Give more groups, "
-            "or validation rows of their own."
+            f"validation={fraction}: the data have {len(lengths)} group of group_col, and a group is not split. Give data with more "
+            "groups, or a column or DataFrame of validation rows."
         )
     order = random_stream(seed, _SPLIT).permutation(len(lengths))
     ends = np.cumsum(lengths[order])
@@ -219,7 +219,7 @@ def split_groups(numbers: Rows, fraction: float, seed: int) -> tuple[Rows, Rows]
 
 
 class GroupPlan(SamplingPlan):
-    """Plan of an epoch whose batches differ in length."""
+    """Plan of an epoch of groups, whose batches differ in length."""
 
     _order: _Groups
 
@@ -233,7 +233,7 @@ class GroupPlan(SamplingPlan):
         return int(edges[step] - edges[0])
 
     def cuts(self, rank: int, start: int, length: int, unit: int) -> list[tuple[int, int]]:
-        """Cut `length` rows of a rank, after its first `start`, into ranges of whole batches of at least `unit` rows."""
+        """Cut a rank's `length` rows after its first `start` rows into ranges of whole batches and >= `unit` rows."""
         edges = self._order.batch_edges[rank] - self._order.batch_edges[rank, 0] - start
         found = [0]
         for edge in edges[(edges > 0) & (edges < length)].tolist():
@@ -247,10 +247,10 @@ class _Groups(SampleOrder):
     """Order of groups.
 
     Attributes:
-        edges: positions of group edges, from 0 to the number of rows.
+        edges: positions at which groups begin, from 0 to the number of rows.
         size: number of ranks.
-        batch_size: rows per rank and step, about.
-        num_steps: of the epoch.
+        batch_size: approximate number of rows per rank and step.
+        num_steps: steps of the epoch.
         seed, epoch, shuffle: as passed to `epoch_plan`.
         window_rows: memory bound in rows per rank; None means that they fit in memory.
         block_rows: neighbouring rows that are read together.
@@ -275,7 +275,7 @@ class _Groups(SampleOrder):
         random = random_stream(self.seed, _ORDER, self.epoch)
         if self.window_rows is None:
             return random.permutation(count)
-        # Blocks of neighbours, which are read together; then groups inside of windows.
+        # Shuffle blocks of neighbouring groups, which are read together; then shuffle groups inside windows.
         begins = np.flatnonzero(np.diff(self.edges[:-1] // self.block_rows, prepend=-1))
         lengths = np.diff(begins, append=count)
         blocks = random.permutation(len(begins))
@@ -285,7 +285,7 @@ class _Groups(SampleOrder):
 
     @functools.cached_property
     def _begins(self) -> Rows:
-        """For each group in the order of the epoch: the number of its first row in the files."""
+        """Position in the selection of the first row of each group, in the order of the epoch."""
         return self.edges[self._sequence]
 
     @functools.cached_property
@@ -294,12 +294,12 @@ class _Groups(SampleOrder):
 
     @functools.cached_property
     def _ends(self) -> Rows:
-        """Positions in the order after each group."""
+        """Position in the epoch's order at which each group ends."""
         return np.cumsum(self._lengths)
 
     @functools.cached_property
     def batch_edges(self) -> Rows:
-        """Positions in the order of each rank's batch edges: an array (rank, batch)."""
+        """Positions in the epoch's order at which each rank's batches begin and end: (ranks, steps + 1)."""
         total = int(self.edges[-1])
         ends = np.append(0, self._ends)
         ranks = _nearest_groups(ends, np.linspace(0, total, self.size + 1))
@@ -315,7 +315,7 @@ class _Groups(SampleOrder):
         return edges
 
     def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
-        """Yield the rank's rows without its first `start`, in windows of whole batches."""
+        """Yield the rank's rows without its first `start` rows, in windows of whole batches."""
         edges = self.batch_edges[rank]
         first, end = int(edges[0]) + start, int(edges[-1])
         limit = self.window_rows or end - first
@@ -332,7 +332,7 @@ class _Groups(SampleOrder):
             first = stop
 
     def _positions(self, first: int, stop: int) -> Rows:
-        """Rows at the positions [first, stop) of the order."""
+        """Return the positions in the selection of the rows [first, stop) of the epoch's order."""
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._ends, stop, side="left")) + 1
         begins, lengths = self._begins[low:high].copy(), self._lengths[low:high].copy()
@@ -344,7 +344,7 @@ class _Groups(SampleOrder):
 
 
 def _nearest_groups(edges: Rows, wanted: npt.NDArray[np.float64]) -> Rows:
-    """Nearest of the ascending edges for each position."""
+    """Find the nearest of the ascending edges for each wanted position."""
     above = np.clip(np.searchsorted(edges, wanted), 0, len(edges) - 1)
     below = np.maximum(above - 1, 0)
     return np.where(wanted - edges[below] <= edges[above] - wanted, edges[below], edges[above])
@@ -367,7 +367,7 @@ def group_plan(
     per_rank = -(-total // size)
     longest = int(np.diff(edges).max(initial=0))
     if longest > batch_size and size > 1:
-        per_rank += longest  # a rank may have this many rows more, without larger batches
+        per_rank += longest  # a rank may get this many rows more, and its batches must not grow
     num_steps = -(-per_rank // batch_size)
     order = _Groups(
         rows,

@@ -1,4 +1,4 @@
-"""Parse paths and URLs of stores, hide their secrets, open their file systems."""
+"""Parse paths and URLs of stores, hide secrets in them, and open file systems."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from sparkhvd.errors import InvalidArgumentError
 # Schemes opened by pyarrow.fs; all others use fsspec.
 PYARROW_SCHEMES = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
-# Object stores of pyarrow and fsspec: a file exists after its upload, and a rename is a copy.
+# Schemes of object stores in pyarrow and fsspec. There a file appears when its upload completes, and a rename is a
+# copy.
 _OBJECT_STORES = frozenset(
     {"s3", "gs", "abfs", "abfss", "az", "adl", "oss", "obs", "oci", "cos", "tos", "hf", "lakefs"}
 )
-# Public parameters of a query; all others are hidden.
+# Parameters of a URL's query that may be shown; all others are hidden.
 _OPEN_QUERY = frozenset(
     {
         "allow_bucket_creation",
@@ -46,9 +47,9 @@ SECRET_NAME = re.compile(
     r"key|secret|token|passw|passphrase|pwd|sas|cred|sign|auth|connection_string|bearer|jwt|cookie",
     re.I,
 )
-# A password in a URL of anything, such as a database: "mysql://user:password@host", "jdbc:x://host/db?password=...".
+# Matches a password in any URL: "mysql://user:password@host", "jdbc:x://host/db?password=...".
 _PASSWORD = re.compile(r"(://[^\s/:@]{0,200}):[^\s/]{1,1000}@")
-# "AccountKey=...;", "host=h password=...", "Authorization: Bearer ...".
+# Matches secrets in text: "AccountKey=...;", "host=h password=...", "Authorization: Bearer ...".
 _IN_TEXT = re.compile(
     r"(\b(?:password|passwd|pwd|accountkey|sharedaccesskey|sharedaccesssignature)=|\bauthorization: *(?:basic +|bearer +)?|\bbearer +(?=[\w.~+/-]{20}))[^\s;&]{1,1000}",
     re.I,
@@ -57,19 +58,19 @@ _IN_QUERY = re.compile(
     r"([?&;][\w.-]{0,60}?(?:password|passwd|passphrase|pwd|secret|token|key|credential|sig|signature)=)[^\s&;]{1,1000}",
     re.I,
 )
-# Folders of Databricks: no appending, and no seeking in a file while it is written.
+# Folders of Databricks, where a file cannot be appended to, and a writer cannot seek.
 _SEQUENTIAL_ROOTS = ("/Volumes/", "/dbfs/")
 
 
 @dataclass(frozen=True)
 class Address:
-    """Place of a store.
+    """Parsed path or URL of a store.
 
     Attributes:
         scheme: "file", or a scheme of pyarrow or fsspec.
-        url: without secrets and without a trailing slash: for messages, manifests and saved models.
-        root: the path in the file system; None if fsspec decides it.
-        full: the URL with its secrets, only for the file system.
+        url: URL without secrets and without a trailing slash, for messages, manifests and saved models.
+        root: path in the file system; None if fsspec decides it.
+        full: URL with its secrets, only for opening the file system.
     """
 
     scheme: str
@@ -82,7 +83,7 @@ def parse(path_or_url: str) -> Address:
     """Parse a path or URL; opens nothing.
 
     Raises:
-        InvalidArgumentError: it cannot be a store's place.
+        InvalidArgumentError: it is not a valid path or URL of a store.
     """
     scheme, colon, rest = path_or_url.partition(":")
     if path_or_url.startswith("/") or not colon or "/" in scheme:
@@ -90,21 +91,21 @@ def parse(path_or_url: str) -> Address:
     scheme = _ALIASES.get(scheme.lower(), scheme.lower())
     if rest.startswith("//") and not _is_quoted(path_or_url):
         raise InvalidArgumentError(
-            f"Store.create({without_secrets(path_or_url)!r}): the user or password before the '@' holds a character that "
-            "ends it. Write it as urllib.parse.quote(password, safe='') does, or give it as a storage option. An '@' in a "
-            "path is '%40' after a host with a port or a password."
+            f"Store.create({without_secrets(path_or_url)!r}): the user or password before the '@' holds a character that is "
+            "not allowed there. Quote it with urllib.parse.quote(password, safe=''), or give it as a storage option. If the "
+            "'@' belongs to the path, write it as '%40'."
         )
     if scheme == "file":
         parts = urlsplit(path_or_url)
         if parts.netloc not in ("", "localhost"):
             raise InvalidArgumentError(
-                f"Store.create({path_or_url!r}): {parts.netloc!r} stands where a host would. Give three slashes: "
+                f"Store.create({path_or_url!r}): {parts.netloc!r} is in the place of a host name. Give three slashes: "
                 f"'file:///{parts.netloc}{parts.path}'."
             )
         return _local(unquote(parts.path), path_or_url)
     if scheme == "dbfs":
         path = "/" + rest.lstrip("/")
-        # Databricks shows its file system as a folder; Volumes are separate folders.
+        # On Databricks, dbfs: is the local folder /dbfs, and Volumes are the local folder /Volumes.
         return _local(path if path.startswith("/Volumes/") else f"/dbfs{path}", path_or_url)
     if not rest.startswith("//"):
         raise InvalidArgumentError(
@@ -122,7 +123,7 @@ def parse(path_or_url: str) -> Address:
 
 
 def split(path_or_url: str) -> tuple[str, str]:
-    """Split a path or URL into a folder, in the form for `parse`, and a name, in the form for the file system.
+    """Split a path or URL into a folder for `parse` and the name of a file in it, unquoted.
 
     A relative path is relative to this process's working directory.
     """
@@ -132,7 +133,7 @@ def split(path_or_url: str) -> tuple[str, str]:
     url, mark, query = path_or_url.partition("?")
     folder, _, name = url.rstrip("/").rpartition("/")
     scheme = _ALIASES.get(url.partition(":")[0].lower(), url.partition(":")[0].lower())
-    # As `parse` treats the rest of the path.
+    # The name is unquoted where `parse` unquotes the path.
     is_quoted = scheme == "file" or scheme in PYARROW_SCHEMES
     return f"{folder}{mark}{query}", unquote(name) if is_quoted else name
 
@@ -152,7 +153,7 @@ def _root(scheme: str, full: str) -> str | None:
 def _local(path: str, path_or_url: str) -> Address:
     if not path.startswith("/"):
         raise InvalidArgumentError(
-            f"Store.create({path_or_url!r}): the path is relative, so each process would see another folder. Give an "
+            f"Store.create({path_or_url!r}): the path is relative, so each process would use another folder. Give an "
             f"absolute path, for example {os.path.abspath(path)!r}."
         )
     root = posixpath.normpath(path)
@@ -165,7 +166,7 @@ def _local(path: str, path_or_url: str) -> Address:
 
 
 def check_databricks(root: str, path_or_url: str) -> None:
-    """Reject a `/dbfs` or Volume path without such a mount: it would be a folder of this machine alone.
+    """Reject a `/dbfs` or Volume path without a mount, because it would be a local folder of this machine.
 
     Raises:
         InvalidArgumentError: the mount does not exist.
@@ -188,7 +189,7 @@ def check_databricks(root: str, path_or_url: str) -> None:
 
 
 def without_secrets(url: str) -> str:
-    """Remove "user:password@" and secrets of the query, such as a signature."""
+    """Remove "user:password@" and secrets in the query, such as a signature, from a URL."""
     if not _is_quoted(url):
         return f"{url.partition(':')[0]}://<hidden>"
     parts = urlsplit(url)
@@ -212,11 +213,11 @@ def without_passwords(text: str) -> str:
 def _is_quoted(url: str) -> bool:
     """False if a password seems to hold an unquoted "/", "?", "#" or "[".
 
-    Such a password ends the URL's part for user and host, so that its "@" is in a later part, or the port is invalid.
+    Such a character ends the URL's part for user and host. Then the "@" is in a later part, or the port is invalid.
     """
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018 - it raises
+        parts.port  # noqa: B018 - raises ValueError for an invalid port
     except ValueError:
         return False
     after = url.partition("//")[2][len(parts.netloc) :]
@@ -224,7 +225,7 @@ def _is_quoted(url: str) -> bool:
 
 
 def secrets_of(full: str, options: Mapping[str, object]) -> frozenset[str]:
-    """Passwords and keys of the URL and of the storage options; no message may hold them."""
+    """Collect passwords and keys of a URL and of storage options, which no message may hold."""
     if not _is_quoted(full):
         return frozenset({full})
     parts = urlsplit(full)
@@ -254,14 +255,15 @@ def _secret_options(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def has_atomic_writes(scheme: str) -> bool:
-    """Whether a file appears complete at its close, also in place of an older file, as on object stores."""
+    """Whether a file appears, or replaces an older file, only when its writer closes it, as on object stores."""
     return scheme in _OBJECT_STORES
 
 
 def is_sequential(root: str) -> bool:
     """Whether files of this local folder may only be written in one sequential pass.
 
-    True for Databricks' Volumes and DBFS, and assumed for every other FUSE mount: most of them front an object store.
+    True for Databricks' Volumes and DBFS. Assumed for every other FUSE mount, because most of them show an object
+    store.
     """
     if root.startswith(_SEQUENTIAL_ROOTS):
         return True
@@ -269,7 +271,7 @@ def is_sequential(root: str) -> bool:
 
 
 def _mount_kind(path: str) -> str:
-    """Kernel's name for the kind of a path's file system; "" if unknown."""
+    """Return the kernel's name for the type of a path's file system; "" if unknown."""
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -287,7 +289,7 @@ def open_filesystem(address: Address, options: Mapping[str, object]) -> tuple[pa
     """Open the file system of an address; return it and the store's root in it.
 
     Raises:
-        OSError: it is unreachable, or a required library is missing.
+        OSError: the file system is unreachable, or a required library is missing.
         ImportError: a required Python package is missing.
     """
     scheme = address.scheme
@@ -306,7 +308,7 @@ def open_filesystem(address: Address, options: Mapping[str, object]) -> tuple[pa
 
 
 def url_options(scheme: str, full: str) -> dict[str, object]:
-    """Convert the user and query of a URL to arguments of pyarrow's file system of its scheme."""
+    """Convert the user and query of a URL to arguments of pyarrow's file system for its scheme."""
     parts = urlsplit(full)
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
     query: dict[str, object] = dict(parse_qsl(parts.query))
@@ -323,7 +325,7 @@ def url_options(scheme: str, full: str) -> dict[str, object]:
         for name in {"replication", "buffer_size", "default_block_size"} & query.keys():
             query[name] = int(str(query[name]))
         login = {"user": user}
-    else:  # abfs, abfss: the account is the host's first part
+    else:  # abfs, abfss: the account is the first part of the host name
         account, _, domain = (parts.hostname or "").partition(".")
         if query.pop("enable_tls", True) is False:
             query |= {"blob_storage_scheme": "http", "dfs_storage_scheme": "http"}
@@ -332,7 +334,7 @@ def url_options(scheme: str, full: str) -> dict[str, object]:
 
 
 def _bucket(full: str) -> str:
-    """Cut the path off a URI: one file system serves the bucket, and pyarrow rejects blanks."""
+    """Cut the path off a URI, because a file system needs only the bucket, and pyarrow rejects blanks in paths."""
     return urlsplit(full)._replace(path="/").geturl()
 
 
@@ -358,7 +360,7 @@ def _open_hdfs(full: str, options: Mapping[str, object]) -> pafs.FileSystem:
     except OSError as e:
         if "libhdfs" not in str(e) and "libjvm" not in str(e):
             raise
-        # pyarrow lists a hundred searched places.
+        # Only the first line, because pyarrow lists a hundred searched paths.
         first = str(e).partition("\n")[0]
         raise OSError(
             f"{first}. HDFS is reached through Hadoop's own library: set HADOOP_HOME to an unpacked Hadoop (with "

@@ -1,8 +1,8 @@
 """Write files of a store atomically.
 
     local folders, HDFS, most of fsspec    written under a temporary name, then renamed
-    FUSE mounts, Databricks' Volumes       written on this host's disk, copied in one pass under a temporary name, renamed
-    object stores                          written on this host's disk, uploaded when its writer has succeeded
+    FUSE mounts, Databricks' Volumes       written on this host's disk, copied in one pass to a temporary name, renamed
+    object stores                          written on this host's disk, uploaded when the writer has succeeded
 
 On a mount without rename, the copy is written under the file's own name.
 """
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 COPY_BYTES = 16 << 20
-# Retries to create a folder that another process removed while it was empty.
+# Tries to create a folder, because another process may remove it while it is empty.
 _TRIES = 100
 # Errors of a FUSE mount that does not implement rename.
 _NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV)
 
 
 class AtomicFile(io.RawIOBase):
-    """File written once from start to end; keeps the store's own error, which callers may wrap.
+    """File that is written once from start to end; it keeps the first error, because callers may wrap it.
 
     Attributes:
         error: the first error of the file, or None.
-        is_whole: True once the writer has succeeded: later errors are the store's.
-        staged_in: staging folder on this host's disk; "" if it is written in the store.
+        is_whole: True once the writer has succeeded, so that later errors come from the store.
+        staged_in: staging folder on this host's disk; "" if the file is written directly in the store.
     """
 
     def __init__(self, file: IO[bytes] | pa.NativeFile, staged_in: str = "") -> None:
@@ -71,7 +71,7 @@ class AtomicFile(io.RawIOBase):
                 self._file.flush()
 
     def finish(self) -> None:
-        """Close the file; raises errors of the store not raised before."""
+        """Close the file, and raise errors of the store that only closing reveals."""
         with self._kept():
             self._file.close()
 
@@ -87,7 +87,7 @@ class AtomicFile(io.RawIOBase):
 @contextlib.contextmanager
 def local_output(target: str, temporary: str) -> Iterator[AtomicFile]:
     """Write a file of a local folder as `temporary`, then rename it to `target`."""
-    # No fsync: a store survives killed processes, and a lost machine loses the run anyway.
+    # No fsync: without it files survive killed processes, and if the machine is lost, so is the run.
     sink = AtomicFile(open(temporary, "wb"))  # noqa: SIM115
     try:
         yield sink
@@ -103,19 +103,20 @@ def local_output(target: str, temporary: str) -> Iterator[AtomicFile]:
 
 
 def upload(source: IO[bytes], filesystem: pafs.FileSystem, target: str) -> None:
-    """Copy a file of this host to an object, replacing an older one."""
+    """Copy a file of this host to an object, replacing an older object."""
     with filesystem.open_output_stream(target) as sink:
         try:
             shutil.copyfileobj(source, sink, COPY_BYTES)
         except KeyboardInterrupt:
-            # Closing completes the upload and cannot be aborted, so the rest must be in it.
+            # Closing completes the upload and cannot be aborted. So copy the rest first, or the object would be
+            # truncated.
             source.seek(sink.tell())
             shutil.copyfileobj(source, sink, COPY_BYTES)
             raise
 
 
 def copy_in(source: IO[bytes], target: str, temporary: str) -> None:
-    """Copy a file of this host to a mount limited to one sequential pass."""
+    """Copy a file of this host to a mount on which files can only be written sequentially."""
     try:
         with open(temporary, "wb", buffering=0) as file:
             _copy(source, file)
@@ -169,7 +170,8 @@ def remote_output(filesystem: pafs.FileSystem, target: str, temporary: str) -> I
 def _move(filesystem: pafs.FileSystem, source: str, target: str) -> None:
     """Rename a file over an older file. Some file systems refuse that with an error, others silently.
 
-    The older file is then moved aside, and deleted or moved back: errors do not distinguish a refusal from a lost connection.
+    After a refusal, the older file is moved aside and the rename repeated; then the older file is deleted, or moved
+    back if that fails, too. This is safe even if the error was a lost connection, which looks the same.
     """
     try:
         filesystem.move(source, target)
@@ -186,7 +188,7 @@ def _move(filesystem: pafs.FileSystem, source: str, target: str) -> None:
         try:
             filesystem.move(older, target)
         except Exception:  # noqa: BLE001 - fsspec drivers raise any exception
-            raise OSError(f"{e}; the file that was there before is now {older}") from e
+            raise OSError(f"{e}; the earlier file is now {older}") from e
         raise
     with contextlib.suppress(Exception):
         filesystem.delete_file(older)
@@ -202,7 +204,7 @@ def make_folder(filesystem: pafs.FileSystem, folder: str) -> None:
 
 
 def make_local_folder(folder: str, root: str) -> None:
-    """Make a folder below a root that must exist."""
+    """Make a folder below an existing root."""
     for tries_left in reversed(range(_TRIES)):
         missing = []
         here = Path(folder)
@@ -214,13 +216,13 @@ def make_local_folder(folder: str, root: str) -> None:
                 path.mkdir(exist_ok=True)
             return
         except (FileNotFoundError, FileExistsError):
-            # Another process removed an empty one, the root is gone, or a file is in the way.
+            # Another process has removed an empty folder, the root is gone, or a file has the same name.
             if not tries_left or not os.path.isdir(root):
                 raise
 
 
 def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
-    """Remove an empty folder if the file system has a call that refuses a nonempty folder."""
+    """Remove a folder if it is empty, on file systems whose call for this refuses a nonempty folder."""
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pafs.FSSpecHandler):
         with contextlib.suppress(Exception):  # each driver has its own error for a nonempty folder
@@ -228,7 +230,7 @@ def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
 
 
 def make_root(root: str) -> str:
-    """Make a folder for this user alone, with its parents; return the topmost new folder, or "".
+    """Make a folder with access for this user alone, and its parents; return the topmost new folder, or "".
 
     An existing folder keeps its permissions.
     """

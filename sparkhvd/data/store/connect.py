@@ -1,7 +1,8 @@
-"""Check whether this process reaches a store, and choose its access.
+"""Check whether this process reaches a store, and choose direct access or Spark tasks.
 
-Executors and ranks see the store. A process that drives a Spark Connect session may not, for example a notebook with a remote
-Spark. A task writes a token, and the client looks for it: a folder of the same name on the client's own disk does not have it.
+Executors and ranks see the store. The client of a Spark Connect session may not see it, for example a notebook with a
+remote Spark. For the check a task writes a token, and the client looks for it. A folder of the same name on the
+client's own disk would not have the token.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ def as_seen_by(spark: SparkSession, store: Store, *, make: bool = False) -> Stor
     Args:
         spark: the session.
         store: the store.
-        make: let the executor make the folder. It also does if `Store.create` ran before there was a session.
+        make: let the executor make the folder. The executor also does so if `Store.create` ran before the session
+            began.
 
     Raises:
         InvalidArgumentError: the folder cannot be made or written.
-        StoreError: it does not exist, or cannot be written.
+        StoreError: the folder does not exist, or cannot be written.
     """
     direct = store.direct
     if not is_connect(spark):
@@ -58,7 +60,7 @@ def make_private(spark: SparkSession, folder: str) -> None:
 
 
 class _Reach:
-    """Results of checks whether this process sees a store, by session and store."""
+    """Cache of the checks whether this process sees a store, by session and store."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -75,7 +77,7 @@ def _is_seen(spark: SparkSession, store: Store, make: bool) -> bool:
     remote.ask(remote_calls.prove, token, content, make)
     try:
         seen = store.read_bytes(token)
-    except Exception:  # noqa: BLE001 - any error of a client without credentials or network
+    except Exception:  # noqa: BLE001 - a client without credentials or network may get any error
         seen = b""
     if seen == content:
         store.delete(token)
@@ -86,19 +88,19 @@ def _is_seen(spark: SparkSession, store: Store, make: bool) -> bool:
 
 
 def _forget_own_folder(store: Store) -> None:
-    """Remove the empty folder that `Store.create` made here before there was a session, and warn."""
+    """Remove the empty folder that `Store.create` made on this machine before the session began, and warn."""
     made, store._made = store._made, ""
     if not made or store.local_path("") is None:
         return
     folder = store.local_path("") or made
-    with contextlib.suppress(OSError):  # it is no longer empty
+    with contextlib.suppress(OSError):  # a folder that is no longer empty stays
         os.rmdir(folder)
         while folder != made:
             folder = os.path.dirname(folder)
             os.rmdir(folder)
     if store.local_path("x") and not made.startswith(tempfile.gettempdir() + "/sparkhvd-store-"):
         warnings.warn(
-            f"Store.create was called before the Spark Connect session, and made {made} on this machine, which Spark's "
-            f"executors do not see. {store.url} of the executors is used, and the empty folder here is removed.",
+            f"Store.create was called before the Spark Connect session began, and made {made} on this machine, which Spark's "
+            f"executors do not see. The fit uses {store.url} on the executors, and the empty folder on this machine is removed.",
             stacklevel=3,
         )

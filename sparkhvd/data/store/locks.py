@@ -21,14 +21,14 @@ from sparkhvd.runner.processes import stat_of
 from sparkhvd.wire import read_json, rebuild
 
 LEASE_NAME = "_lease.json"
-# A fit renews its lease every hour, so an owner silent for a day is gone.
+# A fit renews its lease every hour, so an owner that has not renewed it for a day is gone.
 LEASE_S = 24 * 3600.0
-# No valid file has a later time.
+# Upper bound on the times in valid files.
 _LATEST_S = 2.5e11
 
 
 class _Store(Protocol):
-    """Operations of a store for leases and locks; paths are relative to its folder."""
+    """Operations of a store that leases and locks use; paths are relative to the store."""
 
     @property
     def url(self) -> str: ...
@@ -42,18 +42,18 @@ class _Store(Protocol):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Identity of the processes that own files, across pid reuse and reboots.
+# Identify the processes that own files, even if pids are reused or a machine reboots.
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Process of a machine.
+    """Identity of a process on a machine.
 
     Attributes:
-        host: name of its host.
-        pid: its number there.
-        machine: boot of the machine and its namespace of pids: two containers of one host differ; "" if unknown.
-        started: its start in clock ticks since that boot, which distinguishes it from a later process with the same pid.
+        host: name of the host.
+        pid: pid of the process.
+        machine: boot id and pid namespace, which differ for two containers on one host; "" if unknown.
+        started: start of the process in clock ticks since boot, which differs for a later process with the same pid.
     """
 
     host: str
@@ -67,17 +67,17 @@ class ProcessIdentity:
 
     def __post_init__(self) -> None:
         if not 0 < self.pid < 1 << 31:
-            raise ValueError("a pid out of range")
+            raise ValueError("the pid is out of range")
 
     def is_alive(self) -> bool | None:
-        """None if this process cannot see it, as on another machine."""
+        """Whether the process is alive; None if unknown, for example because it runs on another machine."""
         if not self.machine or self.machine != _machine():
             return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except OSError:  # another user's
+        except OSError:  # the process exists and belongs to another user
             pass
         started = _started(self.pid)
         return started == self.started if started else None
@@ -95,7 +95,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Start time of a process; "" if invisible, "ended" for a zombie."""
+    """Return the start time of a process; "" if it is not visible, "ended" for a zombie."""
     stat = stat_of(pid)
     if stat is None:
         return ""
@@ -103,14 +103,14 @@ def _started(pid: int) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Small files of a store with a checksum, which distinguishes a damaged file from another version.
+# Small JSON files with a checksum, which distinguishes a damaged file from a file of another version.
 
 _SEAL = "sha256"
 
 
 def dump_sealed(values: Mapping[str, object]) -> bytes:
-    """Encode a JSON object with the SHA-256 of its entries as the entry "sha256"."""
-    # Through JSON once, so that the checksum covers the reader's values (tuples become lists).
+    """Encode a JSON object, and add the SHA-256 of its entries as the entry "sha256"."""
+    # A round trip through JSON gives the values that a reader will check (tuples become lists).
     plain = read_json(json.dumps(dict(values)), most_bytes=None)
     return json.dumps({**plain, _SEAL: _digest(plain)}, indent=1).encode()
 
@@ -119,8 +119,8 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
     """Decode the entries from `dump_sealed`; None if the file is damaged.
 
     Args:
-        data: the file.
-        required: treat a file without a checksum, from an older version, as damaged.
+        data: content of the file.
+        required: True if a file without a checksum, from an older version, counts as damaged.
     """
     try:
         values = read_json(data, most_bytes=None)
@@ -135,7 +135,7 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
 
 
 def position_of(pointer: bytes) -> tuple[int, int] | None:
-    """Epochs and steps in a run's pointer to its newest checkpoint; None if the file is damaged."""
+    """Read (epochs, steps) from the file that points to a run's newest checkpoint; None if it is damaged."""
     values = load_sealed(pointer) or {}
     epoch, step = values.get("epoch"), values.get("step")
     if not (isinstance(epoch, int) and isinstance(step, int) and epoch >= 0 and step >= 0):
@@ -156,10 +156,10 @@ class Lease:
     """Claim on a folder of a store, renewed by its owner: data of an application, or the run of a fit.
 
     Attributes:
-        owner: id of the application, or a token of the fit.
+        owner: id of the application, or random token of the fit.
         renewed: time of the last renewal, in s since 1970 by the owner's clock.
         keep: True if the data are kept after the application has ended.
-        process: the driver of the fit; None for data, which outlive the process that wrote them.
+        process: driver of the fit; None for data, because data may outlive the process that wrote them.
         since: start of the fit, by the same clock; 0 for data.
     """
 
@@ -170,7 +170,7 @@ class Lease:
     since: float = 0.0
 
     def is_expired(self, now: float) -> bool:
-        """True after a day without renewal, unless the data are kept: the application must be gone."""
+        """True if the lease was not renewed for a day, so that its application must be gone; never for kept data."""
         return not self.keep and now - self.renewed > LEASE_S
 
     def is_alive(self) -> bool | None:
@@ -189,11 +189,11 @@ class Lease:
 
     @classmethod
     def parse(cls, content: bytes) -> Lease | None:
-        """Parse a file, also of versions before 29 November 2026; None if it is damaged."""
+        """Parse a lease file, also of versions before 29 November 2026; None if it is damaged."""
         values = load_sealed(content, required=False)
         if values is None:
             return None
-        for name in values.keys() & {"app_id", "token"}:  # of earlier versions
+        for name in values.keys() & {"app_id", "token"}:  # names of the entry in earlier versions
             values.setdefault("owner", values.pop(name))
         try:
             lease = rebuild(cls, values, is_strict=False)
@@ -215,7 +215,7 @@ def _lease_at(store: _Store, path: str) -> Lease | None:
 
 
 def lease_of(store: _Store, data_dir: str) -> Lease | None:
-    """None without a lease, or if its file is damaged."""
+    """Read the lease of a data directory; None without a lease, or if its file is damaged."""
     return _lease_at(store, f"{data_dir}/{LEASE_NAME}")
 
 
@@ -225,13 +225,13 @@ def write_lease(store: _Store, data_dir: str, lease: Lease) -> None:
 
 
 def is_owners(data_dir: str) -> bool:
-    """Whether the path has the form `data/<key>/<owner>`, unlike the path of an unreadable key."""
+    """Whether a listed path is a directory `data/<key>/<owner>`, and not an unreadable folder `data/<key>`."""
     parts = data_dir.split("/")
     return len(parts) == 3 and not {"", ".", ".."}.intersection(parts)
 
 
 def is_abandoned(store: _Store, data_dir: str, now: float) -> bool:
-    """Whether the owner is gone, or, without a lease, nothing in the directory changed for a day."""
+    """Whether the lease has expired, or, without a lease, nothing in the directory changed for a day."""
     lease = lease_of(store, data_dir)
     if lease is not None:
         return lease.is_expired(now)
@@ -242,19 +242,19 @@ def is_abandoned(store: _Store, data_dir: str, now: float) -> bool:
 # ----------------------------------------------------------------------------------------------------
 # Lock of a run's folder: one fit at a time writes into it.
 #     runs/<run_id>/holder.json    the process, and a time that it renews every `RENEW_S`
-# The system reports whether a lock owner on this machine is alive. An owner on another machine, or in another container, is
-# considered dead when its file has not changed for `EXPIRES_S`, by the clock of the watching process: clocks of hosts are never
-# compared, and a resume after a crash waits no longer.
-# Threads: one per lock renews the file. Ownership: the file belongs to the lock owner; a fit that takes over rewrites it, and
-# the former owner sees that at its next renewal or `check`. Shutdown: `release` ends the thread, whose last act is to
-# delete the file. A client without access to the store could renew the lock only through tasks, whose slots its ranks hold, so
-# it checks for other owners and takes no lock.
+# The kernel reports whether a lock owner on this machine is alive. An owner on another machine, or in another
+# container, counts as dead if its file does not change for `EXPIRES_S` while this process watches it. So clocks of
+# hosts are never compared, and resuming after a crash waits at most that long.
+# Threads: one thread per lock renews the file. Ownership: the file belongs to the lock owner. A fit that takes over
+# rewrites the file, and the former owner notices that at its next renewal or `check`. Shutdown: `release` ends the
+# thread, which deletes the file last. A Connect client without access to the store could renew the lock only through
+# tasks, but its ranks hold all task slots. So it checks for other owners and takes no lock.
 
 HOLDER_NAME = "holder.json"
 RENEW_S = 10.0
 EXPIRES_S = 40.0
 _POLL_S = 1.0
-# Longest wait for a store when a fit has ended.
+# Longest wait for the store when a lock is released.
 _LAST_S = 10.0
 
 
@@ -266,7 +266,7 @@ class RunLock:
     """Lock of a run, owned by this process; a context manager that releases it."""
 
     def __init__(self, store: _Store, run_id: str) -> None:
-        """Lock the run; `acquire` has checked that no other fit does."""
+        """Lock the run, after `acquire` has checked that no other fit holds its lock."""
         self._store = store
         self._run_id = run_id
         self._path = _path(run_id)
@@ -284,7 +284,7 @@ class RunLock:
         """Check that no other fit has taken over the run.
 
         Raises:
-            InvalidArgumentError: another fit has; the message names it.
+            InvalidArgumentError: another fit has taken over; the message names it.
         """
         if self._thread is not None:
             holder = lock_owner(self._store, self._run_id)
@@ -295,7 +295,7 @@ class RunLock:
         """Release the run."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_LAST_S)  # a hanging store must not hold a finished fit
+            self._thread.join(_LAST_S)  # a hanging store must not delay a finished fit for ever
             _held.discard(self._token)
 
     def __enter__(self) -> RunLock:
@@ -328,7 +328,7 @@ class RunLock:
 
 
 def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
-    """Lock a run if no other fit does.
+    """Lock a run, unless another fit holds its lock.
 
     Args:
         store: of the run.
@@ -348,12 +348,12 @@ def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
 
 
 def lock_owner(store: _Store, run_id: str) -> Lease | None:
-    """Lease of a run, of a living fit or not; None without a lease, or if its file is damaged."""
+    """Read the lease of a run, whose fit may be dead; None without a lease, or if its file is damaged."""
     return _lease_at(store, _path(run_id))
 
 
 def is_running(holder: Lease) -> bool:
-    """Whether a fit is alive, without waiting: on another machine by the time in its file."""
+    """Whether a fit is alive, without waiting; on another machine the time in its file decides."""
     alive = holder.is_alive()
     return abs(time.time() - holder.renewed) < EXPIRES_S if alive is None else alive
 

@@ -1,4 +1,4 @@
-"""Store with a separate folder for its runs, elsewhere in its file system."""
+"""Store with a separate folder for its runs in the same file system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RUNS = "runs"
 
 
 class _MovedFilesystem(StoreFilesystem):
-    """Folder of a store with the runs elsewhere; their paths begin with "runs", as in any other store."""
+    """Folder of a store that maps paths beginning with "runs" to the separate folder."""
 
     def __init__(self, url: str, options: Mapping[str, object], runs: str) -> None:
         super().__init__(url, options)
@@ -23,7 +23,7 @@ class _MovedFilesystem(StoreFilesystem):
         ours, theirs = urlsplit(self.address.full), urlsplit(self.runs.full)
         if (ours.scheme, ours.netloc) != (theirs.scheme, theirs.netloc):
             raise InvalidArgumentError(
-                f"The runs of the store {self.url} are to be in {self.runs.url}, in another file system. Give a folder in the store's own."
+                f"The folder for runs, {self.runs.url}, is in another file system than the store {self.url}. Give a folder in the store's file system."
             )
 
     def __eq__(self, other: object) -> bool:
@@ -39,7 +39,7 @@ class _MovedFilesystem(StoreFilesystem):
     def _runs_root(self) -> str:
         if self.runs.root is not None:
             return self.runs.root
-        # In the form of fsspec, as is `root`, after the common beginning of the two URLs.
+        # `root` is in fsspec's own form. Both URLs have the same beginning, so only the path at its end is replaced.
         below = urlsplit(self.address.full).path.rstrip("/")
         return self.root.removesuffix(below) + urlsplit(self.runs.full).path.rstrip("/")
 
@@ -54,7 +54,7 @@ class _MovedFilesystem(StoreFilesystem):
 
     def relative(self, full: str) -> str:
         root, ours = self._runs_root, super().full("")
-        # The folder of the runs may contain the store's.
+        # The folder of the runs may contain the folder of the store.
         is_ours = _is_in(ours, root) and _is_in(full, ours)
         if _is_in(full, root) and not is_ours:
             return posixpath.normpath(posixpath.join(_RUNS, posixpath.relpath(full, root)))
@@ -62,7 +62,7 @@ class _MovedFilesystem(StoreFilesystem):
 
 
 class StoreWithRuns(Store):
-    """Store whose runs may be elsewhere in its file system."""
+    """Store whose runs may be in a separate folder of its file system."""
 
     def __init__(
         self,
@@ -76,20 +76,20 @@ class StoreWithRuns(Store):
             self._move_runs(runs)
 
     def described(self) -> dict[str, Any]:
-        """Saved description of the store besides its URL, as JSON data."""
+        """Describe the store besides its URL as JSON data, for saving."""
         place = self._place
         return {"runs": place.runs.url if isinstance(place, _MovedFilesystem) else None}
 
     @classmethod
     def from_description(cls, store: str, runs: str | None = None, **_: Any) -> Store:
-        """Make the store of a URL and a description; entries of other classes are ignored."""
+        """Make a store from a URL and a description; entries of other store classes are ignored."""
         return Store(store) if runs is None else StoreWithRuns(store, runs=runs)
 
     def _move_runs(self, runs: str) -> None:
         """Use another folder for the runs.
 
         Raises:
-            InvalidArgumentError: it is in another file system.
+            InvalidArgumentError: the folder is in another file system.
         """
         place = self._place
         moved = _MovedFilesystem(place.address.full, place.options, runs)

@@ -1,7 +1,7 @@
-"""Store out of reach of a Spark Connect client; each access runs as a Spark task.
+"""Store that a Spark Connect client cannot reach, so that each access runs as a Spark task.
 
-A `RemoteStore` pickles as the store that executors use. Files are sent in rows of 4 MiB and jobs of 64 MiB, so
-neither the server's heap nor a message bounds their size; large files are uploaded as artifacts of the session.
+A `RemoteStore` pickles as the store that executors use. Files are read in rows of 4 MiB and jobs of 64 MiB, so that
+neither the server's heap nor the size of a message limits them; large files are written as artifacts of the session.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from pyspark.sql import Row, SparkSession
 
 
-# One job: the server holds its rows until the client has them.
+# Bytes that one job returns. The server holds them in memory until the client has received them.
 JOB_BYTES = 64 << 20
-# Larger content is sent as an artifact; a plan of more than 128 MiB is refused.
+# Larger content is sent as an artifact, because the server refuses a plan of more than 128 MiB.
 CLOSURE_BYTES = 16 << 20
 
 
@@ -48,8 +48,8 @@ class RemoteStore(Store):
         Args:
             direct: the store as executors use it.
             spark: the Connect session.
-            limit_s: longest wait for one access in seconds; None means the session's `start_timeout`. Time during which a job
-                of this process holds the slots does not count.
+            limit_s: longest wait for one access in seconds; None means the session's `start_timeout`. Time does not
+                count while ranks of this process hold the task slots.
         """
         super().__init__(direct._place.address.full, direct._place.options)
         self._direct = direct
@@ -67,7 +67,7 @@ class RemoteStore(Store):
 
     @property
     def is_local(self) -> bool:
-        """False: this process has no path to the store."""
+        """Always False, because this process has no path to the store."""
         return False
 
     @property
@@ -77,7 +77,7 @@ class RemoteStore(Store):
 
     @property
     def is_seen(self) -> bool:
-        """False: only executors read and write the store."""
+        """Always False, because only executors read and write the store."""
         return False
 
     def exists(self, path: str) -> bool:
@@ -98,7 +98,7 @@ class RemoteStore(Store):
         return content
 
     def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
-        """Delete files, then return paths and contents of the others of a folder."""
+        """Delete the files `done`, then return paths and contents of the other files in a folder."""
         sizes, content = self.ask(collect, folder, list(done))
         found, at = [], 0
         for path, size in sizes:
@@ -146,12 +146,12 @@ class RemoteStore(Store):
         return seconds
 
     def local_path(self, path: str) -> str | None:
-        """None: this process has no path to the store."""
+        """Always None, because this process has no path to the store."""
         return None
 
     @contextlib.contextmanager
     def open_output(self, path: str) -> Iterator[AtomicFile]:
-        """Open a file for sequential writing: collected here, then sent as a whole."""
+        """Open a file for sequential writing, which is collected on this host and then sent as a whole."""
         with staged_output(lambda file: self._send(path, file)) as sink:
             yield sink
 
@@ -180,7 +180,7 @@ class RemoteStore(Store):
         with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as folder:
             with open(f"{folder}/{name}", "wb") as copy:
                 shutil.copyfileobj(file, copy, COPY_BYTES)
-            # Artifacts have unique names, and live until the session ends.
+            # The name must be unique, because artifacts stay until the session ends.
             self._spark.addArtifacts(f"{folder}/{name}", file=True)
         self.ask(write_artifact, path, name)
 
@@ -188,9 +188,9 @@ class RemoteStore(Store):
         """Run a call on the store in a task; return its answer and its content.
 
         Args:
-            call: a function of a module, called with the store and the arguments; it yields the answer as JSON
-                data, then pieces of content as bytes.
-            *arguments: of the call; part of the task's closure.
+            call: module-level function, called with the store and the arguments; it yields the answer as JSON data,
+                then pieces of content as bytes.
+            *arguments: arguments of the call, which are part of the task's closure.
 
         Raises:
             StoreError: the task could not run, or had no slot or no answer for too long.
@@ -200,18 +200,18 @@ class RemoteStore(Store):
         shim = SparkShim(self._spark)
         limit_s = _start_timeout(shim) if self._limit_s is None else self._limit_s
         is_held = functools.partial(is_launched, shim.application())
-        how = f"The store {self.url}, which this client does not see, was asked through a Spark task, and the task "
+        how = f"This client does not see the store {self.url} and uses it through a Spark task, and the task "
         try:
             rows = shim.collect_within(df, limit_s, is_held)
         except TimeoutError as e:
             raise StoreError(
-                f"{how}had not answered after {limit_s:g} s. Look whether a task slot is free and whether the store "
-                "answers, or wait longer with start_timeout or SPARKHVD_START_TIMEOUT_S."
+                f"{how}had not answered after {limit_s:g} s. Check whether a task slot is free and whether the store "
+                "responds, or wait longer with start_timeout or SPARKHVD_START_TIMEOUT_S."
             ) from self._place.cause(e)
         except Exception as e:  # noqa: BLE001 - classic and Connect raise their own
             first = self.hide(str(e)).strip().partition("\n")[0]
             raise StoreError(
-                f"{how}failed: {type(e).__name__}: {first}. Look whether the session and its executors are alive."
+                f"{how}failed: {type(e).__name__}: {first}. Check whether the session and its executors are alive."
             ) from self._place.cause(e)
         return parse(rows, self.hide)
 
@@ -221,7 +221,7 @@ def _identity(store: Store) -> Store:
 
 
 def _start_timeout(shim: SparkShim) -> float:
-    """The session's longest wait for task slots, in s. An invalid value gives the default; a fit reports it."""
+    """Read the session's longest wait for task slots in s; an invalid value, which a fit reports, gives the default."""
     key = f"{CONF_PREFIX}start_timeout"
     conf = shim.conf((key, f"{key}_s"))
     try:
@@ -231,7 +231,7 @@ def _start_timeout(shim: SparkShim) -> float:
 
 
 class _RemoteFile(io.RawIOBase):
-    """File read in blocks of 4 MiB; one block is cached."""
+    """File that is read in blocks of 4 MiB, with a cache of one block."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int, first: bytes) -> None:
         self._fetch = fetch
@@ -260,7 +260,7 @@ class _RemoteFile(io.RawIOBase):
         while wanted:
             offset = self._position - self._start
             if not 0 <= offset < len(self._block):
-                # Whole blocks, so that neighbouring bytes are cached for the next call.
+                # Fetch a whole block, so that the next call finds neighbouring bytes in the cache.
                 self._start = self._position - self._position % PIECE_BYTES
                 self._block = self._fetch(self._start, PIECE_BYTES)
                 if self._position - self._start >= len(self._block):
@@ -274,11 +274,11 @@ class _RemoteFile(io.RawIOBase):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Calls on a store by a Spark task, and the rows of its answer.
-# Each call yields its answer first, then pieces of content. An answer is JSON in a separate row, content is in the
-# following rows, and an error is a row, too.
+# Calls on a store in a Spark task, and the rows that they return.
+# Each call yields its answer first, then pieces of content. The answer is one row of JSON, the content is in the
+# following rows, and an error is a row of its own.
 
-# One row: Spark Connect fills messages up to about this size.
+# Bytes of one row, because Spark Connect fills messages up to about this size.
 PIECE_BYTES = 4 << 20
 SCHEMA = "part int, data binary"
 _SCHEMA = pa.schema([("part", pa.int32()), ("data", pa.binary())])
@@ -322,7 +322,7 @@ def read(store: Store, path: str, start: int, length: int) -> Answer:
 
 
 def collect(store: Store, folder: str, done: list[str]) -> Answer:
-    """Delete files, and read the others of a folder."""
+    """Delete the files `done`, and read the other files in a folder."""
     found = store.collect(folder, done)
     yield [(path, len(data)) for path, data in found]
     yield from (data for _, data in found)
@@ -363,7 +363,7 @@ def answer(
     store: Store, call: Call, arguments: tuple[object, ...], batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Run a call in a task; an error becomes a row."""
-    for _ in batches:  # a task with unread input costs Spark the Python worker
+    for _ in batches:  # if a task leaves input unread, Spark ends its Python worker
         pass
     part = _ANSWER
     try:
@@ -388,11 +388,11 @@ def parse(rows: Iterable[Row], hide: Callable[[str], str]) -> tuple[Any, bytes]:
     """Split a call's rows into its answer and its content.
 
     Args:
-        rows: of the task.
+        rows: rows that the task returned.
         hide: masks secrets in the text of an error.
 
     Raises:
-        Exception: raised by the call: `StoreError`, or one of the other classes sent by name.
+        Exception: the error that the call raised: `StoreError`, or another class in `_ERRORS`.
     """
     parts = {row["part"]: bytes(row["data"]) for row in rows}
     if _FAILED in parts:
@@ -403,14 +403,14 @@ def parse(rows: Iterable[Row], hide: Callable[[str], str]) -> tuple[Any, bytes]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Transport a `StoreError` from a Spark task to the driver; Spark itself keeps only text.
+# Transport a `StoreError` from a Spark task to the driver, because Spark keeps only the text of an error.
 
 _EMBEDDED = re.compile(r"\[sparkhvd-store:([0-9a-f]+)\]")
 
 
 @contextlib.contextmanager
 def telling_the_driver() -> Iterator[None]:
-    """In a task, add to a `StoreError` of the block its message in a form that survives Spark's texts."""
+    """In a task, append the encoded message to a `StoreError` of the block, so that it survives in Spark's text."""
     try:
         yield
     except StoreError as e:
@@ -420,7 +420,7 @@ def telling_the_driver() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised_by_tasks(store: Store) -> Iterator[None]:
-    """On the driver, raise the `StoreError` of a task instead of the failure that it caused in the block."""
+    """On the driver, raise the `StoreError` of a task instead of Spark's error about the failed job."""
     try:
         yield
     except Exception as e:
@@ -433,5 +433,5 @@ def raised_by_tasks(store: Store) -> Iterator[None]:
             raise e from None
         error = StoreError(store.hide(text))
         error.errno = number
-        # Spark's own text would add thousands of lines.
+        # "from None", because Spark's own text would add thousands of lines.
         raise error from None

@@ -1,7 +1,7 @@
-"""Move files between this host and the path as Spark resolves it.
+"""Move files between this host and a path as Spark resolves it.
 
-Classic Spark: on this host's own file system a file is moved into place; else the driver's JVM copies it, through
-the file system of the path. No content passes through its heap or through an executor.
+Classic Spark: if the path is on this host's file system, a file is moved there; else the driver's JVM copies it through
+Hadoop's file system of the path. The content never passes through the JVM's heap or through an executor.
 
 Spark Connect: the client has no JVM, so a file is written as a text file and read as a table of bytes. Spark's text
 writer writes the bytes of a string unchanged and one separator after each row: rows are cut at newlines, or at zeros if
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# One file of the text writer is one row when read, and a row must be well below 2 GiB.
+# Limit of a file over Spark Connect: reading returns the file as one row, and a row must be well below 2 GiB.
 MAX_CONNECT_BYTES = 1 << 30
-# A message from the server holds at most 128 MiB.
+# Size of the pieces in which a file is read; a message from the server holds at most 128 MiB.
 CHUNK_BYTES = 16 << 20
 _SEPARATORS = (b"\n", b"\0")
 
 
 @contextlib.contextmanager
 def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
-    """Make a staging folder on this host for `write_file` below `path`; deleted when the block ends.
+    """Make a staging folder on this host for `write_file`; it is deleted when the block ends.
 
-    If possible it is on the file system of `path`, to avoid a copy.
+    If possible, the folder is on the file system of `path`, to avoid a copy.
     """
     with contextlib.ExitStack() as stack:
         near = os.path.dirname(_local_path(spark, path))
@@ -49,7 +49,7 @@ def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
             near = os.path.dirname(near)
         folder = ""
         if near:
-            with contextlib.suppress(OSError):  # this user may not write there
+            with contextlib.suppress(OSError):  # this user may have no permission to write there
                 made = tempfile.TemporaryDirectory(prefix=".sparkhvd-tmp-", dir=near)
                 folder = stack.enter_context(made)
         if not folder:
@@ -59,10 +59,10 @@ def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
 
 
 def write_file(spark: SparkSession, folder: str, path: str) -> None:
-    """Write a file of this host as the only file of a new folder; the file may be moved away.
+    """Write a file of this host as the only file of a new folder; the original may be moved.
 
     Raises:
-        InvalidArgumentError: it is larger than this kind of session can write.
+        InvalidArgumentError: the file is larger than this kind of session can write.
     """
     if not is_connect(spark):
         if local := _local_path(spark, folder):
@@ -76,12 +76,13 @@ def write_file(spark: SparkSession, folder: str, path: str) -> None:
     size = os.path.getsize(path)
     if size > MAX_CONNECT_BYTES:
         raise InvalidArgumentError(
-            f"{folder!r} would have {size / 2**30:.1f} GiB, and over Spark Connect a saved file may have "
+            f"{folder!r} would have {size / 2**30:.1f} GiB, but over Spark Connect a saved file may have at most "
             f"{MAX_CONNECT_BYTES / 2**30:.0f} GiB. Save it in a classic session, or save the module yourself: "
             "torch.save(model.getModel().state_dict(), ...)."
         )
     with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as scratch:
-        # Artifacts have unique names. Rows of the query would pass through the server's heap.
+        # The file is an artifact, because rows of a local query would pass through the server's heap. Its name must be
+        # unique.
         name = f"sparkhvd-{uuid.uuid4().hex}"
         separator = _separator(path)
         shutil.move(path, f"{scratch}/{name}")
@@ -118,7 +119,7 @@ def read_file(spark: SparkSession, folder: str) -> Iterator[str]:
         else:
             system, target = _hadoop(spark, folder)
             paths = [f.getPath() for f in system.listStatus(target)]
-            # Without names that Spark itself does not read: _SUCCESS, checksums.
+            # Skip files that Spark itself does not read: _SUCCESS and checksums.
             paths = [p for p in paths if p.getName()[:1] not in "_."]
             _expect_one(folder, len(paths))
             local = _jvm(spark).org.apache.hadoop.fs.Path(f"file://{path}")
@@ -131,14 +132,14 @@ def _jvm(spark: SparkSession) -> Any:
 
 
 def _hadoop(spark: SparkSession, path: str) -> tuple[Any, Any]:
-    """Hadoop file system of a path, and the path, in the driver's JVM."""
+    """Return Hadoop's file system of a path, and the path, as objects of the driver's JVM."""
     target = _jvm(spark).org.apache.hadoop.fs.Path(path)
     conf = spark._jsparkSession.sessionState().newHadoopConf()
     return target.getFileSystem(conf), target
 
 
 def _local_path(spark: SparkSession, path: str) -> str:
-    """Local path that Spark means by `path`, also through mount tables; "" if it is elsewhere."""
+    """Find the local path to which Spark resolves `path`, also through mount tables; "" if it is not local."""
     if is_connect(spark):
         return ""
     system, target = _hadoop(spark, path)
@@ -161,7 +162,7 @@ def _separator(path: str) -> bytes:
 
 @contextlib.contextmanager
 def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
-    """Map a file into memory, without a copy."""
+    """Map a file into memory."""
     if not os.path.getsize(path):  # an empty file cannot be mapped
         yield b""
         return
@@ -173,7 +174,7 @@ def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
 
 
 def _rows(data: mmap.mmap | bytes, separator: bytes) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each row; a separator stands between two rows."""
+    """Yield begin and end of each row; rows are divided by the separator."""
     start = 0
     while True:
         end = data.find(separator, start + CHUNK_BYTES)

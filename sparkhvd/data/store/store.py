@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# Size limit of one call of `collect`; the next call returns the rest.
+# Bound on the bytes that one call of `collect` returns; the next call returns the rest.
 _COLLECT_BYTES = 8 << 20
 
 
@@ -68,18 +68,18 @@ class Store:
     options, without open file systems and files.
     """
 
-    # Opens a new store as the process of a Connect session reaches it: (session, store) -> store. Set by the package,
-    # because its stores are defined above this class.
+    # Function (session, store) -> store that opens a new store as the client of a Connect session reaches it. The
+    # package sets it, because modules that import this module define it.
     _opened_through: ClassVar[Callable[[SparkSession, Store], Store]]
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
         """Use `Store.create`, which also checks that the folder can be written."""
         self._place = StoreFilesystem(url, storage_options or {})
         self._writer = StoreWriter(self._place)
-        self.url = self._place.url  # without secrets
+        self.url = self._place.url  # this URL has no secrets
         # Topmost folder made by `create`, if any.
         self._made = ""
-        # True if `create` made the folder for this object: a later Connect session makes its own.
+        # True if `create` made the folder here. With a Connect session that begins later, an executor makes the folder.
         self._is_created = False
 
     @classmethod
@@ -89,14 +89,15 @@ class Store:
         Args:
             path_or_url: an absolute path ("/data/store", "/Volumes/main/default/store", "dbfs:/store") or a URL
                 ("file:///...", "s3://bucket/prefix", "gs://", "hdfs://", "abfss://", or any scheme of fsspec).
-            **storage_options: credentials and other options of the file system (pyarrow.fs if it knows the scheme, else fsspec).
-                They are sent to the executors with the program, and never appear in `repr`, in an error or in a saved model.
+            **storage_options: credentials and other options of the file system (pyarrow.fs if it knows the scheme, else
+                fsspec). They are sent to the executors with the program, and never appear in `repr`, in an error or in
+                a saved model.
 
-        With an active Spark Connect session the folder is on the executors' file system. If this process does not
-        see it, nothing is made here, and every access becomes a small Spark task.
+        With an active Spark Connect session the folder is on the executors' file system. If this process does not see
+        that file system, no folder is made on this machine, and every access becomes a small Spark task.
 
         Raises:
-            InvalidArgumentError: the path is relative, the scheme unknown, or the place cannot be written.
+            InvalidArgumentError: the path is relative, the scheme is unknown, or the folder cannot be written.
         """
         url = os.fspath(path_or_url)
         if not isinstance(url, str) or not url.strip():
@@ -108,7 +109,7 @@ class Store:
         if store.is_local and storage_options:
             raise InvalidArgumentError(
                 f"Store.create({store.url!r}): a local folder takes no storage options, and "
-                f"{', '.join(sorted(storage_options))} is given. Leave them out, or give the URL that they are for."
+                f"{', '.join(sorted(storage_options))} is given. Leave them out, or give the URL that needs them."
             )
         if (session := connect_session()) is not None:
             return cls._opened_through(session, store)
@@ -135,24 +136,24 @@ class Store:
 
     @property
     def is_local(self) -> bool:
-        """True if this process sees the store as a path."""
+        """True if this process sees the store as a local folder."""
         return self._place.is_local
 
     @property
     def direct(self) -> Store:
-        """This store, or the store as executors reach it if this process does not."""
+        """Store as executors reach it; this store itself if this process reaches it directly."""
         return self
 
     @property
     def is_seen(self) -> bool:
-        """True if this process reads and writes the store itself."""
+        """True if this process reads and writes the store directly."""
         return True
 
     @property
     def shares_files(self) -> bool:
-        """True if concurrent reads of one open file are faster, because each read waits for a server.
+        """True if threads should read one open file at once, because each read waits for a server.
 
-        False for drivers written in Python, whose files have one position.
+        False for file systems of fsspec, whose Python file objects have one position.
         """
         return self.is_seen and not self.is_local and self._place.address.root is not None
 
@@ -170,7 +171,7 @@ class Store:
         """
         info = self._place.info(path)
         if info.type != pafs.FileType.File:
-            raise FileNotFoundError(f"{self.full_url(path)} is not there.")
+            raise FileNotFoundError(f"{self.full_url(path)} does not exist.")
         return int(info.size)
 
     def read_bytes(self, path: str) -> bytes:
@@ -178,7 +179,7 @@ class Store:
 
         Raises:
             FileNotFoundError: the file does not exist.
-            StoreError: it cannot be read.
+            StoreError: the file cannot be read.
         """
         with self._place.explained("read", path):
             if self.is_local:
@@ -187,7 +188,10 @@ class Store:
                 return bytes(source.read())
 
     def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
-        """Delete files, then return paths and contents of others of a folder, sorted, up to 8 MiB, in one step, possibly a Spark task."""
+        """Delete the files `done`, then return paths and contents of the other files in a folder, sorted, up to 8 MiB.
+
+        Both happen in one access, which may be a Spark task.
+        """
         return _collect(self, folder, done)
 
     def open_input(self, path: str) -> pa.NativeFile:
@@ -196,7 +200,7 @@ class Store:
             return self._place.fs.open_input_file(self._place.full(path))
 
     def list(self, path: str = "", *, recursive: bool = False) -> Paths:
-        """List a folder, sorted; empty if it does not exist: files and folders directly in it, or all files below it."""
+        """List the files and folders directly in a folder, or all files below it, sorted; [] if it does not exist."""
         return list_paths(self._place, path, recursive=recursive)
 
     def files(self) -> tuple[StoredFile, ...]:
@@ -216,7 +220,7 @@ class Store:
         return last_change(self._place, path)
 
     def data_directories(self) -> Paths:
-        """List the folders `data/<key>/<owner>`; an unreadable key replaces its owners."""
+        """List the folders `data/<key>/<owner>`, or `data/<key>` if this user may not list it."""
         return data_directories(self._place)
 
     def local_path(self, path: str) -> str | None:
@@ -231,11 +235,11 @@ class Store:
         return f"{url.rstrip('/')}/{path}{mark}{query}"
 
     def seen_by(self, spark: SparkSession) -> Store:
-        """Return this store as the process of a session reaches it: directly, or through tasks of a Connect session."""
+        """Return this store as a session's client reaches it: directly, or through tasks of a Connect session."""
         return Store._opened_through(spark, self)
 
     def waiting(self, limit_s: float) -> Store:
-        """Return this store with another longest wait for an access that needs a task slot."""
+        """Return this store with another limit on the wait for a task slot, in s."""
         return self
 
     def below(self, path: str) -> Store:
@@ -246,7 +250,7 @@ class Store:
             path = quote(path)
         elif "?" in path or "#" in path:
             raise InvalidArgumentError(
-                f"{path!r} holds '?' or '#', which a URL of {address.scheme} cannot. Rename it."
+                f"{path!r} holds '?' or '#', which a URL of {address.scheme} cannot hold. Rename it."
             )
         url, mark, query = address.full.partition("?")
         return Store(f"{url.rstrip('/')}/{path}{mark}{query}", self._place.options)
@@ -263,7 +267,7 @@ class Store:
         """Open a file for sequential writing; it appears under its name when the block ends without error.
 
         Raises:
-            StoreError: the store is full, gone, unreachable or closed to this user.
+            StoreError: the store is full, missing or unreachable, or this user may not write it.
         """
         with self._writer.open(path) as sink:
             yield sink
@@ -272,14 +276,15 @@ class Store:
         """Delete a file, or a folder with its content; does nothing if it does not exist."""
         if all(part in ("", ".") for part in path.split("/")):
             raise InvalidArgumentError(
-                f"Store.delete({path!r}) would delete the whole store. Name a path in it."
+                f"Store.delete({path!r}) would delete the whole store. Give a path inside the store."
             )
         self._writer.delete(path)
 
     def delete_if_empty(self, path: str) -> None:
-        """Delete an empty folder atomically: a file just added by another process is kept.
+        """Delete a folder if it is empty, atomically: a file that another process has just added is kept.
 
-        Does nothing on file systems without this operation, such as object stores, whose folders are only names, and HDFS.
+        Does nothing on file systems without this operation, such as HDFS and object stores, whose folders are only
+        names.
         """
         self._writer.delete_if_empty(path)
 
@@ -292,7 +297,7 @@ class Store:
         """Make the folder, and write and delete a file in it.
 
         Raises:
-            InvalidArgumentError: that is impossible.
+            InvalidArgumentError: the folder cannot be made or written.
         """
         probe = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
         try:
@@ -325,14 +330,14 @@ class Store:
         """Delete a run: its program, checkpoints, metrics and outcomes. Its models stay usable.
 
         Raises:
-            InvalidArgumentError: there is no such run, or a fit owns its lock: the message names host, process and start. A fit
-                on another machine counts as alive if it renews its lock within 40 s.
+            InvalidArgumentError: there is no such run, or a fit owns its lock: the message names host, process and
+                start. A fit on another machine counts as alive if it renews its lock within 40 s.
             StoreError: it cannot be deleted.
         """
         delete_run(self, run_id)
 
     def delete_data(self, path: str) -> None:
-        """Delete kept or abandoned materialized data, with a `path` from `data()`.
+        """Delete kept or abandoned materialized data at a path from `data()`.
 
         Raises:
             InvalidArgumentError: there are no such data, or their application may use them.
@@ -343,12 +348,13 @@ class Store:
     def clean(self, *, runs: bool = False, now: float | None = None) -> Paths:
         """Delete all kept and abandoned data, and with `runs` all runs without a lock.
 
-        Other data stay while the lease of their owner is alive. Kept data are always deleted: call it when no fit
-        trains on them. Models stay. So do folders that this user may not list, read or delete, with a warning.
+        Other data stay until the lease of their owner expires. Kept data are always deleted, so call this when no fit
+        trains on them. Models stay. Folders that this user may not list, read or delete stay, too, with a warning.
 
         Args:
-            runs: also delete finished and interrupted runs (checkpoints, metrics, outcomes); those cannot be continued.
-            now: the time to compare the leases of data with; None means now.
+            runs: also delete finished and interrupted runs (checkpoints, metrics, outcomes), which then cannot be
+                continued.
+            now: time to compare the leases of data with, in s since 1970; None means now.
 
         Returns:
             The deleted paths.
@@ -364,7 +370,7 @@ class Store:
 def _unwritable(store: Store, error: Exception) -> InvalidArgumentError:
     cause = error.__cause__ if isinstance(error, StoreError) and error.__cause__ else error
     return InvalidArgumentError(
-        f"Store.create({store.url!r}): the place cannot be written: {type(cause).__name__}: "
+        f"Store.create({store.url!r}): the folder cannot be written: {type(cause).__name__}: "
         f"{store.hide(str(cause))}. Give a folder that this user may write, on a file system "
         "that the driver and all executors share."
     )
@@ -382,13 +388,13 @@ def _collect(store: Store, folder: str, done: Sequence[str]) -> list[tuple[str, 
         if num_bytes >= _COLLECT_BYTES:
             break
     if done and not found:
-        with suppress(Exception):  # a rank has just written another one
+        with suppress(Exception):  # a rank may have just written another file
             store.delete_if_empty(folder)
     return found
 
 
 # ----------------------------------------------------------------------------------------------------
-# File system behind a store, opened on first use, with errors that name the store.
+# File system of a store, opened on first use, with errors that name the store.
 
 # Prefix of unfinished files; listings omit them.
 TEMPORARY = ".sparkhvd-tmp-"
@@ -399,9 +405,9 @@ class StoreFilesystem:
     """Folder of a store in its file system; every path is relative to it.
 
     Attributes:
-        address: the parsed URL.
-        options: storage options, secrets included.
-        url: the URL without secrets: for messages, manifests and saved models.
+        address: parsed URL.
+        options: storage options, with their secrets.
+        url: URL without secrets, for messages, manifests and saved models.
     """
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
@@ -421,22 +427,22 @@ class StoreFilesystem:
 
     @property
     def is_local(self) -> bool:
-        """True if this process sees the folder as a path."""
+        """True if this process sees the folder as a local path."""
         return self.address.scheme == "file"
 
     @property
     def fs(self) -> pafs.FileSystem:
-        """The opened file system."""
+        """Opened file system."""
         if self.address.root is not None:
             if self._filesystem is None:
                 self._filesystem, _ = self._open()
             return self._filesystem
-        # One per thread: connections of fsspec are not shared between threads.
+        # Each thread opens its own file system, because connections of fsspec are not shared between threads.
         filesystem = getattr(self._opened, "filesystem", None)
         if filesystem is None:
             filesystem, root = self._open()
             self._opened.filesystem, self._opened.root = filesystem, root
-        filesystem.handler.fs.invalidate_cache()  # other processes write, too
+        filesystem.handler.fs.invalidate_cache()  # other processes may have written since
         return filesystem
 
     def _open(self) -> tuple[pafs.FileSystem, str]:
@@ -449,7 +455,7 @@ class StoreFilesystem:
 
     @property
     def root(self) -> str:
-        """The folder's path in the file system."""
+        """Path of the folder in the file system."""
         if self.address.root is not None:
             return self.address.root
         self.fs  # noqa: B018 - opens it
@@ -501,26 +507,26 @@ class StoreFilesystem:
             raise self.error(doing, path, e) from self.cause(e)
 
     def error(self, doing: str, path: str, cause: Exception, staged_in: str = "") -> StoreError:
-        """Make the error for an operation refused by the file system.
+        """Make the error for an operation that the file system refused.
 
         Args:
             doing: participle for the message, as for `explained`.
             path: the path for the message.
-            cause: the file system's error.
+            cause: error of the file system.
             staged_in: folder on this host's disk that refused a staged file; "" if the store refused.
         """
         number = getattr(cause, "errno", None)
         where = (
-            f", on this host's disk in {staged_in}, from where it would be copied"
+            f", in {staged_in} on this host's disk, where the file is written before it is copied to the store"
             if staged_in
             else ""
         )
         remedy = (
-            f"It is full: free space in {staged_in or 'it'}"
+            f"No space is left: free space in {staged_in or 'the store'}"
             if number in _FULL
-            else "Look whether it is there and may be written from this host"
+            else "Check whether it exists and whether this host may write it"
         )
-        # Before the first checkpoint, as during materialization, no training can be lost.
+        # An error before the first checkpoint, for example during materialization, loses no training.
         is_checkpoint = path.startswith("runs/") and "/checkpoints" in path
         then = (
             "; a fit with the same run_id resumes from the last checkpoint"
@@ -535,7 +541,7 @@ class StoreFilesystem:
         return error
 
     def cause(self, error: Exception) -> Exception | None:
-        """Error to show as a cause; None if its chain holds a secret."""
+        """Return the error to show as a cause; None if the error or its causes hold a secret."""
         link: BaseException | None = error
         while link is not None:
             for text in (str(link), repr(link)):
@@ -547,7 +553,8 @@ class StoreFilesystem:
     def hide(self, text: str) -> str:
         """Mask passwords, keys and tokens of the store in a text, and passwords of any URL."""
         secrets = addresses.secrets_of(self.address.full, self.options)
-        for secret in sorted(secrets, key=len, reverse=True):  # one may be a prefix of another
+        # Longest first: a secret may be a prefix of another.
+        for secret in sorted(secrets, key=len, reverse=True):
             text = text.replace(secret, "***")
         return addresses.without_passwords(text)
 
@@ -556,13 +563,13 @@ class StoreFilesystem:
 # List the files and folders of a store.
 
 Paths = list[str]  # a class with a method `list` needs another name for the type
-# Folders searched above a root: deeper paths are rare, and each level costs a round trip.
+# Number of levels to search above a root. Deeper paths are rare, and each level costs a round trip.
 _LEVELS = 16
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """File of a store: its path, its bytes, and time of change in ns since 1970; 0 if unknown."""
+    """File of a store, with its path, size in bytes, and time of change in ns since 1970 (0 if unknown)."""
 
     path: str
     size: int
@@ -573,7 +580,7 @@ def list_paths(place: StoreFilesystem, path: str, *, recursive: bool) -> Paths:
     """List a folder, sorted, without unfinished files; empty if it does not exist.
 
     Args:
-        place: of the store.
+        place: file system of the store.
         path: the folder.
         recursive: list all files below it, instead of the files and folders directly in it.
     """
@@ -608,7 +615,7 @@ def list_files(place: StoreFilesystem) -> tuple[StoredFile, ...]:
 def list_above(place: StoreFilesystem, names: Sequence[str]) -> Paths:
     """List the files directly in folders of these names beside or above the root, as "../name/file".
 
-    Only these names are accessed: a folder above may have very many entries. An unreadable level is skipped.
+    It accesses only these names, because a folder above may have very many entries. An unreadable level is skipped.
     """
     with place.explained("read", ""):
         fs, root = place.fs, place.root
@@ -632,12 +639,12 @@ def last_change(place: StoreFilesystem, path: str) -> float | None:
 
 
 def data_directories(place: StoreFilesystem) -> Paths:
-    """List the folders `data/<key>/<owner>`; an unreadable key replaces its owners."""
+    """List the folders `data/<key>/<owner>`, or `data/<key>` if this user may not list it."""
     directories = []
     for key in _folders(place, "data"):
         try:
             directories += _folders(place, key)
-        except StoreError:  # private to its user
+        except StoreError:  # another user's private folder
             directories.append(key)
     return directories
 
@@ -677,11 +684,11 @@ def _infos(place: StoreFilesystem, path: str, *, recursive: bool = False) -> lis
 
 
 # ----------------------------------------------------------------------------------------------------
-# Write and delete files of a store by the methods of its file system (see `atomic`).
+# Write and delete files of a store, by a method for its kind of file system (see `atomic`).
 
 
 class StoreWriter:
-    """Writer below the root of a store, which must exist."""
+    """Writer of files below the root of a store, which must exist."""
 
     def __init__(self, place: StoreFilesystem) -> None:
         self._place = place
@@ -702,7 +709,7 @@ class StoreWriter:
             raise
         except Exception as e:  # noqa: BLE001 - fsspec drivers raise any exception
             cause = e if sink is None or sink.is_whole else sink.error
-            if cause is None:  # the caller's own
+            if cause is None:  # the caller's code raised the error
                 raise
             staged_in = sink.staged_in if sink is not None and not sink.is_whole else ""
             raise place.error("written", path, cause, staged_in) from place.cause(cause)
@@ -731,21 +738,21 @@ class StoreWriter:
             atomic.make_folder(place.fs, folder)
 
     def _check_root(self) -> None:
-        """Refuse to write if the store's file system is no longer mounted: the folder is then another."""
+        """Refuse to write if the store's file system is not mounted any more: the path is then another folder."""
         place = self._place
         try:
             device = os.stat(f"{place.root}/.").st_dev  # the dot makes automounters mount
         except FileNotFoundError:
             raise StoreError(
-                f"The store {place.url} is not there: {place.root} does not exist on this host. If it has vanished, mount "
-                "it again; a new one is made by Store.create."
+                f"The store {place.url} does not exist: {place.root} is not on this host. If its file system was unmounted, mount "
+                "it again; to make a new store, call Store.create."
             ) from None
         if self._device is None:
             self._device = device
         elif device != self._device:
             raise StoreError(
-                f"The store {place.url} has vanished: another file system is mounted at {place.root} than before. Mount "
-                "it again, and try again: what is in it stays."
+                f"The store {place.url} is not mounted any more: {place.root} is on another file system than before. Mount it again, "
+                "and try again: the data in it are not lost."
             )
 
     def delete(self, path: str) -> None:
@@ -763,13 +770,14 @@ class StoreWriter:
                 elif kind != pafs.FileType.NotFound:
                     place.fs.delete_file(full)
             elif os.path.isdir(full) and not os.path.islink(full):
-                # Another process may delete or still write in it; a later sweep deletes the rest.
+                # Ignore errors, because another process may delete the folder or still write in it; a later sweep
+                # deletes the rest.
                 shutil.rmtree(full, ignore_errors=True)
             else:
                 Path(full).unlink()
 
     def delete_if_empty(self, path: str) -> None:
-        """Delete an empty folder atomically, if the file system supports it."""
+        """Delete a folder if it is empty, atomically, if the file system supports that."""
         place = self._place
         full = place.full(path)
         if place.is_local:
@@ -794,11 +802,12 @@ class StoredRun:
 
     Attributes:
         run_id: its name.
-        state: "finished", "interrupted", "running" as far as known from here, "report" if only a report is left, or "unreadable: <file>".
-        epochs: trained epochs of its newest checkpoint.
-        num_bytes: of all its files.
+        state: "finished", "interrupted", "running" (as far as this process can know), "report" if only a report is
+            left, or "unreadable: <file>".
+        epochs: trained epochs in its newest checkpoint.
+        num_bytes: bytes of all its files.
         changed: time of the last change; None if unknown.
-        holder: the running fit: "process 12 on host a, since ...", or "".
+        holder: running fit, such as "process 12 on host a, since ..."; "" without a fit.
     """
 
     run_id: str
@@ -814,11 +823,11 @@ class StoredData:
     """Materialized data in a store.
 
     Attributes:
-        path: its folder, relative to the store.
-        state: "kept" until they are deleted, "in use" by their application, or "abandoned".
-        num_bytes: of all its files.
+        path: folder of the data, relative to the store.
+        state: "kept" until the data are deleted, "in use" by their application, or "abandoned".
+        num_bytes: bytes of all files.
         changed: time of the last change; None if unknown.
-        application: the Spark application that made them; "" if unknown.
+        application: Spark application that made the data; "" if unknown.
     """
 
     path: str
@@ -829,14 +838,14 @@ class StoredData:
 
 
 def list_runs(store: Store) -> tuple[StoredRun, ...]:
-    """Sorted by name."""
+    """List the runs, sorted by name."""
     files = _files_by_folder(store, "runs", depth=1)
     return tuple(_run(store, run_id, group) for run_id, group in sorted(files.items()))
 
 
 def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
     names = {f.path for f in files}
-    # Each fit with warm_start has its own folder in that of the run.
+    # Each fit with warm_start has its own folder inside the run's folder; the last fit counts.
     warm = max((int(m[1]) for name in names if (m := _WARM.match(name))), default=0)
     part = f"warm-{warm}/" if warm else ""
     state = "finished" if f"{part}{FINISHED_NAME}" in names else "interrupted"
@@ -867,12 +876,12 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
 
 
 def _content(store: Store, path: str) -> bytes | None:
-    """Read a listed file: b"" if it cannot be read, None if it has gone."""
+    """Read a listed file; b"" if it cannot be read, None if it was deleted meanwhile."""
     try:
         return store.read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError:  # one run must not hide the others
+    except OSError:  # an unreadable run must not prevent the listing of the other runs
         return b""
 
 
@@ -893,7 +902,7 @@ def delete_run(store: Store, run_id: str) -> None:
 
 
 def list_data(store: Store) -> tuple[StoredData, ...]:
-    """Sorted by path."""
+    """List the materialized data, sorted by path."""
     entries = []
     now = time.time()
     for folder, files in sorted(_files_by_folder(store, "data", depth=2).items()):
@@ -919,14 +928,14 @@ def delete_data(store: Store, path: str) -> None:
     """
     if not (path.startswith("data/") and is_owners(path) and store.exists(path)):
         raise InvalidArgumentError(
-            f"{path!r} are no materialized data of {store.url}. Give the path of one of Store.data()."
+            f"{store.url} has no materialized data at {path!r}. Give a path that Store.data() lists."
         )
     lease = lease_of(store, path)
     if not (lease is not None and lease.keep) and not is_abandoned(store, path, time.time()):
         owner = "another process" if lease is None else f"the application {lease.owner}"
         raise InvalidArgumentError(
-            f"{store.full_url(path)} belongs to {owner}, which deletes it when it ends. If that is lost, the data count as "
-            "abandoned after a day."
+            f"{store.full_url(path)} belongs to {owner}, which deletes it when it ends. If the owner was killed, the data "
+            "count as abandoned after a day and can be deleted then."
         )
     _delete(store, path)
 
@@ -960,21 +969,21 @@ def _changed(files: Iterable[StoredFile]) -> datetime | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Delete unused data and runs; a warning names the folders that could not be deleted.
+# Delete unused data and runs, and warn about folders that could not be deleted.
 
-# Folders named by a warning.
+# Number of folders that a warning names.
 _NAMED = 20
 
 
 class StoreCleaner:
-    """Deletes data and runs in one walk over a store.
+    """Cleaner that deletes data and runs in one walk over a store.
 
     Args:
-        store: to clean.
-        now: the time to compare leases with, in s since 1970.
+        store: store to clean.
+        now: time to compare leases with, in s since 1970.
 
     Attributes:
-        deleted: deleted paths.
+        deleted: paths that were deleted.
         failed: paths that this user may not list, read or delete.
     """
 
@@ -985,7 +994,7 @@ class StoreCleaner:
         self.failed: list[str] = []
 
     def clean_data(self) -> None:
-        """Delete kept data, and data whose owner is gone."""
+        """Delete kept data and abandoned data."""
         for directory in self._store.data_directories():
             if is_owners(directory):
                 self._delete(directory, self._is_deletable)
@@ -999,7 +1008,7 @@ class StoreCleaner:
                 self._delete(run, self._is_free)
 
     def warn(self, stacklevel: int) -> None:
-        """Warn about remaining folders, if any; `stacklevel` is that of `warnings.warn` from the caller."""
+        """Warn about remaining folders, if any; `stacklevel` counts from the caller, as in `warnings.warn`."""
         if not self.failed:
             return
         more = ", ..." if len(self.failed) > _NAMED else ""
@@ -1025,5 +1034,5 @@ class StoreCleaner:
             (self.failed if self._store.exists(path) else self.deleted).append(path)
         except StoreError:
             self.failed.append(path)
-        except OSError:  # its owner is deleting it
+        except OSError:  # the owner may be deleting the folder
             pass

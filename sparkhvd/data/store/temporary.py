@@ -1,8 +1,8 @@
-"""Temporary folders of this process, deleted when it ends for any reason.
+"""Temporary folders that are deleted when their process ends for any reason.
 
-A process that exits normally deletes its folders. A killed process cannot: SIGKILL and, without a handler, SIGTERM run no
-Python. So each folder has a file locked by its process, which the system unlocks when the process is gone. The
-next process of the same user on this machine that makes a folder deletes those with a free lock.
+A process that exits normally deletes its folders. A killed process cannot, because no Python code runs after SIGKILL or
+an unhandled SIGTERM. So each folder has a file that its process locks, and the system unlocks the file when the process
+is gone. The next process of the same user on this machine that makes a folder deletes folders whose file is unlocked.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "sparkhvd-store-"
-# Stores do not list names with this prefix.
+# Name of the locked file in each folder. Its prefix hides it from the listings of stores.
 _OWNER = ".sparkhvd-tmp-owner"
 _TRIES = 10
 
 
 class TemporaryFolders:
-    """The folders of this process by key, for example one per Spark application."""
+    """Temporary folders of this process by key, for example one per Spark application."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -42,7 +42,7 @@ class TemporaryFolders:
         self._kept: dict[str, tuple[str, ...]] = {}
 
     def folder(self, key: str) -> str:
-        """The first call makes the folder, private to this user."""
+        """Return the folder of a key, which the first call makes private to this user."""
         with self._mutex:
             if key not in self._folders:
                 _sweep()
@@ -56,14 +56,15 @@ class TemporaryFolders:
             return folder in self._folders.values()
 
     def keep(self, folder: str, names: tuple[str, ...]) -> None:
-        """Keep a folder of this process, with its entries of these names, when the process ends; no other process deletes it."""
+        """Keep a folder, with its entries of these names, when this process ends; other processes keep it, too."""
         with self._mutex:
             self._kept[folder] = names
-        with contextlib.suppress(OSError):  # some file systems have no lock file
+        # The folder has no owner file if its file system has no locks.
+        with contextlib.suppress(OSError):
             os.unlink(f"{folder}/{_OWNER}")
 
     def _remove(self, folder: str, pid: int) -> None:
-        if os.getpid() != pid:  # a forked child inherits the exit function but owns nothing
+        if os.getpid() != pid:  # a forked child inherits the exit function but owns no folders
             return
         kept = self._kept.get(folder)
         if kept is None:
@@ -83,26 +84,29 @@ def _make() -> str:
     for _ in range(_TRIES):
         folder = tempfile.mkdtemp(prefix=_PREFIX)
         try:
-            if _lock(folder, os.O_CREAT) is not None:  # stays open until this process ends
+            # The descriptor stays open until this process ends.
+            if _lock(folder, os.O_CREAT) is not None:
                 return folder
         except FileNotFoundError:
-            continue  # swept between creation and locking
-        except OSError:  # a file system without locks: sweeps skip it
+            continue  # another process has deleted the folder before it was locked
+        except OSError:
+            # The file system has no locks; without the owner file other processes skip the folder.
             with contextlib.suppress(OSError):
                 os.unlink(f"{folder}/{_OWNER}")
             return folder
     raise OSError(
-        f"Temporary folders in {tempfile.gettempdir()} vanish while they are made. Set TMPDIR."
+        f"Another process deletes new temporary folders in {tempfile.gettempdir()} at once. Set TMPDIR to another folder."
     )
 
 
 def _sweep() -> None:
-    """Delete the folders of this user's ended processes."""
+    """Delete the temporary folders of processes of this user that have ended."""
     if not hasattr(os, "getuid"):
         return
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # deleted meanwhile, or alive
+            # The folder was deleted meanwhile, or its process is alive.
+            with contextlib.suppress(OSError):
                 if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
                     continue
                 if entry.stat(follow_symlinks=False).st_uid != os.getuid():
@@ -116,12 +120,12 @@ def _lock(folder: str, flags: int = 0) -> int | None:
     """Lock a folder's owner file; return its descriptor, or None if another process holds or has deleted it.
 
     Raises:
-        OSError: there is no such file, or it cannot be locked here.
+        OSError: the file does not exist, or this file system has no locks.
     """
     try:
         import fcntl
     except ImportError:  # on Windows, where a Connect client may run
-        raise OSError("there are no locks of files") from None
+        raise OSError("this system has no file locks") from None
     path = f"{folder}/{_OWNER}"
     lock = os.open(path, os.O_RDWR | flags, 0o600)
     try:
@@ -138,7 +142,7 @@ def _lock(folder: str, flags: int = 0) -> int | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Choose the store of a fit or a model without one.
+# Choose the store of a fit or model that was given no store.
 
 STORE_CONF = "spark.sparkhvd.store"
 
@@ -147,19 +151,19 @@ _temporary = TemporaryFolders()
 
 
 def default_store(spark: SparkSession, given: object = None) -> Store:
-    """Choose the given store (also a path or URL), else the conf's, else a temporary folder on a local master.
+    """Choose the given store (or path or URL), else the conf's, else a temporary folder if the master is local.
 
-    For a Spark Connect session it is the store as this client reaches it, see `connect`.
+    For a Spark Connect session, the result is the store as this client reaches it, see `connect`.
 
     Raises:
-        InvalidArgumentError: no store is given and the master is not local; or the store cannot be written.
-        StoreError: the folder of a given `Store` does not exist; it may no longer be mounted.
+        InvalidArgumentError: no store is given and the master is not local, or the store cannot be written.
+        StoreError: the folder of a given `Store` does not exist; its file system may not be mounted any more.
     """
     if isinstance(given, Store):
         store = as_seen_by(spark, given)
         if store.is_local and not store.exists(""):
             raise StoreError(
-                f"The store {store.url} is not there. If it has vanished, mount it again; a new one is made by "
+                f"The store {store.url} does not exist. If its file system was unmounted, mount it again; to make a new store, call "
                 "setStore(Store.create(...))."
             )
         return store
@@ -174,15 +178,15 @@ def default_store(spark: SparkSession, given: object = None) -> Store:
     if conf.get(STORE_CONF):
         if secrets_of(conf[STORE_CONF], {}):
             raise InvalidArgumentError(
-                f"{STORE_CONF} is {without_secrets(conf[STORE_CONF])!r} with a password or key in it, which Spark shows in its "
-                "UI and event log. Give it as store=Store.create(...), or let the machines have credentials of their own."
+                f"{STORE_CONF} is {without_secrets(conf[STORE_CONF])!r} with a password or key, which Spark would show in its "
+                "UI and event log. Give store=Store.create(...) instead, or configure credentials on the machines."
             )
         return _created(spark, conf[STORE_CONF])
     master = conf.get("spark.master", "")
     if not master.startswith("local"):
         raise InvalidArgumentError(
-            f"store is not given, and the master is {master!r}: driver and executors need a folder that they "
-            f"share. Give store=Store.create('<path or URL>'), or set {STORE_CONF}."
+            f"store is not given, and the master is {master!r}: the driver and the executors need a shared folder. "
+            f"Give store=Store.create('<path or URL>'), or set {STORE_CONF}."
         )
     folder = _temporary.folder(shim.application())
     if shim.is_connect:
@@ -199,7 +203,7 @@ def is_temporary_store(store: Store) -> bool:
 
 
 def keep_temporary_store(store: Store) -> None:
-    """Keep a store of `is_temporary_store` with its runs when this process ends."""
+    """Keep a temporary store and its runs when this process ends."""
     _temporary.keep(urlsplit(store.url).path, ("runs", "keras_runs"))
 
 
@@ -210,7 +214,7 @@ def _created(spark: SparkSession, given: str | PathLike[str]) -> Store:
 
 
 def _destroy(store: Store) -> None:
-    # The session may be over.
+    # The session may have ended.
     with contextlib.suppress(Exception):
         for path in store.list():
             store.delete(path)

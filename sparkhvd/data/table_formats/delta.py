@@ -1,4 +1,4 @@
-"""Delta tables: files, deletion vectors, column mapping and partition columns of a version, by the package deltalake."""
+"""Find the files, deletion vectors, columns and partition values of a Delta version with the package deltalake."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from sparkhvd.wire import read_json
 if TYPE_CHECKING:
     from deltalake import DeltaTable
 
-# Features of readers that the files and facts below cover. With another one, files could hold other rows than they seem to.
+# Reader features of Delta that this module supports. With any other feature, the files could have another meaning.
 _FEATURES = frozenset(
     {
         "columnMapping",
@@ -64,15 +64,15 @@ def open_delta(
     """Find the files of a version of a Delta table.
 
     Args:
-        url: of its folder.
-        name: as the user gave it, for messages.
-        request: the version.
-        options: of the store.
-        where: filter of its rows, or None.
+        url: URL of the table's folder.
+        name: name of the table as the user gave it, for messages.
+        request: requested version.
+        options: storage options of the store.
+        where: filter of the rows, or None.
 
     Raises:
-        InvalidArgumentError: there is no such table or version, the package is missing, or the table needs what this reader
-            lacks.
+        InvalidArgumentError: the table or version does not exist, the package is missing, or the table needs a feature
+            that this reader lacks.
     """
     table, committed_ms = _load(url, name, request.of_format("Delta"), options)
     _check_features(table, name)
@@ -114,7 +114,7 @@ def open_delta(
 def _load(
     url: str, name: str, request: VersionRequest, options: Mapping[str, Any] | None
 ) -> tuple[DeltaTable, int | None]:
-    """Load the table at the version; also the time of its commit in ms since 1970, if known."""
+    """Load the table at the requested version; return it and the time of its commit in ms since 1970, if known."""
     try:
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
@@ -139,7 +139,7 @@ def _load(
             table.load_as_version(version)
     except (DeltaError, OSError, ValueError) as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): {request.text} is not there; the newest version is {newest}. The log keeps old versions for "
+            f"fit_on_table({name!r}): {request.text} does not exist; the newest version is {newest}. The log keeps old versions for "
             f"delta.logRetentionDuration. Give a version that DESCRIBE HISTORY lists. ({short(e, secrets)})"
         ) from None
     return table, _committed_ms(store, table.version())
@@ -148,8 +148,8 @@ def _load(
 def _version_at(store: Store, newest: int, request: VersionRequest, name: str) -> int:
     """Find the newest version committed by the time of the request.
 
-    The commits' own times count. The times of the log's files change when a table is copied, and deltalake's history leaves out commits
-    without a time, so that its numbers are wrong.
+    The times inside the commits are used. The times of the log's files change when a table is copied. deltalake's
+    history leaves out commits without a time, which makes its version numbers wrong.
     """
     first = None
     for version in range(newest, -1, -1):
@@ -161,11 +161,11 @@ def _version_at(store: Store, newest: int, request: VersionRequest, name: str) -
         first = f"{version} of {committed_at(committed)}"
     if committed is None and store.exists(_commit(version)):
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): {request.text} cannot be found: version {version} has no time of its commit in the log. Give "
+            f"fit_on_table({name!r}): {request.text} cannot be found, because the log has no commit time of version {version}. Give "
             "version=<number>."
         )
     raise InvalidArgumentError(
-        f"fit_on_table({name!r}): {request.text} is before the first version that the log has: {first or newest}. Give a later time."
+        f"fit_on_table({name!r}): {request.text} is before the first version in the log, {first or newest}. Give a later time."
     )
 
 
@@ -174,7 +174,7 @@ def _commit(version: int) -> str:
 
 
 def _committed_ms(store: Store, version: int) -> int | None:
-    """Time of a commit in ms since 1970; None if the log no longer has it."""
+    """Return the time of a commit in ms since 1970; None if the log does not have it."""
     try:
         lines = store.read_bytes(_commit(version)).splitlines()
     except FileNotFoundError:
@@ -203,12 +203,12 @@ def _check_features(table: DeltaTable, name: str) -> None:
 def _chosen(
     table: DeltaTable, found: pa.Table, schema: pa.Schema, where: Condition | None
 ) -> set[str]:
-    """Paths of files that may hold rows of the filter; all paths if deltalake cannot tell."""
+    """Select the paths of files that may hold rows of the filter; all paths if deltalake cannot tell."""
     every = {unquote(path) for path in found.column("path").to_pylist()}
     if where is None:
         return every
     types = {name: schema.field(name).type for name in columns_of(where)}
-    # The partition value "" of text is null, which the library does not compare as null.
+    # In Delta, the partition value "" of a text column means null, but the library does not compare it as null.
     text = {
         c for c in table.metadata().partition_columns if pa.types.is_string(schema.field(c).type)
     }
@@ -217,7 +217,7 @@ def _chosen(
         return every
     try:
         uris = table.file_uris(file_pruning_predicate=text_of(exact))
-    except Exception:  # noqa: BLE001 - it only leaves out files: without it their rows are compared
+    except Exception:  # noqa: BLE001 - pruning only saves reading: without it the rows of all files are compared
         return every
     root = _path_of(table.table_uri)
     kept = {posixpath.relpath(_path_of(uri, is_quoted=False), root) for uri in uris}
@@ -230,7 +230,7 @@ def _deleted(
     actions: pa.Table,
     secrets: Collection[str],
 ) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
-    """By path, a function for the mask (rows,) of rows left by deletion vectors."""
+    """Read the deletion vectors: path -> function that returns the mask (rows,) of the rows that are not deleted."""
     from deltalake.exceptions import DeltaError
 
     if "deletionVectors" not in (table.protocol().reader_features or ()):
@@ -251,15 +251,15 @@ def _deleted(
                 path = posixpath.relpath(_path_of(uri), root)
                 if path not in every:
                     raise unsupported(
-                        name, f"the deletion vector of {path!r}, which is no file of the version"
+                        name, f"the deletion vector of {path!r}, which is not a file of the version"
                     )
                 found[path] = partial(_same, kept)
     except InvalidArgumentError:
         raise
     except (OSError, ValueError, DeltaError) as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): the deletion vectors of the version cannot be read: {short(e, secrets)}. If one was vacuumed, give a "
-            "newer version. Spark may read it: fit(spark.table(...))."
+            f"fit_on_table({name!r}): the deletion vectors of the version cannot be read: {short(e, secrets)}. If VACUUM has deleted a "
+            "file, give a newer version. Spark may be able to read the version: fit(spark.table(...))."
         ) from None
     return found
 
@@ -269,7 +269,7 @@ def _same(kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 def _path_of(uri: str, *, is_quoted: bool = True) -> str:
-    """Host and path of a URI of deltalake."""
+    """Return the host and path of a URI from deltalake."""
     _, mark, rest = uri.partition("://")
     path = rest if mark else uri
     return posixpath.normpath(unquote(path) if mark and is_quoted else path)
@@ -302,7 +302,8 @@ def _locator(
                 names[column] = ids[number]
             elif mode == "none" and column in there:
                 names[column] = column
-            # As deltalake reads a file without ids: a physical name is never used again.
+            # Without ids, deltalake finds columns by physical names, too. That is safe: a physical name is never
+            # reused.
             elif (mode == "name" and physical in there) or (
                 mode == "id" and physical in without_id
             ):

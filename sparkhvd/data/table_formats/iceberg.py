@@ -1,7 +1,7 @@
-"""Iceberg tables: files, deletes, schema and partition values of a snapshot, by the package pyiceberg.
+"""Find the files, deletes, columns and partition values of an Iceberg snapshot with the package pyiceberg.
 
-Columns are found in a file by their field ids. Position deletes and deletion vectors become masks of rows. Equality deletes are refused,
-as pyiceberg does.
+Columns are found in a file by their field ids. Position deletes and deletion vectors become masks of rows. Equality
+deletes raise an error, because pyiceberg does not read them.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def open_iceberg(
     """Find the files of a snapshot of an Iceberg table.
 
     Args:
-        table: as pyiceberg loaded it.
-        name: as the user gave it, for messages.
-        request: the snapshot.
-        options: of the store; None takes the catalog's.
-        where: filter of its rows, or None.
+        table: table that pyiceberg has loaded.
+        name: name of the table as the user gave it, for messages.
+        request: requested snapshot.
+        options: storage options of the store; None uses the options of the catalog.
+        where: filter of the rows, or None.
 
     Raises:
-        InvalidArgumentError: there is no such snapshot, or the table needs what this reader lacks.
+        InvalidArgumentError: the snapshot does not exist, or the table needs a feature that this reader lacks.
     """
     from pyiceberg.io.pyarrow import schema_to_pyarrow
 
@@ -106,11 +106,11 @@ def load_table(
     """Load a table of a catalog.
 
     Args:
-        identifier: the table's name in the catalog, with its namespace; with properties of a catalog, "catalog.namespace.table"
-            gives the catalog's name, too.
-        name: as the user gave it, for messages.
-        catalog: of pyiceberg, the properties of one, or the name of one that pyiceberg's configuration has.
-        options: of the store; they replace the catalog's.
+        identifier: name of the table in the catalog, with its namespace. If `catalog` is a dict of properties,
+            "catalog.namespace.table" also names the catalog.
+        name: name of the table as the user gave it, for messages.
+        catalog: catalog object of pyiceberg, a dict of a catalog's properties, or a name in pyiceberg's configuration.
+        options: storage options of the store, which replace the catalog's options.
 
     Raises:
         InvalidArgumentError: the catalog cannot be reached, or has no such table.
@@ -127,7 +127,7 @@ def load_table(
             warehouse = str(catalog.get("warehouse", ""))
             more = storage.for_iceberg(warehouse, options) if options else {}
             given = {**catalog, **more}
-            # A catalog in a database has a name, which is a part of its tables' identity.
+            # A catalog that is stored in a database needs its name, because tables are looked up by it.
             if "name" not in given and identifier.count(".") > 1:
                 given["name"], _, identifier = identifier.partition(".")
             opened = load_catalog(given.pop("name", None), **given)
@@ -136,15 +136,15 @@ def load_table(
         return opened.load_table(identifier)
     except (NoSuchTableError, NoSuchNamespaceError):
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): the catalog has no table {identifier!r}. Give its name with the catalog and the "
+            f"fit_on_table({name!r}): the catalog has no table {identifier!r}. Give the table's name with the catalog and the "
             "namespace, as in 'catalog.db.table'."
         ) from None
     except InvalidArgumentError:
         raise
-    except Exception as e:  # noqa: BLE001 - catalogs are of many libraries
+    except Exception as e:  # noqa: BLE001 - the libraries behind catalogs raise any class
         raise InvalidArgumentError(
             f"fit_on_table({name!r}): the Iceberg catalog cannot be used: {type(e).__name__}: {short(e, _secrets(catalog, options))}. "
-            "Give catalog={'type': 'rest', 'uri': ...}, or an object of pyiceberg.catalog, or configure pyiceberg."
+            "Give catalog={'type': 'rest', 'uri': ...} or a catalog object of pyiceberg, or configure pyiceberg."
         ) from None
 
 
@@ -153,28 +153,29 @@ def load_files(metadata: str, name: str, options: Mapping[str, Any] | None) -> T
 
     Args:
         metadata: URL of a metadata file, or of the folder of a table with `metadata/version-hint.text`.
-        name: as the user gave it, for messages.
-        options: of the store.
+        name: name of the table as the user gave it, for messages.
+        options: storage options of the store.
 
     Raises:
-        InvalidArgumentError: it cannot be read.
+        InvalidArgumentError: the table cannot be read.
     """
     try:
         from pyiceberg.table import StaticTable
     except ImportError as e:
         raise missing_extra(name, "pyiceberg", "iceberg") from e
     try:
-        # A location of Iceberg is not quoted, and a URL of a store is.
+        # A URL of a store is quoted, but a location of Iceberg is not.
         address = addresses.parse(metadata)
         location = address.root
-        if address.scheme in ("s3", "gs"):  # without a user, who is in the options
+        # Without the URL's user, because the options have the credentials.
+        if address.scheme in ("s3", "gs"):
             location = f"{address.scheme}://{location}"
         elif address.scheme != "file":
             location = unquote(address.url.partition("?")[0])
         return StaticTable.from_metadata(str(location), storage.for_iceberg(metadata, options))
     except InvalidArgumentError:
         raise
-    except Exception as e:  # noqa: BLE001 - file systems are of many libraries
+    except Exception as e:  # noqa: BLE001 - the libraries behind file systems raise any class
         raise InvalidArgumentError(
             f"fit_on_table({name!r}): pyiceberg cannot open {addresses.without_secrets(metadata)!r}: {type(e).__name__}: "
             f"{short(e, storage.secrets(metadata, options))}. Give the table's name and catalog=, or the path of its newest metadata file."
@@ -182,7 +183,7 @@ def load_files(metadata: str, name: str, options: Mapping[str, Any] | None) -> T
 
 
 def _secrets(catalog: object, options: Mapping[str, Any] | None) -> frozenset[str]:
-    """A catalog's name is looked up in pyiceberg's configuration."""
+    """Collect the secrets of a catalog, whose name is looked up in pyiceberg's configuration, and of options."""
     properties = getattr(catalog, "properties", catalog)
     if isinstance(properties, str):
         from pyiceberg.utils.config import Config
@@ -216,21 +217,21 @@ def _snapshot(table: Table, name: str, request: VersionRequest) -> Snapshot:
         known = (
             f"its newest snapshots are {', '.join(last)}"
             if last
-            else "it has no snapshot, so no rows"
+            else "the table has no snapshot and so no rows"
         )
     raise InvalidArgumentError(
-        f"fit_on_table({name!r}): {request.text} is not there: the snapshot was expired, or never was; {known}. Give one that "
-        "the table has."
+        f"fit_on_table({name!r}): {request.text} does not exist: the snapshot has expired or never existed; {known}. Give a snapshot "
+        "that the table has."
     )
 
 
 def _columns(table: Table, scan: DataScan, name: str, request: VersionRequest) -> Schema:
-    """Columns to read. For the newest version they are the table's, which may be newer than its snapshot."""
+    """Choose the columns to read; for the newest version the table's columns, which may be newer than its snapshot."""
     if request.schema_id is not None:
         found = table.schemas().get(request.schema_id)
         if found is None:
             raise InvalidArgumentError(
-                f"fit_on_table({name!r}): the columns that were read, schema {request.schema_id} of the table, are not there. "
+                f"fit_on_table({name!r}): the table no longer has schema {request.schema_id}, which the earlier fit used. "
                 "Give the metadata file of that time, or a copy of the table."
             )
         return found
@@ -246,8 +247,8 @@ def _tasks(
     where: Condition | None,
     name: str,
 ) -> list[FileScanTask]:
-    """Plan the files of a scan, without files that pyiceberg knows to hold no row of the filter."""
-    # pyiceberg looks for the columns of a filter in the newest schema, where a name may mean another column.
+    """Plan the files of a scan, without files in which pyiceberg rules out rows of the filter."""
+    # pyiceberg looks up a filter's columns in the newest schema. Filter only if the names mean the same columns there.
     newest = {field.name: field.field_id for field in table.schema().fields}
     ours = {field.name: field.field_id for field in columns.fields}
     names = set() if where is None else columns_of(where)
@@ -257,13 +258,13 @@ def _tasks(
             return _planned(table, scan.filter(of_iceberg(where, types)), name)
         except InvalidArgumentError:
             raise
-        except Exception:  # noqa: BLE001 - it only leaves out files: without it their rows are compared
+        except Exception:  # noqa: BLE001 - pruning only saves reading: without it the rows of all files are compared
             pass
     return _planned(table, scan, name)
 
 
 def _planned(table: Table, scan: DataScan, name: str) -> list[FileScanTask]:
-    """Plan the files of a scan, each with its delete files. Equality deletes are refused."""
+    """Plan the files of a scan, each with its delete files; refuse equality deletes."""
     import pyiceberg
 
     secrets = storage.secrets("", table.io.properties)
@@ -279,47 +280,47 @@ def _planned(table: Table, scan: DataScan, name: str) -> list[FileScanTask]:
         ) from None
     except OSError as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): a manifest of the snapshot is not there: {short(e, secrets)}. The snapshot was expired, or the table "
-            "was moved: Iceberg's metadata hold absolute paths. Give a newer snapshot, or the table at its place."
+            f"fit_on_table({name!r}): a manifest of the snapshot cannot be read: {short(e, secrets)}. The snapshot has expired, or the "
+            "table was moved: Iceberg's metadata hold absolute paths. Give a newer snapshot, or move the table back."
         ) from None
     for task in tasks:
         kind = str(getattr(task.file.file_format, "value", task.file.file_format)).upper()
         if kind != "PARQUET":
-            raise unsupported(name, f"a reader of {kind} files, and ranks read Parquet")
+            raise unsupported(name, f"a reader of {kind} files, but ranks read only Parquet")
     return tasks
 
 
 def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
-    """Folder above all files as the URL of a store, and the files relative to it."""
+    """Find the folder above all files; return it as the URL of a store, and the files' paths relative to it."""
     parts = [_split(url) for url in urls]
     if len({host for host, _ in parts}) > 1:
         raise InvalidArgumentError(
-            f"The table's files are on several file systems: {', '.join(sorted({h or 'local' for h, _ in parts}))}. Ranks read "
-            "one. Call fit(spark.table(...))."
+            f"The table's files are on several file systems: {', '.join(sorted({h or 'local' for h, _ in parts}))}. Ranks read only "
+            "one file system. Call fit(spark.table(...))."
         )
     host = parts[0][0]
     paths = [path.split("/") for _, path in parts]
     common = len(os.path.commonprefix([path[:-1] for path in paths]))
-    while common > 1 and not paths[0][common - 1]:  # the URL of a store ends with no "/"
+    while common > 1 and not paths[0][common - 1]:  # the URL of a store must not end with "/"
         common -= 1
     root = "/".join(paths[0][:common])
     if not host and not root:
         raise InvalidArgumentError(
-            f"The table's files have no common folder, as {urls[0]!r} and {urls[-1]!r}. Ranks read below one. Call "
-            "fit(spark.table(...))."
+            f"The table's files have no common folder, for example {urls[0]!r} and {urls[-1]!r}. Ranks read only below one folder. "
+            "Call fit(spark.table(...))."
         )
     if any("" in path[common:] for path in paths):
         raise InvalidArgumentError(
-            f"The table's files have '//' in their keys below {host}{root}, as {urls[0]!r}, and ranks cannot read such files of "
-            "several folders. Call fit(spark.table(...))."
+            f"The table has files in several folders with '//' in their keys below {host}{root}, for example {urls[0]!r}, and ranks "
+            "cannot read them. Call fit(spark.table(...))."
         )
-    # Locations of Iceberg are not quoted, URLs of a store are.
+    # URLs of a store are quoted, but locations of Iceberg are not.
     url = f"{host}{quote(root) or '/'}" if host else root
     return url, ["/".join(path[common:]) for path in paths]
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Split a location into scheme and host, and a path; s3, s3a and s3n name one file system."""
+    """Split a location into "scheme://host" ("" if local) and path; s3a and s3n become s3."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return "", posixpath.normpath(url.removeprefix("file:"))
@@ -335,18 +336,19 @@ def _split(url: str) -> tuple[str, str]:
 def _deleted(
     table: Table, tasks: Sequence[FileScanTask], paths: Sequence[str], name: str
 ) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
-    """By path, a function for the mask (rows,) of rows left by position deletes and deletion vectors."""
+    """Read the delete files: path -> function that returns the mask (rows,) of the rows that are not deleted."""
     having = [task for task in tasks if task.delete_files]
     if not having:
         return {}
     import pyiceberg
 
     try:
-        # Not public, but the library's only reader of delete files of all formats.
+        # The function is private, but it is the library's only reader for all formats of delete files.
         from pyiceberg.io.pyarrow import _read_deletes
     except ImportError as e:
         raise unsupported(
-            name, f"a reader of delete files, which pyiceberg {pyiceberg.__version__} has elsewhere"
+            name,
+            f"a reader of delete files, which this pyiceberg {pyiceberg.__version__} does not have where it is expected",
         ) from e
     secrets = storage.secrets("", table.io.properties)
     try:
@@ -357,7 +359,7 @@ def _deleted(
         }
     except OSError as e:
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): a delete file of the snapshot is not there: {short(e, secrets)}. The snapshot was expired, or the "
+            f"fit_on_table({name!r}): a delete file of the snapshot cannot be read: {short(e, secrets)}. The snapshot has expired, or the "
             "table was moved. Give a newer snapshot."
         ) from None
     except (ValueError, NotImplementedError) as e:
@@ -368,7 +370,8 @@ def _deleted(
 
     def mask(task: FileScanTask) -> npt.NDArray[np.bool_]:
         kept = np.ones(task.file.record_count, np.bool_)
-        # Only of its own delete files: a file of deletion vectors may hold one that no longer counts for this file.
+        # Use only the task's own delete files, because a file of deletion vectors may hold an outdated vector of
+        # another task.
         for delete in task.delete_files:
             positions = read[delete.file_path].get(task.file.file_path)
             if positions is not None:
@@ -395,7 +398,7 @@ def _locator(
 
     @cache
     def identities(spec_id: int) -> dict[int, int]:
-        """Position of each identity partition value, by the source column's field id."""
+        """Map the field id of each identity-partitioned column to the position of its partition value."""
         fields = specs[spec_id].fields if spec_id in specs else ()
         return {
             field.source_id: at
@@ -409,7 +412,9 @@ def _locator(
             ids = {aliases[f.name]: f.name for f in stored if f.name in aliases}
         if not ids and len(stored):
             raise unsupported(
-                name, "a name mapping: files have no field ids, as files of a migrated table", ""
+                name,
+                "a name mapping, because its files have no field ids (as in a migrated table)",
+                "",
             )
         data_file, names, lacking = tasks[path].file, {}, {}
         for field in columns.fields:

@@ -1,6 +1,7 @@
-"""Storage options of a store, as pyarrow names them, in the words of both libraries.
+"""Translate storage options between the names of pyarrow, which stores use, and the names of both libraries.
 
-A user gives the options once, as for `Store.create`. A catalog of Iceberg may give its own, which become a store's.
+A user gives the options once, as for `Store.create`. An Iceberg catalog may have its own options, which are translated
+to a store's options.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from sparkhvd.data.store import addresses
 from sparkhvd.errors import InvalidArgumentError
 
-# Name in a store, in deltalake, in pyiceberg; by scheme.
+# Scheme -> (name in a store, name in deltalake, name in pyiceberg).
 _NAMES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "s3": (
         ("access_key", "AWS_ACCESS_KEY_ID", "s3.access-key-id"),
@@ -34,10 +35,10 @@ _NAMES["abfss"] = _NAMES["abfs"]
 
 
 def for_delta(url: str, options: Mapping[str, Any] | None) -> dict[str, str]:
-    """Translate a store's options to deltalake's words.
+    """Translate a store's options to deltalake's names.
 
     Raises:
-        InvalidArgumentError: an option has no such word.
+        InvalidArgumentError: deltalake has no such option.
     """
     found = _translated(url, options, 1, "deltalake")
     if found.get("AWS_ENDPOINT_URL", "").startswith("http:"):
@@ -46,7 +47,7 @@ def for_delta(url: str, options: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def for_iceberg(url: str, options: Mapping[str, Any] | None) -> dict[str, str]:
-    """Translate a store's options to pyiceberg's words; errors as in `for_delta`."""
+    """Translate a store's options to pyiceberg's names; errors as in `for_delta`."""
     return _translated(url, options, 2, "pyiceberg")
 
 
@@ -65,8 +66,8 @@ def _translated(
     unknown = [name for name in given if not names.get(name)]
     if unknown:
         raise InvalidArgumentError(
-            f"fit_on_table: storage option {unknown[0]!r} of {scheme!r} is not one that {library} knows. Known are "
-            f"{', '.join(n for n, theirs in names.items() if theirs) or 'no options'}; others can be set in the environment."
+            f"fit_on_table: {library} has no storage option {unknown[0]!r} for {scheme!r}. Supported are "
+            f"{', '.join(n for n, theirs in names.items() if theirs) or 'no options'}; other options can be set in the environment."
         )
     return {
         names[name]: str(value).lower() if isinstance(value, bool) else str(value)
@@ -75,12 +76,12 @@ def _translated(
 
 
 def secrets(url: str, options: Mapping[str, Any] | None = None) -> frozenset[str]:
-    """Passwords and keys of a URL, of storage options, or of a catalog's properties; no message may hold them."""
+    """Collect passwords and keys of a URL, storage options or a catalog's properties, which no message may hold."""
     found = set(addresses.secrets_of(url, options or {}))
     for value in map(str, (options or {}).values()):
         if "://" in value:
             found |= addresses.secrets_of(value, {})
-    # "user:password" of a REST catalog.
+    # The property "credential" of a REST catalog is "user:password".
     found |= {str((options or {}).get("credential", "")).partition(":")[2]} - {""}
     # An address of a catalog without "://" cannot be parsed, so all of it counts as a secret.
     place = str((options or {}).get("uri", ""))

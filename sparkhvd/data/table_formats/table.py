@@ -1,4 +1,4 @@
-"""A table of any format, by path, URL or name."""
+"""Open a table of any format by path, URL or name."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def open_table(
     Args:
         table: path or URL of a Delta table's folder, of an Iceberg table's folder or metadata file; or a name,
             "catalog.database.table".
-        request: the version.
-        spark: the session, whose configuration may have the catalog.
+        request: requested version.
+        spark: session, whose configuration may have the catalog.
         where: filter of the rows.
-        catalog: of Iceberg: an object of pyiceberg, its properties, or its name.
+        catalog: Iceberg catalog: an object of pyiceberg, a dict of properties, or a name.
         storage_options: as for `Store.create`.
 
     Raises:
-        InvalidArgumentError: there is no such table or version, a package is missing, or the table needs what no reader here
-            has.
+        InvalidArgumentError: the table or version does not exist, a package is missing, or the table needs a feature
+            that this package lacks.
     """
     condition = None if where is None else parse(where)
     text = os.fspath(table)
@@ -88,8 +88,8 @@ def _by_path(
     if versions := sorted((int(m[1]), n) for n in names if (m := _NUMBER.fullmatch(n))):
         newest = store.full_url(f"metadata/{versions[-1][1]}")
         raise InvalidArgumentError(
-            f"fit_on_table({name!r}): this Iceberg table belongs to a catalog, which knows its newest state. Give its name and "
-            f"catalog=, or the path of one state, such as {newest!r}."
+            f"fit_on_table({name!r}): this Iceberg table belongs to a catalog, and only the catalog knows the newest metadata file. "
+            f"Give the table's name and catalog=, or the path of a metadata file, such as {newest!r}."
         )
     raise _not_a_table(store, name)
 
@@ -99,8 +99,8 @@ def _not_a_table(store: Store, name: str) -> InvalidArgumentError:
     beside = f" It is a part of {above.kind}: give the table's own folder." if above else ""
     there = "has neither '_delta_log' nor 'metadata'" if store.list("") else "is empty or not there"
     return InvalidArgumentError(
-        f"fit_on_table({name!r}): the folder {there}, so it is no Delta or Iceberg table.{beside} The table may have been moved; "
-        "Parquet without a log is for fit_on_parquet(path)."
+        f"fit_on_table({name!r}): the folder {there}, so it is not a Delta or Iceberg table.{beside} The table may have been moved. "
+        "For Parquet without a log call fit_on_parquet(path)."
     )
 
 
@@ -109,7 +109,7 @@ def _absolute(url: str) -> str:
 
 
 def _spark_catalog(spark: SparkSession, name: str) -> dict[str, str] | None:
-    """Properties of an Iceberg catalog in the session's configuration, as pyiceberg reads them, or None."""
+    """Read the properties of an Iceberg catalog from the session's configuration, for pyiceberg; None without it."""
     prefix = f"spark.sql.catalog.{name}"
     kind = str(spark.conf.get(prefix, None) or "")
     if "org.apache.iceberg" not in kind:
@@ -120,19 +120,19 @@ def _spark_catalog(spark: SparkSession, name: str) -> dict[str, str] | None:
             found[key] = str(value)
     if found.get("type") not in ("rest", "hive", "glue"):
         raise InvalidArgumentError(
-            f"fit_on_table: the session's catalog {name!r} has the type {found.get('type')!r}, and the types that pyiceberg reads "
-            "too are rest, hive and glue. Give catalog={...} with pyiceberg's properties, or the table's path."
+            f"fit_on_table: the session's catalog {name!r} has the type {found.get('type')!r}, but pyiceberg can only take over the "
+            "types rest, hive and glue. Give catalog={...} with pyiceberg's properties, or the table's path."
         )
     return found
 
 
 def _delta_location(spark: SparkSession, name: str) -> str | None:
-    """Folder of a Delta table in the session's catalog; None without such a table."""
+    """Find the folder of a Delta table in the session's catalog; None if the catalog has no such table."""
     try:
         rows = spark.sql(
             f"DESCRIBE TABLE EXTENDED {name}"
-        ).collect()  # answered by the catalog, without a job
-    except Exception:  # noqa: BLE001 - no such table, or a name of another catalog
+        ).collect()  # the catalog answers without a job
+    except Exception:  # noqa: BLE001 - the table does not exist, or the name belongs to another catalog
         return None
     facts = {row[0]: row[1] for row in rows}
     if str(facts.get("Provider", "")).lower() != "delta" or not facts.get("Location"):

@@ -1,4 +1,4 @@
-"""Version of a table that a user asks for, and errors that all formats share."""
+"""Requested version of a table, and errors that all formats share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sparkhvd.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class VersionRequest:
-    """Version of a table requested by a user: at most one attribute is set; without any, the newest version.
+    """Requested version of a table. At most one attribute is set; without any, the newest version is meant.
 
     Attributes:
-        version: number of a Delta table's version.
-        snapshot_id: of an Iceberg table.
+        version: version number of a Delta table.
+        snapshot_id: id of an Iceberg snapshot.
         ref: branch or tag of an Iceberg table.
-        as_of: the version that was current at this time, in s since 1970.
-        schema_id: of an Iceberg table, beside its snapshot: the columns to read it with, if not its own.
+        as_of: time in s since 1970, which requests the version that was current then.
+        schema_id: id of the columns to read an Iceberg snapshot with, if not its own; may be set beside `snapshot_id`.
     """
 
     version: int | None = None
@@ -33,28 +33,28 @@ class VersionRequest:
 
     @property
     def as_of_ms(self) -> int:
-        """Time in whole ms since 1970; the fraction may be below a whole number by rounding."""
+        """Time in whole ms since 1970, rounded because the float may be slightly below a whole ms."""
         assert self.as_of is not None
         return math.floor(self.as_of * 1000 + 0.001)
 
     def of_format(self, kind: str) -> VersionRequest:
-        """Reject an attribute of the other format; `kind` is "Delta" or "Iceberg"."""
+        """Reject an attribute of the other format and return the request; `kind` is "Delta" or "Iceberg"."""
         if kind == "Delta" and (self.snapshot_id is not None or self.ref is not None):
             name = "snapshot_id" if self.snapshot_id is not None else "ref"
             raise InvalidArgumentError(
-                f"fit_on_table: {name} is given, and this is a Delta table, which has numbered versions. Give version=<number> "
+                f"fit_on_table: {name} is given, but this is a Delta table, which has numbered versions. Give version=<number> "
                 "or as_of=<time>."
             )
         if kind == "Iceberg" and self.version is not None:
             raise InvalidArgumentError(
-                f"fit_on_table: version is {self.version}, and this is an Iceberg table, which has snapshots. Give "
+                f"fit_on_table: version is {self.version}, but this is an Iceberg table, which has snapshots. Give "
                 "snapshot_id=<number>, ref=<branch or tag> or as_of=<time>."
             )
         return self
 
     @property
     def text(self) -> str:
-        """Text of the request, for messages."""
+        """Description of the request, for messages."""
         if self.as_of is not None:
             return f"as_of={_utc(self.as_of)}"
         given = {n: v for n, v in vars(self).items() if v is not None and n != "schema_id"}
@@ -72,13 +72,13 @@ def requested(
     """Check the arguments that choose a version.
 
     Raises:
-        InvalidArgumentError: more than one is given, or one has another type.
+        InvalidArgumentError: several arguments are given, or an argument is invalid.
     """
     given = {"version": version, "snapshot_id": snapshot_id, "ref": ref, "as_of": as_of}
     found = [name for name, value in given.items() if value is not None]
     if len(found) > 1:
         raise InvalidArgumentError(
-            f"fit_on_table: {' and '.join(found)} are given, and each names a version. Give one."
+            f"fit_on_table: {' and '.join(found)} are given, but each chooses a version. Give only one of them."
         )
     for name in ("version", "snapshot_id"):
         value = given[name]
@@ -86,7 +86,7 @@ def requested(
             not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63
         ):
             raise InvalidArgumentError(
-                f"fit_on_table: {name} is {value!r:.40}. Give a number, 0 or more and less than 2**63."
+                f"fit_on_table: {name} is {value!r:.40}. Give a whole number from 0 to 2**63 - 1."
             )
     if ref is not None and (not isinstance(ref, str) or not ref):
         raise InvalidArgumentError(
@@ -106,8 +106,8 @@ def _seconds(as_of: object) -> float:
         moment = datetime(as_of.year, as_of.month, as_of.day)  # noqa: DTZ001 - UTC below
     if not isinstance(moment, datetime):
         raise InvalidArgumentError(
-            f"fit_on_table: as_of is {as_of!r}. Give a date or a time, '2026-11-01' or '2026-11-01T12:00:00+01:00'; without an "
-            "offset it is UTC."
+            f"fit_on_table: as_of is {as_of!r}. Give a date or a time, '2026-11-01' or '2026-11-01T12:00:00+01:00'; a time without an "
+            "offset is in UTC."
         )
     return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
@@ -120,9 +120,9 @@ def unsupported(name: str, feature: str, remedy: str = "") -> InvalidArgumentErr
     """Make the error for a table that this reader cannot read exactly.
 
     Args:
-        name: of the table.
-        feature: what it needs, with the library and its version.
-        remedy: what else helps, a sentence.
+        name: name of the table.
+        feature: what the table needs, with the library and its version.
+        remedy: another remedy, as a sentence.
     """
     return InvalidArgumentError(
         f"fit_on_table({name!r}): the table needs {feature}. {remedy}{' ' if remedy else ''}Spark reads it: "
@@ -138,7 +138,7 @@ def missing_extra(name: str, package: str, extra: str) -> InvalidArgumentError:
 
 
 def short(error: BaseException, secrets: Collection[str] = ()) -> str:
-    """Text of a library's error in one line of at most 300 characters, without secrets."""
+    """Shorten the text of a library's error to one line of at most 300 characters, without secrets."""
     text = " ".join(str(error).split())
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "<hidden>")

@@ -1,7 +1,7 @@
-"""Filters of rows, with SQL's meaning for nulls; NaN counts as null in comparisons.
+"""Filters of rows, with SQL's meaning for nulls; a comparison treats NaN as null.
 
-A filter is SQL text of comparisons, IN, BETWEEN, IS NULL, AND, OR and NOT, or tuples as in `filters` of pandas. It selects rows exactly by
-pyarrow; the libraries of the formats only leave out files by it.
+A filter is SQL text of comparisons, IN, BETWEEN, IS NULL, AND, OR and NOT, or tuples as in `filters` of pandas. pyarrow
+selects the rows exactly; the libraries of the formats use the filter only to leave out files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Test:
     """Comparison of a column.
 
     Attributes:
-        column: name.
+        column: name of the column.
         op: "=", "!=", "<", "<=", ">", ">=", "in" or "null".
-        values: one, for "in" any number, for "null" none.
+        values: one value; for "in" any number of values, for "null" no value.
     """
 
     column: str
@@ -44,7 +44,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Joined:
-    """Conditions joined by "and" or "or", or a condition negated by "not"."""
+    """Conditions joined by "and" or "or", or one condition negated by "not"."""
 
     op: str
     parts: tuple[Condition, ...]
@@ -54,9 +54,9 @@ Condition: TypeAlias = "Test | Joined"
 
 _NEGATED = {"=": "!=", "!=": "=", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 _ALIASES = {"==": "=", "<>": "!="}
-# Conditions inside each other, and in all: more is no filter that a person writes, and recursion has a limit.
+# Limits on the depth and number of conditions, because recursion has a limit; filters that people write are far below.
 _MOST_DEPTH, _MOST_CONDITIONS = 100, 10_000
-# Comparisons with values by which a library leaves out files: with more it is slow, or recurses too deeply.
+# Limit on the values that a library compares to leave out files; with more it is slow, or recurses too deeply.
 _MOST_PRUNED = 200
 _TOKEN = re.compile(
     r"""\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)
@@ -66,17 +66,17 @@ _TOKEN = re.compile(
 
 
 def parse(where: Where) -> Condition:
-    """Parse a filter, SQL or tuples.
+    """Parse a filter from SQL or tuples.
 
     Raises:
-        InvalidArgumentError: it is neither such SQL nor such tuples.
+        InvalidArgumentError: the filter is neither valid SQL nor valid tuples.
     """
     if isinstance(where, str):
         return _checked(_Parser(where).parse(), where)
     try:
         parts: list[Any] = list(where)
         if parts and all(isinstance(part, tuple) for part in parts):
-            parts = [parts]  # one conjunction
+            parts = [parts]  # a flat list of tuples is one conjunction
         made = _joined("or", [_joined("and", [_of_tuple(each) for each in part]) for part in parts])
         return _checked(made, where)
     except (TypeError, ValueError) as e:
@@ -84,7 +84,7 @@ def parse(where: Where) -> Condition:
 
 
 def row_filter(condition: Condition, schema: pa.Schema, name: str) -> RowFilter:
-    """Make the filter of a table's rows.
+    """Make the filter of a table's rows from a condition.
 
     Args:
         condition: the filter.
@@ -105,7 +105,7 @@ def row_filter(condition: Condition, schema: pa.Schema, name: str) -> RowFilter:
 
 
 def text_of(condition: Condition) -> str:
-    """Condition as SQL, equal for equal conditions; double quotes around columns."""
+    """Format a condition as SQL with double quotes around columns; equal conditions give equal text."""
     if isinstance(condition, Joined):
         if condition.op == "not":
             return f"NOT ({text_of(condition.parts[0])})"
@@ -124,14 +124,14 @@ def columns_of(condition: Condition) -> set[str]:
 
 
 def null_columns_of(condition: Condition) -> set[str]:
-    """Columns that a condition compares with null."""
+    """Collect the columns that a condition tests with IS NULL."""
     return {test.column for test in _tests(condition) if test.op == "null"}
 
 
 def for_pruning(condition: Condition, types: Mapping[str, pa.DataType]) -> Condition | None:
-    """Convert values to the types of their columns; None if a library could not compare them exactly.
+    """Convert the values of a condition to the types of their columns; None if a library cannot compare them exactly.
 
-    A library rounds a value that the type lacks, and would leave out files that hold rows of the condition.
+    A library would round a value that the type cannot hold, and so might leave out files with rows of the condition.
     """
     if sum(max(1, len(test.values)) for test in _tests(condition)) > _MOST_PRUNED:
         return None
@@ -141,7 +141,7 @@ def for_pruning(condition: Condition, types: Mapping[str, pa.DataType]) -> Condi
             return replace(each, parts=tuple(made(part) for part in each.parts))
         kind = types[each.column]
         values = tuple(_exact(value, kind, each.column) for value in each.values)
-        # Libraries compare a decimal as a float, which holds 15 digits.
+        # Libraries compare a decimal as a float, which holds only 15 digits.
         if None in values or (pa.types.is_decimal(kind) and kind.precision > 15):
             raise _InexactError
         return replace(each, values=values)
@@ -153,14 +153,15 @@ def for_pruning(condition: Condition, types: Mapping[str, pa.DataType]) -> Condi
 
 
 class _InexactError(Exception):
-    """A value is not in the type of its column."""
+    """Raised for a value that the type of its column cannot hold exactly."""
 
 
 def of_iceberg(condition: Condition, types: Mapping[str, pa.DataType]) -> BooleanExpression:
-    """Expression of pyiceberg that holds for at least the rows of the condition."""
+    """Make an expression of pyiceberg that is true for all rows of the condition, and maybe for more."""
     from pyiceberg import expressions as ice
 
-    # Negation is moved to the comparisons: an Iceberg comparison is true or false for nulls, and its negation would drop some.
+    # Negation is moved into the comparisons. In Iceberg a comparison with null is not null but true or false, so
+    # negating it could drop files with rows of the condition.
     def made(each: Condition, is_negated: bool) -> BooleanExpression:
         if isinstance(each, Joined):
             if each.op == "not":
@@ -171,7 +172,8 @@ def of_iceberg(condition: Condition, types: Mapping[str, pa.DataType]) -> Boolea
             return ice.NotNull(each.column) if is_negated else ice.IsNull(each.column)
         values = [_exact(value, types[each.column], each.column) for value in each.values]
         if None in values:
-            return ice.AlwaysTrue()  # pyiceberg would round the value, or fail
+            # This comparison must not drop files, because pyiceberg would round the value or fail.
+            return ice.AlwaysTrue()
         if each.op == "in":
             return ice.NotIn(each.column, values) if is_negated else ice.In(each.column, values)
         op = _NEGATED[each.op] if is_negated else each.op
@@ -195,7 +197,7 @@ def _expression(condition: Condition, types: Mapping[str, pa.DataType]) -> pc.Ex
             return ~parts[0]
         while (
             len(parts) > 1
-        ):  # a balanced tree: pyarrow recurses. Its operators are Kleene's, as SQL's
+        ):  # a balanced tree, because pyarrow recurses; its operators treat nulls as SQL does
             pairs = zip(parts[::2], parts[1::2], strict=False)
             joined = [a & b if condition.op == "and" else a | b for a, b in pairs]
             parts = joined + parts[len(parts) - len(parts) % 2 :]
@@ -204,19 +206,20 @@ def _expression(condition: Condition, types: Mapping[str, pa.DataType]) -> pc.Ex
     if condition.op == "null":
         return field.is_null()
     if pa.types.is_floating(kind):
-        # Statistics of files leave NaN out, so a filter that selected it could not leave out files.
+        # NaN counts as null. Statistics of files do not include NaN, so a filter that selects it could not leave out
+        # files.
         field = pc.if_else(pc.is_nan(field), pc.scalar(pa.scalar(None, kind)), field)
     if condition.op == "in":
         found = [_value_in(value, kind, condition.column) for value in condition.values]
         exact = [value for value in found if value is not None]
         if 0.0 in exact and pa.types.is_floating(kind):
-            exact.append(-0.0)  # another value for isin()
+            exact.append(-0.0)  # isin() treats -0.0 and 0.0 as different values
         return _unless_null(field, field.isin(pa.array(exact, kind)))
     return _compared(field, condition, kind)
 
 
 def _compared(field: pc.Expression, test: Test, kind: pa.DataType) -> pc.Expression:
-    """Compare a column with a value; a number that the type lacks lies between two numbers of the type."""
+    """Compare a column with a value. A value that the type cannot hold lies between two numbers of the type."""
     value = test.values[0]
     exact = _value_in(value, kind, test.column)
     if exact is not None:
@@ -239,9 +242,9 @@ def _unless_null(field: pc.Expression, otherwise: pc.Expression) -> pc.Expressio
 
 
 def _floor(value: Any, kind: pa.DataType) -> int | float | Decimal | None:
-    """Greatest number of a type that is at most the value; None if all are greater.
+    """Find the largest number of a type that is at most the value; None if all numbers of the type are greater.
 
-    A number compares as it is: 0.1 is less than the nearest float32. With decimals its text counts.
+    The exact number counts: 0.1 is less than the nearest float32. For a decimal column the number's text counts.
     """
     if pa.types.is_integer(kind):
         bits = kind.bit_width - pa.types.is_signed_integer(kind)
@@ -258,7 +261,7 @@ def _floor(value: Any, kind: pa.DataType) -> int | float | Decimal | None:
     try:
         with np.errstate(over="ignore"):
             found = make(value)
-    except OverflowError:  # of an int
+    except OverflowError:  # the int is too large for a float
         found = make(math.copysign(math.inf, value))
     return float(np.nextafter(found, make(-math.inf)) if float(found) > value else found)
 
@@ -268,14 +271,14 @@ def _decimal(value: Any) -> Decimal:
 
 
 def _value_in(value: Value, kind: pa.DataType, column: str) -> Any:
-    """Convert a value to its column's type; None for a number that the type lacks."""
+    """Convert a value to its column's type; None for a number that the type cannot hold."""
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if is_number != (isinstance(value, (int, float)) and not isinstance(value, bool)) or (
         pa.types.is_boolean(kind) != isinstance(value, bool)
     ):
         raise InvalidArgumentError(
-            f"where: column {column!r} is {kind}, and is compared with {value!r}. Give a value of its type: text in single "
-            "quotes, which are also the form of dates and timestamps, '2026-11-01'."
+            f"where: column {column!r} is {kind}, but is compared with {value!r}. Give a value of the column's type. Text, dates and "
+            "timestamps are written in single quotes, such as '2026-11-01'."
         )
     if is_number:
         below = _floor(value, kind)
@@ -284,8 +287,8 @@ def _value_in(value: Value, kind: pa.DataType, column: str) -> Any:
         return _scalar(value, kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as e:
         raise InvalidArgumentError(
-            f"where: {value!r} is no value of column {column!r} ({kind}): {e}. Give a value of its type; of dates and times in "
-            "ISO 8601, '2026-11-01T12:00:00'."
+            f"where: {value!r} is not a value of column {column!r} ({kind}): {e}. Give a value of the column's type; write dates and "
+            "times in ISO 8601, such as '2026-11-01T12:00:00'."
         ) from None
 
 
@@ -295,12 +298,12 @@ def _scalar(value: Value, kind: pa.DataType) -> pa.Scalar:
         return scalar.cast(kind)
     try:
         return scalar.cast(kind)
-    except pa.ArrowInvalid:  # without an offset it is UTC
+    except pa.ArrowInvalid:  # a time without an offset is in UTC
         return scalar.cast(pa.timestamp(kind.unit)).cast(pa.timestamp(kind.unit, "UTC")).cast(kind)
 
 
 def _exact(value: Value, kind: pa.DataType, column: str) -> Any:
-    """Value as both libraries take it, dates and times as text; None if the type lacks it."""
+    """Convert a value to the form for both libraries, dates and times as text; None if the type cannot hold it."""
     found = _value_in(value, kind, column)
     if not isinstance(found, pa.Scalar):
         return found
@@ -330,7 +333,7 @@ def _tests(condition: Condition) -> Iterator[Test]:
 
 
 def _checked(condition: Condition, where: object) -> Condition:
-    """Reject a condition that is too large or too deep to be evaluated."""
+    """Reject a condition that is too large or too deep to evaluate."""
     level, count, depth = [condition], 0, 0
     while level:
         count, depth = count + len(level), depth + 1
@@ -338,23 +341,23 @@ def _checked(condition: Condition, where: object) -> Condition:
     if count > _MOST_CONDITIONS:
         raise _refused(
             where,
-            f"it has {count:,} conditions, and {_MOST_CONDITIONS:,} are the most. One IN takes any number of values",
+            f"it has {count:,} conditions; at most {_MOST_CONDITIONS:,} are allowed. One IN takes any number of values",
         )
     if depth > _MOST_DEPTH:
-        raise _refused(where, f"more than {_MOST_DEPTH} conditions inside each other")
+        raise _refused(where, f"conditions are nested more than {_MOST_DEPTH} deep")
     return condition
 
 
 def _joined(op: str, parts: Sequence[Condition]) -> Condition:
     if not parts:
-        raise ValueError("it is empty")
+        raise ValueError("the filter is empty")
     return parts[0] if len(parts) == 1 else Joined(op, tuple(parts))
 
 
 def _of_tuple(given: tuple[str, str, Any]) -> Condition:
     column, op, value = given
     if not isinstance(column, str) or not column or not isinstance(op, str):
-        raise ValueError(f"{given!r} is no column, comparison and value")
+        raise ValueError(f"{given!r} is not (column, comparison, value)")
     op = " ".join(_ALIASES.get(op, op).lower().split())
     if op in ("in", "not in") and isinstance(value, str):
         raise ValueError(f"{given!r} has text where a list of values is needed")
@@ -363,22 +366,24 @@ def _of_tuple(given: tuple[str, str, Any]) -> Condition:
         test = Test(column, "null")
         return test if op in ("=", "is") else Joined("not", (test,))
     if not all(isinstance(v, (int, float, str)) for v in values):
-        raise ValueError(f"{given!r} is no column, comparison and value")
+        raise ValueError(f"{given!r} is not (column, comparison, value)")
     if op in ("in", "not in"):
         if not values:
             raise ValueError(f"{given!r} has no values")
         test = Test(column, "in", values)
         return test if op == "in" else Joined("not", (test,))
     if op not in _NEGATED:
-        raise ValueError(f"{op!r} is no comparison")
+        raise ValueError(f"{op!r} is not a comparison")
     return Test(column, op, values)
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number of NumPy to Python's. NaN and infinity are errors, because SQL has no text for them."""
+    """Convert a number of NumPy to a Python number; NaN and infinity are errors, because SQL cannot write them."""
     plain = value.item() if isinstance(value, np.generic) else value
     if isinstance(plain, float) and not math.isfinite(plain):
-        raise ValueError(f"{plain!r} is compared, and only finite numbers can be")
+        raise ValueError(
+            f"{plain!r} is not a finite number, and only finite numbers can be compared"
+        )
     return str(plain) if isinstance(plain, str) else plain
 
 
@@ -390,7 +395,7 @@ def _refused(where: object, problem: str) -> InvalidArgumentError:
 
 
 class _Parser:
-    """Recursive descent over the tokens of a filter."""
+    """Recursive-descent parser of SQL filters."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -413,7 +418,7 @@ class _Parser:
     def _or(self) -> Condition:
         self._depth += 1
         if self._depth > _MOST_DEPTH:
-            raise _refused(self._text, f"more than {_MOST_DEPTH} conditions inside each other")
+            raise _refused(self._text, f"conditions are nested more than {_MOST_DEPTH} deep")
         parts = [self._and()]
         while self._takes("or"):
             parts.append(self._and())
@@ -503,7 +508,7 @@ class _Parser:
     def _error(self, wanted: str, back: int = 0) -> InvalidArgumentError:
         at = self._at - back
         found = repr(self._tokens[at][1]) if at < len(self._tokens) else "the end"
-        return _refused(self._text, f"{wanted} is expected, and {found} is there")
+        return _refused(self._text, f"{wanted} is expected, but {found} was found")
 
 
 def _negated(condition: Condition, is_negated: bool) -> Condition:

@@ -1,6 +1,6 @@
-"""Fit: from the Params and a DataFrame to the ranks' task, on the driver.
+"""Parts of a fit on the driver, from the Params and a DataFrame to the task of the ranks.
 
-Everything is checked before the first Spark job.
+Arguments are checked before the first Spark job.
 
 Each module imports only those above it:
 
@@ -12,7 +12,7 @@ Each module imports only those above it:
     status_line       progress of this process's fits in one line
     on_parquet        sources of `fit_on_parquet`
     on_table          source of `fit_on_table`
-    progress          epochs, shown while the ranks train
+    progress          reports of epochs while the ranks train
     request           checked request of a fit
-    train_spec        spec of the ranks from a checked request and prepared data
+    train_spec        spec of the ranks, from a checked request and prepared data
 """

@@ -1,7 +1,7 @@
-"""Cluster of a fit: number of ranks, GPUs, and settings from the Spark conf.
+"""Decide the number of ranks, the GPUs and the settings of a fit from arguments and the Spark conf.
 
-An argument wins over the conf (`spark.sparkhvd.<name>`), the conf over the environment, the environment over the
-default. Nothing here starts a job.
+An argument has priority over the conf (`spark.sparkhvd.<name>`), the conf over the environment, and the environment
+over the default. This module starts no job.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Launch of a fit's ranks.
+    """Facts for the launch of a fit's ranks.
 
     Attributes:
-        num_proc: number of ranks; the maximum of an elastic job.
-        least: minimum of ranks of an elastic job; None for a fixed number.
+        num_proc: number of ranks; the maximum for an elastic job.
+        least: minimum number of ranks of an elastic job; None for a fixed number.
         max_retries: relaunches after a lost process, executor or host.
         start_timeout: longest wait for task slots in seconds; None means the setting.
         verbose: 0 prints nothing on the driver.
-        settings: of the engine.
-        slots: tasks that the configuration can run at once; None if unbounded.
+        settings: settings of the engine.
+        slots: number of tasks that the configuration can run at once; None if unbounded.
         use_gpu: the Param.
-        looks_for_gpu: a rank uses a GPU that torch sees, even without an assigned GPU.
-        finds_gpu: torch sees such a GPU.
+        looks_for_gpu: True if a rank uses a GPU that torch sees even if Spark assigned none.
+        finds_gpu: True if torch sees such a GPU.
     """
 
     num_proc: int
@@ -63,16 +63,17 @@ class Cluster:
 
 
 def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool = True) -> Cluster:
-    """Resolve everything that depends on the cluster; print the number of ranks if it was not given.
+    """Decide everything that depends on the cluster; print the number of ranks if it was not given.
 
     Args:
-        shim: of the session.
-        options: of the fit.
-        takes_slots: whether ranks are tasks of Spark's. Others may be more than it has slots, and their number is given.
+        shim: shim of the session.
+        options: options of the fit.
+        takes_slots: True if ranks are Spark tasks. Other ranks may be more than Spark's slots, but their number must be
+            given.
 
     Raises:
-        InvalidArgumentError: an argument or a conf is wrong (the message has its name).
-        PreflightError: the configured cluster can never run that many ranks at once, or gives several of them one GPU.
+        InvalidArgumentError: an argument or a conf is wrong; the message names it.
+        PreflightError: the configured cluster can never run so many ranks at once, or gives one GPU to several ranks.
     """
     keys = [CONF_PREFIX + name for name in _rows_in_conf()] + conf_keys()
     conf = shim.conf((*SLOT_CONF_KEYS, *preflight.PREFLIGHT_CONF_KEYS, *keys))
@@ -82,7 +83,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
     if takes_slots:
         preflight.check_conf(conf, is_barrier=least is None)
         preflight.check_databricks(shim.is_connect)
-    # Whether Spark accepts the resource profile is known only when the ranks are launched.
+    # The plan may change later, because only the launch shows whether Spark accepts the resource profile.
     plan = decide.decide(conf, options.use_gpu, refused=decide.no_profiles())
     slots = decide.slots_of(conf, plan)
     looks = plan.mode == decide.GpuMode.FREE and is_local(conf.get("spark.master", ""))
@@ -116,7 +117,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
         slots=slots.maximum,
         use_gpu=options.use_gpu,
         looks_for_gpu=looks,
-        # Over Connect the ranks run on another host.
+        # A Connect client cannot look for GPUs, because the ranks run on another host.
         finds_gpu=may_find
         and not shim.is_connect
         and probe.count_beside(settings.values.cuda_library, {}) > 0,
@@ -124,10 +125,10 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
 
 
 def fixed_num_proc(options: FitOptions, who: str) -> int | None:
-    """Number of ranks for an estimator without elastic training.
+    """Return the number of ranks for an estimator without elastic training.
 
     Raises:
-        InvalidArgumentError: it is a range.
+        InvalidArgumentError: `num_proc` is a range.
     """
     if isinstance(options.num_proc, tuple):
         raise InvalidArgumentError(
@@ -137,37 +138,37 @@ def fixed_num_proc(options: FitOptions, who: str) -> int | None:
 
 
 def _range_of_ranks(options: FitOptions) -> tuple[int | None, int | None]:
-    """Minimum of ranks (None if fixed), and the number or the maximum.
+    """Return the minimum number of ranks (None if fixed), and the number or the maximum.
 
     Raises:
-        InvalidArgumentError: another Param contradicts it.
+        InvalidArgumentError: another Param contradicts `num_proc`.
     """
     given = options.num_proc
     if not isinstance(given, tuple):
         if options.elastic_batch is not None:
             raise InvalidArgumentError(
-                f"elastic_batch is {options.elastic_batch!r}, and num_proc is {given}. It is for elastic training: give "
-                "num_proc=(least, most), or leave it out."
+                f"elastic_batch is {options.elastic_batch!r}, but num_proc is {given}. elastic_batch is for elastic training: give "
+                "num_proc=(least, most), or leave elastic_batch out."
             )
         return None, given
     what = f"num_proc is {given}"
     if options.train_fn is not None:
         raise InvalidArgumentError(
-            f"{what}, and train_fn has its own loop, which does not support elastic training. Give num_proc a number, or "
+            f"{what}, but train_fn has its own loop, which does not support elastic training. Set num_proc to one number, or "
             "call sparkhvd.runner.run_elastic with a function that uses hvd.elastic.run."
         )
     if options.timeline:
         raise InvalidArgumentError(
-            f"{what}, and timeline needs a fixed number of ranks. Leave timeline out, or set num_proc to one number."
+            f"{what}, but timeline needs a fixed number of ranks. Leave timeline out, or set num_proc to one number."
         )
     if isinstance(options.gradient_compression, PowerSGD):
         raise InvalidArgumentError(
-            f"{what}, and powersgd keeps a part of the gradients on each rank, and that part is lost with the rank. Set num_proc to one "
+            f"{what}, but powersgd keeps a part of the gradients on each rank, which is lost if the rank is lost. Set num_proc to one "
             "number, or use another gradient_compression."
         )
     if options.accumulate > 1 and options.elastic_batch is not None:
         raise InvalidArgumentError(
-            f"{what}, elastic_batch is {options.elastic_batch!r} and accumulate is {options.accumulate}. Give one of the last two."
+            f"{what}, elastic_batch is {options.elastic_batch!r} and accumulate is {options.accumulate}. Give only one of elastic_batch and accumulate."
         )
     return given
 
@@ -177,7 +178,7 @@ def _rows_in_conf() -> dict[str, ParamRow]:
 
 
 def _values_of_conf(options: FitOptions, conf: Mapping[str, str]) -> dict[str, Any]:
-    """Read the Params set in the conf and not by the caller."""
+    """Read the Params that are set in the conf and not by the caller."""
     values: dict[str, Any] = {}
     for name, row in _rows_in_conf().items():
         key = CONF_PREFIX + name
@@ -189,7 +190,7 @@ def _values_of_conf(options: FitOptions, conf: Mapping[str, str]) -> dict[str, A
             value = kind(text)
         except ValueError:
             raise InvalidArgumentError(
-                f"{key} is {text!r}; it must be a plain {kind.__name__}. Set another, or give {name} to fit."
+                f"{key} is {text!r}; it must be a plain {kind.__name__}. Set another value, or give {name} to fit."
             ) from None
         if row.check is not None and (problem := row.check(value)):
             raise InvalidArgumentError(f"{key} is {value}; {problem}.")

@@ -1,4 +1,4 @@
-"""Models of several param maps, and cleanup of the data that their fits share."""
+"""Fit the models of several param maps, and delete the data that their fits share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ M = TypeVar("M")
 
 
 class FoldModels(Iterator[tuple[int, M]]):
-    """Iterator over pairs (index of the param map, model), safe for several threads as in a CrossValidator."""
+    """Thread-safe iterator over pairs (index of the param map, model), as a CrossValidator needs it."""
 
     def __init__(self, models: Iterator[tuple[int, M]], num_models: int, scope: ReuseScope) -> None:
         """Keep `scope` open until all `num_models` fits of `models` have ended or failed."""
@@ -27,7 +27,7 @@ class FoldModels(Iterator[tuple[int, M]]):
             self._close()
 
     def __next__(self) -> tuple[int, M]:
-        """Fit with the next param map."""
+        """Fit with the next param map; return its index and the model."""
         try:
             return next(self._models)
         finally:
@@ -40,7 +40,7 @@ class FoldModels(Iterator[tuple[int, M]]):
 
 @contextlib.contextmanager
 def models_kept(models: dict[int, M]) -> Iterator[None]:
-    """Attach the finished models to an error in the block as its attribute `models`, so that their training is not lost."""
+    """Attach the finished models to an error in the block as its attribute `models`, so that they are not lost."""
     try:
         yield
     except BaseException as e:

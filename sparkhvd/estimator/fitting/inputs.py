@@ -1,4 +1,4 @@
-"""Data of a fit: its sources by role, columns checked before any job, and the prepared rows."""
+"""Data of a fit: sources by role, checks of columns before any job, and preparation of rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FitSources:
 
     Attributes:
         training: rows to train on.
-        validation: rows to validate with, if they have their own source.
+        validation: rows to validate with, if they are in a separate source.
         split: fraction or column that takes validation rows from the training rows, or None.
     """
 
@@ -63,9 +63,9 @@ class FitData:
     Attributes:
         training: rows to train on.
         validation: rows of a validation source, or None.
-        schema: of the training data, with shape and dtype of decoded columns.
+        schema: columns of the training data, with shape and dtype of decoded columns.
         transformed: columns as the user's transformations return them; None without transformations.
-        examples: collated columns for two rows, to try the model on.
+        examples: collated columns of two rows, on which the driver tries the model.
     """
 
     training: PreparedData
@@ -93,7 +93,7 @@ class FitData:
 
     @property
     def ranges(self) -> dict[str, Range]:
-        """Smallest and largest integer of columns that reach model and loss as they are in the data."""
+        """Smallest and largest integer of the columns that reach model and loss unchanged."""
         if self.transformed is not None:
             return {}
         manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]
@@ -109,7 +109,7 @@ class FitData:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Where the rows come from, as JSON values: rows, columns, digest, and versions of tables as far as known."""
+        """Origin of the rows as JSON values: rows, columns, digest, and versions of tables as far as known."""
         return {
             "rows": self.manifest.num_rows,
             "columns": [column.name for column in self.manifest.schema.columns],
@@ -118,7 +118,7 @@ class FitData:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Facts that a resumed fit must share with its run."""
+        """Facts that must be equal in a run and in a fit that resumes it."""
         manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]
         tables = {"tables": [t.identity for t in self.manifest.tables]}
         return {
@@ -146,7 +146,7 @@ def required_modules(options: FitOptions) -> tuple[str, ...]:
 
 
 def dataframe_sources(df: DataFrame, validation: DataFrame | float | str | None) -> FitSources:
-    """Sources of `fit(df)`; `validation` is the Param."""
+    """Make the sources of `fit(df)`; `validation` is the Param."""
     if is_dataframe(validation):
         return FitSources(DataFrameSource(df), DataFrameSource(validation))
     if validation is not None and not isinstance(validation, str):
@@ -161,8 +161,8 @@ def _check_reader(reader: str, source: DataSource) -> None:
         )
     if reader == "petastorm" and not isinstance(source, ParquetFiles):
         raise InvalidArgumentError(
-            "reader='petastorm' reads data sets that are there, and fit(df) writes its own, which petastorm cannot read. Give "
-            "the data set to fit_on_parquet(path), or leave reader out."
+            "reader='petastorm' reads existing data sets, but fit(df) writes its own data in a format that petastorm cannot read. "
+            "Give the data set to fit_on_parquet(path), or leave reader out."
         )
 
 
@@ -178,24 +178,24 @@ def check_inputs(
     """Check the columns of all sources and decide how each is stored; starts no job.
 
     Args:
-        options: of the fit.
-        sources: of the fit.
+        options: options of the fit.
+        sources: sources of the fit.
         functions: the user's decoders and collate functions.
         model_dtype: dtype of the model's parameters.
         class_labels: label columns that hold class indices.
-        keeps_types: the user's function receives the numbers before the model.
+        keeps_types: True if a user's function receives the numbers before the model.
 
     Raises:
-        InvalidArgumentError: a column cannot be used, the validation source has other columns, or `reader` does not fit
+        InvalidArgumentError: a column cannot be used, the validation source has other columns, or `reader` cannot read
             these data.
     """
     _check_reader(options.reader, sources.training)
     sparse_cols = options.sparse_cols
     if sparse_cols is None and options.input_shapes is not None:
-        sparse_cols = []  # a shape describes a dense tensor
+        sparse_cols = []  # input_shapes describe dense tensors, so vectors become dense
     decisions: dict[str, Any] = {
         "feature_cols": options.feature_cols,
-        "label_cols": options.label_cols or [],  # train_step may need none
+        "label_cols": options.label_cols or [],  # a train_step may work without labels
         "sample_weight_col": options.sample_weight_col,
         "group_col": options.group_col,
         "model_dtype": model_dtype,
@@ -237,10 +237,10 @@ def prepare_inputs(
     """Prepare all sources, and run the user's functions on the first training rows.
 
     Args:
-        sources: of the fit.
-        schema: their columns, as `check_inputs` returned them.
+        sources: sources of the fit.
+        schema: columns of the sources, as `check_inputs` returned them.
         program: the user's objects.
-        target: of the training data.
+        target: target of the training data.
         inputs: the Param.
 
     Raises:
@@ -251,7 +251,7 @@ def prepare_inputs(
     functions, transformations = program.functions, program.user.transformations
     if not functions.needs_example(data.schema) and not transformations:
         return data
-    # Opened once for both: each open costs several round trips on an object store.
+    # The source is opened once for both uses, because each open costs several round trips on an object store.
     with open_source(training.files or target.store, training.manifest) as rows:
         seen, examples = _read_examples(rows, data.schema, functions)
         transformed = None
@@ -271,9 +271,9 @@ def prepare_sources(sources: FitSources, schema: DataSchema, target: Target) -> 
     """Prepare the rows of all sources.
 
     Args:
-        sources: of the fit.
-        schema: their columns, as `check_inputs` returned them.
-        target: of the training data.
+        sources: sources of the fit.
+        schema: columns of the sources, as `check_inputs` returned them.
+        target: target of the training data.
 
     Raises:
         InvalidArgumentError: the data cannot be used, see `materialize`.
@@ -296,40 +296,40 @@ def _check_shapes(training: DataSchema, validation: DataSchema, name: str) -> No
     for ours, theirs in pairs:
         if (ours.kind, ours.shape) != (theirs.kind, theirs.shape):
             raise InvalidArgumentError(
-                f"The {name} given as validation has shape {theirs.shape} per row in column {ours.name!r}; the "
-                f"training data have {ours.shape}. Both must have one shape."
+                f"The {name} given as validation has shape {theirs.shape} per row in column {ours.name!r}, but the "
+                f"training data have {ours.shape}. Both must have the same shape."
             )
 
 
 def _read_examples(
     rows: Source, schema: DataSchema, functions: RowFunctions
 ) -> tuple[DataSchema, dict[str, Any]]:
-    """Learn the schema after decoders, and examples of collated columns, from the first row."""
+    """Find the schema after decoders, and examples of collated columns, by decoding the first row."""
     names = functions.needs_example(schema)
     if not names:
         return schema, {}
     first = rows.read(names, rows.examples(1))
     decoded = functions.with_decoded(schema, first)
     columns = [c for c in decoded.columns if c.is_collated]
-    # Two rows tell an output of one entry in total from one entry per row.
+    # The row is used twice, because two rows distinguish an output with one entry per row from one entry in total.
     twice = np.zeros(2, np.int64)
     pair = functions.decode(columns, {c.name: first[c.name].take(twice) for c in columns})
     return decoded, functions.collate_batch(pair)
 
 
 def check_split(manifest: Manifest, split: float | str | None, full_step: int) -> None:
-    """Reject data too small to train or validate, before any rank starts.
+    """Reject data that are too small to train or validate, before any rank starts.
 
     Args:
-        manifest: of the training data.
-        split: fraction or column that takes validation rows from them, or None.
-        full_step: rows that training needs at least, because `drop_last` leaves out a step of fewer.
+        manifest: manifest of the training data.
+        split: fraction or column that takes validation rows from the training data, or None.
+        full_step: minimum number of training rows, because `drop_last` drops a step with fewer rows.
     """
     total, held_out = manifest.num_rows, manifest.num_validation or 0
     if split and not isinstance(split, str):
         held_out = len(split_validation(total, split, 0)[1])
     if isinstance(split, str) and manifest.num_validation is None:
-        return  # not counted: the ranks check it
+        return  # the number of validation rows is unknown here, so the ranks check it
     if split and held_out == 0:
         raise InvalidArgumentError(
             f"validation: column {split!r} marks none of {total:,} rows. A row with true, or a number above 0, is "
@@ -337,10 +337,10 @@ def check_split(manifest: Manifest, split: float | str | None, full_step: int) -
         )
     if held_out == total:
         raise InvalidArgumentError(
-            f"validation: column {split!r} marks all {total:,} rows, so none is left to train on."
+            f"validation: column {split!r} marks all {total:,} rows, so no rows are left to train on."
         )
     if total - held_out < full_step:
         raise InvalidArgumentError(
-            f"drop_last leaves out a step that is not full, and the {total - held_out:,} training rows are less than "
+            f"drop_last drops a step that is not full, but the {total - held_out:,} training rows are fewer than "
             f"one full step of num_proc * batch_size * accumulate = {full_step:,} rows. Lower batch_size, or set drop_last=False."
         )

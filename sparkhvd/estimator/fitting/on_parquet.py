@@ -1,4 +1,4 @@
-"""Sources of `TorchEstimator.fit_on_parquet(path)`: options checked, files found, petastorm's decoders added."""
+"""Sources of `TorchEstimator.fit_on_parquet(path)`: check options, find files, add petastorm's decoders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator.params.generated import FitOptions
 
 
-# Horovod's folder of training data in a store; an index follows after a dot.
+# Horovod's folder of training data in a store; an index is appended after a dot.
 _HOROVOD_TRAINING = "intermediate_train_data"
 _HOROVOD_VALIDATION = "intermediate_val_data"
 
@@ -36,7 +36,7 @@ class DataPaths:
     """Arguments of `fit_on_parquet` that locate data.
 
     Attributes:
-        path: the training data; None means the data that Horovod's estimator wrote below the store.
+        path: training data; None means the data that Horovod's estimator wrote below the store.
         validation_path: data to validate with, or None.
         storage_options: credentials and other options for both paths.
         dataset_idx: Horovod's index of the data below the store, or None.
@@ -53,7 +53,7 @@ def split_arguments(
     params: Mapping[Any, Any] | Sequence[Any] | None,
     name: str = "fit_on_parquet",
 ) -> tuple[PathLike | None, list[ParamMap], bool]:
-    """Path, param maps, and whether the maps came as a list; Horovod's call passes params first.
+    """Split the arguments into path, param maps, and whether the maps are a list; Horovod passes params first.
 
     Raises:
         InvalidArgumentError: params are given twice or are not param maps.
@@ -61,15 +61,15 @@ def split_arguments(
     if path is not None and not isinstance(path, (str, os.PathLike)):
         if params is not None:
             raise InvalidArgumentError(
-                f"{name}: path is {path!r:.100}, and params are given too. Give a path, then params."
+                f"{name}: path is {path!r:.100}, but params are given, too. Give a path, then params."
             )
         path, params = None, path
     is_list = isinstance(params, (list, tuple))
     maps = list(params) if isinstance(params, (list, tuple)) else [params]
     if not all(isinstance(each, Mapping) for each in maps if each is not None):
         raise InvalidArgumentError(
-            f"{name}: params is {params!r:.100}. Give a dict of Params, or a list of such dicts; and one path: of several "
-            "files that of their folder."
+            f"{name}: params is {params!r:.100}. Give a dict of Params, or a list of such dicts. For several files, give the path "
+            "of their folder."
         )
     return path, [dict(each or {}) for each in maps], is_list
 
@@ -81,17 +81,18 @@ def open_sources(
 
     Args:
         options: of the fit.
-        places: of the data.
+        places: locations of the data.
         spark: the session whose tasks become ranks.
 
     Raises:
-        InvalidArgumentError: a Param applies only to materialized data, two Params conflict, or there are no Parquet files.
+        InvalidArgumentError: a Param applies only to materialized data, two Params conflict, or there are no Parquet
+            files.
     """
     check_options(options, "fit_on_parquet")
     if options.validation and places.validation_path is not None:
         raise InvalidArgumentError(
-            f"validation is {options.validation!r} and validation_path is {places.validation_path!r}; both say which rows validate. "
-            "Give one."
+            f"validation is {options.validation!r} and validation_path is {places.validation_path!r}, but each chooses the validation "
+            "rows. Give only one of them."
         )
     training_store, validation_store = _locate(options, places)
     training = open_dataset(reachable(spark, training_store))
@@ -110,36 +111,36 @@ def open_sources(
 
 
 def check_options(options: FitOptions, name: str) -> None:
-    """Reject Params of materialized data, and validation rows that Spark would have to write; `name` is the caller's."""
+    """Reject Params for materialized data, and validation rows that Spark must write; `name` is the caller's name."""
     for param in ("data_key", "keep_data", "num_partitions", "group_col"):
         if getattr(options, param):
             raise InvalidArgumentError(
-                f"{param} is {getattr(options, param)!r}; it is about data that fit(df) writes, and {name} reads the files as "
-                f"they are. Clear it: estimator.clear(estimator.{param})."
+                f"{param} is {getattr(options, param)!r}, but it only affects data that fit(df) writes, and {name} reads existing "
+                f"files. Clear it: estimator.clear(estimator.{param})."
             )
     if is_dataframe(options.validation):
         given = "validation_path=<Parquet>, " if name == "fit_on_parquet" else ""
         raise InvalidArgumentError(
-            f"validation is a DataFrame, which Spark would have to write first, and {name} runs no job over data. Give "
+            f"validation is a DataFrame, which Spark would have to write first, but {name} runs no job over data. Give "
             f"{given}a fraction or a column."
         )
 
 
 def _locate(options: FitOptions, places: DataPaths) -> tuple[Store, Store | None]:
-    """Store of the training data, and of separate validation files if given."""
+    """Make the store of the training data, and of separate validation files if they are given."""
     index, validation_path = places.dataset_idx, places.validation_path
     storage = places.storage_options
     validation = store_of(validation_path, storage) if validation_path is not None else None
     if places.path is not None:
         if index is not None:
             raise InvalidArgumentError(
-                f"dataset_idx is {index}, which counts data below the store, and path is {places.path!r}. Give one."
+                f"dataset_idx is {index}, which chooses data below the store, but path is {places.path!r}. Give only one of them."
             )
         return store_of(places.path, storage), validation
     store = options.store
     if store is None:
         raise InvalidArgumentError(
-            "fit_on_parquet: path is not given, and there is no store whose data could be meant. Give the path of a Parquet "
+            "fit_on_parquet: path is not given, and no store is given from which data could be read. Give the path of a Parquet "
             "file or folder."
         )
     store = store if isinstance(store, Store) else Store.create(store)
@@ -152,8 +153,8 @@ def _locate(options: FitOptions, places: DataPaths) -> tuple[Store, Store | None
 def reachable(spark: SparkSession, store: Store) -> Store:
     """Choose how this process reaches a data set: directly, or through tasks of a Connect session.
 
-    A Connect client may see no files there, or other files under the same name. It has direct access if it lists the same
-    files as an executor, with equal sizes and times. Nothing is written for this check.
+    A Connect client may see no files there, or other files under the same name. It uses direct access if it lists the
+    same files as an executor, with equal sizes and times. The check writes nothing.
     """
     if not is_connect(spark):
         return store
@@ -170,7 +171,7 @@ def reachable(spark: SparkSession, store: Store) -> Store:
 
 
 def _refuse_encoded(dataset: ParquetDataset, names: Sequence[str]) -> None:
-    """Reject columns encoded by petastorm, and explain how to read them."""
+    """Reject columns that petastorm has encoded, and explain how to read them."""
     if UNISCHEMA_KEY not in dataset.metadata:
         return
     encoded = [
@@ -179,5 +180,5 @@ def _refuse_encoded(dataset: ParquetDataset, names: Sequence[str]) -> None:
     if encoded:
         raise InvalidArgumentError(
             f"fit_on_parquet({dataset.url!r}): the data were written by petastorm, and {', '.join(map(repr, encoded))} "
-            f"{'are' if len(encoded) > 1 else 'is'} encoded. Give reader='petastorm', or decoders of your own."
+            f"{'are' if len(encoded) > 1 else 'is'} encoded. Give reader='petastorm', or your own decoders."
         )

@@ -1,4 +1,4 @@
-"""Source of `TorchEstimator.fit_on_table(table)`: options checked, and the table's files found."""
+"""Source of `TorchEstimator.fit_on_table(table)`: check options, find the table's files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableChoice:
-    """Arguments of `fit_on_table` that choose rows; see there.
+    """Arguments of `fit_on_table` that choose rows; other attributes are described there.
 
     Attributes:
-        schema_id: of an Iceberg table, to read a snapshot again with the columns of an earlier fit.
-        uuid: that the table must have; "" accepts any.
+        schema_id: id of the columns with which to read an Iceberg snapshot again as an earlier fit did.
+        uuid: id that the table must have; "" accepts any table.
     """
 
     table: str | os.PathLike[str]
@@ -49,8 +49,8 @@ def open_table_source(options: FitOptions, choice: TableChoice, spark: SparkSess
     """Find the files of a version of a table; starts no Spark job.
 
     Args:
-        options: of the fit.
-        choice: of the rows.
+        options: options of the fit.
+        choice: choice of the rows.
         spark: the session whose tasks become ranks.
 
     Raises:
@@ -59,7 +59,7 @@ def open_table_source(options: FitOptions, choice: TableChoice, spark: SparkSess
     check_options(options, "fit_on_table")
     if options.reader != "pyarrow":
         raise InvalidArgumentError(
-            f"reader is {options.reader!r}, and fit_on_table reads tables only by pyarrow. Leave reader out."
+            f"reader is {options.reader!r}, but fit_on_table reads tables only with pyarrow. Leave reader out."
         )
     request = requested(choice.version, choice.snapshot_id, choice.ref, choice.as_of)
     dataset = open_table(
@@ -74,7 +74,7 @@ def open_table_source(options: FitOptions, choice: TableChoice, spark: SparkSess
     found = dataset.table.version
     if choice.uuid not in ("", found.uuid):
         raise InvalidArgumentError(
-            f"{found.name!r} now holds another table: its id is {found.uuid}, and {choice.uuid} was trained on. Restore the table."
+            f"{found.name!r} now holds another table: its id is {found.uuid}, but the run was trained on {choice.uuid}. Restore the table."
         )
     split = options.validation
     assert not is_dataframe(split)  # refused above

@@ -1,7 +1,7 @@
-"""Live epoch reports on the driver, which polls the run's metrics file while the ranks train.
+"""Report epochs on the driver while the ranks train, by polling the run's metrics file.
 
 Threads: one background thread polls, prints and calls the user's function. Ownership: only this thread reads the
-metrics file. Shutdown: leaving the block stops it after a last read, so every epoch is reported exactly once.
+metrics file. Shutdown: leaving the block stops the thread after a last read, so every epoch is reported exactly once.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from sparkhvd.wire import read_json
 
 # Seconds between two reads of the metrics file; shorter epochs are reported together.
 POLL_S = 0.25
-# Interval if a read costs a Spark task.
+# Seconds between two reads if a read costs a Spark task.
 TASK_POLL_S = 2.0
-# Phases longer than this are announced.
+# A line announces phases that take longer than this.
 _LATE_S = 5.0
 # Seconds between two lines of progress within an epoch, on streams without line replacement.
 _PLAIN_S = 10.0
-# How much later than the line of an epoch messages of its steps may come.
+# Messages about steps may arrive up to this long after the line of their epoch; then they are ignored.
 _BEHIND_S = 3.0
-# Report waiting for data above this share of an epoch, in epochs longer than this.
+# An epoch's line shows waiting above this share of the epoch, if the epoch is longer than this.
 _MUCH_WAITING, _LONG_EPOCH_S = 0.1, 1.0
-# Longest wait for a running read after the training ends.
+# Longest wait for a running read after the training has ended.
 _LAST_READ_S = 60.0
-# Fits that train in this process now.
+# Reporters of the fits that train in this process now.
 _training: list[EpochReporter] = []
 _training_lock = threading.Lock()
 
@@ -49,7 +49,7 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
     }
     numbers = "".join(f"  {name} {_short(value)}" for name, value in shown.items())
     width = len(str(epochs))
-    rate = record.get("rows_per_s")  # a custom loop may not record it
+    rate = record.get("rows_per_s")  # a custom loop may not record a rate
     speed = f"  {rate:,.0f} rows/s" if isinstance(rate, (int, float)) else ""
     broken = sum(int(record.get(f"{part}broken_rows") or 0) for part in ("", "val_"))  # type: ignore[call-overload]
     left_out = f"  {broken:,} broken row{'s' * (broken != 1)} left out" if broken else ""
@@ -60,11 +60,12 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
 def format_step(report: Mapping[str, Any], waits: Mapping[int, float]) -> str:
     """Format progress within an epoch.
 
-    For example "epoch 2/10  step 120/1,500  loss 0.1234  12,345 rows/s  28 s left  waiting for rank 3 20%  accuracy 0.9600".
+    For example "epoch 2/10  step 120/1,500  loss 0.1234  12,345 rows/s  28 s left  waiting for rank 3 20%  accuracy
+    0.9600".
 
     Args:
         report: of rank 0, see `sparkhvd.training.profile`.
-        waits: rank -> share of the epoch spent waiting for reduced gradients.
+        waits: rank -> share of the epoch in which the rank waited for reduced gradients.
     """
     means = dict(report["means"])
     loss = f"  loss {_short(means.pop('loss'))}" if "loss" in means else ""
@@ -98,7 +99,7 @@ def _why_slow(record: Mapping[str, object]) -> str:
 
 
 def _short(value: object) -> str:
-    """Format a number with four decimals, or with five digits if that shows zero or too many: "0.1234", "1.5e-05", "1e+10"."""
+    """Format a number with four decimals, or a very small or large number with five digits: "0.1234", "1.5e-05"."""
     if not isinstance(value, (int, float)):
         return str(value)
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.5g}"
@@ -110,7 +111,7 @@ def _is_finite(value: object) -> bool:
 
 @contextlib.contextmanager
 def announce_late(text: str, verbose: int, after_s: float = _LATE_S) -> Iterator[None]:
-    """Print a line if a phase of the fit takes longer than some seconds; `verbose` 0 prints nothing."""
+    """Print a line if the block takes longer than `after_s` seconds; `verbose` 0 prints nothing."""
     timer = threading.Timer(after_s, of_this_process.print, (text,))
     timer.daemon = True
     if verbose:
@@ -122,35 +123,35 @@ def announce_late(text: str, verbose: int, after_s: float = _LATE_S) -> Iterator
 
 
 def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
-    """Print the rows skipped by handle_invalid: "handle_invalid left out 3 of 40 training rows with a null or invalid number".
+    """Print how many rows `handle_invalid` has skipped.
 
     Args:
-        skipped: by name of the rows, the number skipped and the total.
+        skipped: name of the rows ("training") -> (number skipped, total).
         verbose: 0 prints nothing.
     """
     for name, (count, total) in skipped.items():
         if verbose and count:
             of_this_process.print(
-                f"handle_invalid left out {count:,} of {total:,} {name} rows with a null or invalid number"
+                f"handle_invalid skipped {count:,} of {total:,} {name} rows with a null or an invalid number"
             )
 
 
 def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) -> float | None:
-    """Seconds between two reads; None, with a printed reason, if a read needs a task slot held by the ranks."""
+    """Return the seconds between two reads; None, with a printed reason, if the ranks hold every task slot."""
     if store.is_seen:
         return POLL_S
     if slots is None or slots > num_proc:
         return TASK_POLL_S
     if verbose:
         of_this_process.print(
-            f"Epochs and lines of ranks are printed when the training ends: this client does not see {store.url}. To look there needs a "
-            f"free task slot; the ranks use all {slots}."
+            f"Epochs and lines of ranks are printed when the training ends: this client does not see {store.url}. Reading it needs a "
+            f"free task slot, but the ranks use all {slots}."
         )
     return None
 
 
 class EpochReporter:
-    """Reporter of epochs: prints one line for each and calls the user's function; a context manager around the launch."""
+    """Reporter that prints a line per epoch and calls the user's function; a context manager around the launch."""
 
     def __init__(
         self,
@@ -164,17 +165,17 @@ class EpochReporter:
         name: str = "",
         label: str = "",
     ) -> None:
-        """Prepare a reporter; nothing runs before `with`.
+        """Prepare a reporter; its thread starts with the `with` block.
 
         Args:
-            checkpoints: of the run.
+            checkpoints: checkpoints of the run.
             epochs: number of epochs of the run.
             verbose: 0 prints nothing.
-            progress: called with the record of each epoch, or None; may raise.
+            progress: the user's function of an epoch's record, or None; it may raise.
             fanout: loggers of the fit.
             poll_s: seconds between two reads; None reads only after the training.
-            name: prefix in brackets while another fit of this process trains.
-            label: constant prefix that distinguishes this fit from others of its estimator.
+            name: prefix in brackets that lines have while another fit of this process trains.
+            label: prefix that lines always have, to distinguish this fit from other fits of the estimator.
         """
         self._checkpoints, self._reader = checkpoints, checkpoints.reader()
         self._epochs = epochs
@@ -187,7 +188,7 @@ class EpochReporter:
         self._is_alone = True
         self._reported, self._reported_at = 0, -math.inf
         self._said_at = time.monotonic()
-        # For the progress line: loss of the previous epoch, and shares of waiting in this epoch by rank.
+        # For the progress line: loss of the previous epoch, and rank -> share of waiting in the current epoch.
         self._last_loss = ""
         self._waits: dict[int, float] = {}
         self._waits_of = 0
@@ -197,7 +198,8 @@ class EpochReporter:
         self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
 
     def __enter__(self) -> EpochReporter:
-        # Epochs of a resumed run were reported before; it repeats those behind its last checkpoint.
+        # Epochs up to the last checkpoint of a resumed run were reported before; later epochs are trained and reported
+        # again.
         self._reported = self._checkpoints.latest_epoch()
         self._checkpoints.keep_records(self._reported)
         with _training_lock:
@@ -213,7 +215,7 @@ class EpochReporter:
             _training.remove(self)
         self._stopping.set()
         of_this_process.remove(self)
-        # The user's function may be slow; an unresponsive store ends the wait.
+        # Wait for the thread, because the user's function may be slow, but give up if a read of the store hangs.
         while self._thread.is_alive():
             began = self._reading_since
             if began is not None and time.monotonic() - began > _LAST_READ_S:
@@ -221,10 +223,11 @@ class EpochReporter:
             self._thread.join(0.05)
 
     def show_step(self, message: str) -> None:
-        """Show progress within an epoch: a replaceable line on a terminal or in a notebook, elsewhere one line per 10 s.
+        """Show progress within an epoch: a replaceable line on a terminal or in a notebook, elsewhere a line per 10 s.
 
         Args:
-            message: of a rank, see `sparkhvd.training.profile`. Messages of other ranks than 0 report who waits for whom.
+            message: message of a rank, see `sparkhvd.training.profile`. Messages of ranks other than 0 only report
+                their waits.
         """
         report = read_json(message)
         epoch = report["epoch"]
@@ -232,16 +235,16 @@ class EpochReporter:
             self._waits_of = epoch
             self._waits.clear()
         self._waits[report["rank"]] = report["waited"]
-        # The epoch's own line may arrive first, through the store.
+        # The line of the whole epoch, which comes through the store, may arrive before this message.
         is_told = epoch <= self._reported and time.monotonic() - self._reported_at < _BEHIND_S
         is_late = self._stopping.is_set() or is_told
         if report["rank"] or not self._verbose or is_late:
             return
-        # An elastic fit may have lost the other ranks within the epoch.
+        # Ignore ranks that an elastic fit has lost within the epoch.
         waits = {rank: share for rank, share in self._waits.items() if rank < report["size"]}
         text = format_step(report, waits)
         if of_this_process.show(self, f"{self._short_prefix}{text}", self._last_loss):
-            if self._stopping.is_set():  # stopped meanwhile
+            if self._stopping.is_set():  # the reporter was stopped meanwhile
                 of_this_process.remove(self)
             return
         if time.monotonic() - self._said_at >= _PLAIN_S:
@@ -250,25 +253,25 @@ class EpochReporter:
 
     @property
     def _prefix(self) -> str:
-        """Prefix of the lines: "[fold 2, batch_size=64] ", or "" for a fit alone."""
+        """Prefix of the lines, such as "[fold 2, batch_size=64] "; "" for a single fit without a label."""
         shown = ": ".join(filter(None, ("" if self._is_alone else self._name, self._label)))
         return f"[{shown}] " if shown else ""
 
     @property
     def _short_prefix(self) -> str:
-        """Prefix in a line shared by fits: the label, or the end of a name after its last "-"."""
+        """Prefix in the line that all fits share: the label, or the part of the name after the last "-"."""
         shown = self._label or ("" if self._is_alone else self._name.rpartition("-")[2])
         return f"[{shown}] " if shown else ""
 
     def ended(self, reason: str, epoch: int) -> None:
-        """Print why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
+        """Print why a fit ended before its last epoch, such as "stopped after epoch 4/10: val_loss has not ..."."""
         if self._verbose and reason:
             of_this_process.print(
                 f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}"
             )
 
     def _check_losses(self, record: Mapping[str, object]) -> None:
-        """Warn about the first epoch with a non-finite loss and about the first NaN metric."""
+        """Warn about the first non-finite loss and about the first NaN metric."""
         losses = [name for name in ("loss", "val_loss") if not _is_finite(record.get(name, 0.0))]
         rate = record.get("lr")
         now = f" ({rate:g} now)" if isinstance(rate, float) else ""
@@ -300,7 +303,7 @@ class EpochReporter:
             while not self._stopping.wait(self._poll_s):
                 self._read()
                 renew_leases()
-                if self._reported > began or self._waits:  # its steps are shown
+                if self._reported > began or self._waits:  # an epoch or steps are shown now
                     waiting.close()
         self._read()
 
@@ -309,7 +312,7 @@ class EpochReporter:
         try:
             records = self._reader.after(self._reported)
         except (OSError, ValueError):
-            return  # a temporary read error costs a line, not the training
+            return  # a temporary read error only delays a line; it must not end the training
         finally:
             self._reading_since = None
         for record in records:
@@ -320,7 +323,7 @@ class EpochReporter:
                 self._fanout.load(self._checkpoints.profile())
 
     def _report(self, record: dict[str, Any]) -> None:
-        if "loss" in record:  # a custom loop may not record it
+        if "loss" in record:  # a custom loop may not record a loss
             self._last_loss = f"  loss {_short(record['loss'])} in epoch {record['epoch']}"
         if self._verbose:
             self._said_at = time.monotonic()
@@ -338,6 +341,6 @@ class EpochReporter:
             except Exception as e:  # noqa: BLE001 - the user's function must not end the training
                 self._progress = None
                 warnings.warn(
-                    f"progress raised {type(e).__name__}: {e}; it is not called any more.",
+                    f"The function progress raised {type(e).__name__}: {e}. It is not called again in this fit.",
                     stacklevel=2,
                 )

@@ -1,7 +1,7 @@
-"""Report of a fit, collected while it runs and written into the run's folder at its end.
+"""Collect the report of a fit while it runs, and write it into the run's folder at the end.
 
-Failure: every error here becomes a warning, so that no fit fails for its report. Secrets: values of variables are left out, and
-the store masks its passwords, keys and tokens in the whole document.
+Failure: every error here becomes a warning, so that a fit never fails because of its report. Secrets: values of
+environment variables are left out, and the passwords, keys and tokens of the store are masked in the whole document.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _PACKAGES = ("torch", "pyspark", "pyarrow", "numpy", "pandas", "lightning")
 
 
 class Recorder:
-    """Facts of a fit for its report.
+    """Collector of facts for the report of a fit.
 
     Attributes:
-        document: the document last written by `write`; {} before.
-        is_trained: whether the ranks have finished without an error.
+        document: document that `write` made last; {} before.
+        is_trained: True if the ranks have finished without an error.
     """
 
     def __init__(self) -> None:
@@ -47,28 +47,28 @@ class Recorder:
         self._began = self._lap = time.time()
         self._phases: list[tuple[str, float]] = []
         self._relaunches: list[dict[str, Any]] = []
-        self._changes: list[tuple[int, RankChange]] = []  # with the attempt
+        self._changes: list[tuple[int, RankChange]] = []  # (number of relaunches before, change)
         self._facts: dict[str, Any] = {}
         self._origin: Mapping[str, Any] = {}
 
     @property
     def params(self) -> Mapping[str, str]:
-        """Params that were set, as texts without secrets."""
+        """Params that were set, as text without secrets."""
         found: Mapping[str, str] = self._facts.get("params", {})
         return found
 
     def lap(self, name: str) -> None:
-        """End a phase of the driver, begun by the previous lap."""
+        """Record that a phase of the driver has ended; it began at the end of the previous phase."""
         now = time.time()
         self._phases.append((name, now - self._lap))
         self._lap = now
 
     def prepared(self, origin: Mapping[str, Any], reading: str = "") -> None:
-        """Record where the rows come from; see `FitData.origin`.
+        """Record the origin of the rows; see `FitData.origin`.
 
         Args:
-            origin: of the training rows.
-            reading: what was written or read for this fit, in words.
+            origin: origin of the training rows.
+            reading: description of the data that were written or read for this fit.
         """
         self._origin = origin
         texts = {"rows": f"{origin['rows']:,}", "digest": origin["digest"], "reading": reading}
@@ -90,7 +90,7 @@ class Recorder:
         self._changes.append((len(self._relaunches), change))
 
     def with_changes(self, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Add to the records of epochs the lines of their rank changes, and the data of `with_origin`."""
+        """Add rank changes as text, and the tables of `with_origin`, to the records of epochs."""
         places = self._places()
         lines: dict[int, list[str]] = {}
         for attempt, change in self._changes:
@@ -104,7 +104,7 @@ class Recorder:
         return with_origin(records, self._origin)
 
     def _places(self) -> dict[tuple[int, int], dict[str, int]]:
-        """Start position of each set of ranks, by attempt and generation."""
+        """Start position of each set of ranks by (attempt, generation)."""
         return {(g["attempt"], g["generation"]): g for g in self._facts.get("generations", ())}
 
     def _rank_changes(self) -> list[dict[str, Any]]:
@@ -121,9 +121,9 @@ class Recorder:
         """Record the inputs of the fit.
 
         Args:
-            options: values of the Params; only Params that were set are shown.
-            settings: of the engine; those that differ from the defaults are shown.
-            store: of the run, whose secrets are masked.
+            options: values of the Params, of which the report shows those that were set.
+            settings: settings of the engine, of which the report shows those that differ from the defaults.
+            store: store of the run, whose secrets are masked.
         """
         with _harmless(store):
             values = vars(options)  # a subclass may have other Params
@@ -147,11 +147,12 @@ class Recorder:
         ranks = [dict(rank) for rank in result.profile.get("ranks", ())]
         own = ranks[0]["phases"] if ranks else {}
         of_ranks = {**own, "train": own.get("train", 0.0) - own.get("first step", 0.0)}
-        # The launch ends with the start of the last rank, for which rank 0 may have waited.
+        # Rank 0 may have waited in "connect" for the last rank, but that time counts as launch.
         starts = [outcome.started_at for outcome in report.outcomes]
         waited = max(starts) - starts[0] if starts else 0.0
         of_ranks["connect"] = max(0.0, own.get("connect", 0.0) - waited)
-        # The slowest rank may have started before the last one.
+        # The times of the slowest rank and the launch may overlap, because that rank may have started before the last
+        # rank.
         run_s = min(report.run_s, max(0.0, whole - report.launch_s))
         lost = max(0.0, whole - report.launch_s - run_s)
         order = ("connect", "load", "first step", "train", "validate", "checkpoint")
@@ -176,11 +177,11 @@ class Recorder:
         """Write the report into the run's folder; a failure is a warning.
 
         Args:
-            store: of the run.
-            run_dir: its folder.
-            history: records of the epochs; None reads the ranks' metrics file.
-            error: why the fit ended; None if it succeeded.
-            is_kept: False only builds the document.
+            store: store of the run.
+            run_dir: folder of the run.
+            history: records of the epochs; None reads the metrics file of the ranks.
+            error: error that ended the fit; None if it succeeded.
+            is_kept: False builds the document and does not write it.
         """
         with _harmless(store):
             data = self._make(store, run_dir, history, error)
@@ -191,7 +192,7 @@ class Recorder:
     def write_failure(self, store: Store, run_dir: str, error: BaseException) -> None:
         """Write the report of a failed fit, if this process sees the store and the run's folder has files."""
         is_there = False
-        with contextlib.suppress(Exception):  # the error of the fit says more
+        with contextlib.suppress(Exception):  # the error of the fit is more useful
             is_there = store.is_seen and bool(store.list(run_dir))
         if is_there:
             self.write(store, run_dir, error=error)
@@ -222,7 +223,7 @@ class Recorder:
             "versions": _versions(),
             **self._facts,
         }
-        # Mask before JSON, which writes quotes and line breaks in another way.
+        # Secrets are masked before the conversion to JSON, because JSON escapes quotes and line breaks in them.
         data = dumps(_masked(document, store))
         self.document = loads(data, JSON_NAME)
         return data
@@ -231,7 +232,7 @@ class Recorder:
 def with_origin(
     history: Sequence[Mapping[str, Any]], origin: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Add to the records of epochs the version of the training's tables, if known, as "data"."""
+    """Add the versions of the training's tables, if known, to the records of epochs as "data"."""
     versions = [
         f"{table['name']}@{table['version']}"
         + (f" where {table['where']}" if table["where"] else "")
@@ -243,12 +244,12 @@ def with_origin(
 
 @contextlib.contextmanager
 def _harmless(store: Store) -> Iterator[None]:
-    """Turn errors in a block into a warning: no fit fails for its report."""
+    """Turn an error in the block into a warning, because a fit must not fail because of its report."""
     try:
         yield
     except Exception as e:  # noqa: BLE001 - see above
         text = store.hide(f"{type(e).__name__}: {e}")
-        warnings.warn(f"The report of this fit is not written: {text}", stacklevel=5)
+        warnings.warn(f"The report of this fit was not written: {text}", stacklevel=5)
 
 
 def _state(error: BaseException | None) -> str:
@@ -273,16 +274,16 @@ def _masked(value: Any, store: Store) -> Any:
 
 
 def masked_params(params: Mapping[str, object], hide: Callable[[str], str]) -> dict[str, str]:
-    """Format values of Params as short texts: objects by class, named secrets hidden.
+    """Format values of Params as short text: objects by class, and values with a secret's name as "***".
 
     Args:
         params: values by name.
-        hide: masks secrets of the store, before a text is cut in the middle of one.
+        hide: function that masks secrets of the store in a text, called before the text is shortened.
     """
     return {name: short_repr(_safe(value, hide)) for name, value in params.items()}
 
 
-# A number is a secret only under these names, and not as "max_tokens".
+# A number counts as a secret only under these names; "max_tokens" does not match.
 _SECRET_NUMBER = re.compile(r"passw|passphrase|pwd|secret|(^|_)(pass|pin)($|_)", re.I)
 
 

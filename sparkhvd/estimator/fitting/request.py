@@ -1,4 +1,4 @@
-"""Request of a fit, checked on the driver before the first Spark job."""
+"""Check a fit on the driver before the first Spark job."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ class CheckedProgram:
     Attributes:
         options: values of the Params.
         loop: options of the training loop that follow from several Params.
-        sources: of the rows.
-        schema: the columns of the fit.
+        sources: sources of the rows.
+        schema: columns of the fit.
         program: the user's objects.
-        pickled: the program as the ranks receive it; empty for a lazy module, see `initialized`.
-        sha256: of that.
-        pairs: check of losses and metrics.
-        links: per label, the link from outputs to probabilities.
-        losses: per label, as the user gave it.
-        loss_weights: per label.
+        pickled: program as the ranks receive it; empty for a lazy module, see `initialized`.
+        sha256: SHA-256 of `pickled`.
+        pairs: check that losses and metrics compare outputs with labels row by row.
+        links: link from outputs to probabilities of each label.
+        losses: loss of each label, as the user gave it.
+        loss_weights: weight of each label's loss.
     """
 
     options: FitOptions
@@ -102,16 +102,16 @@ class CheckedProgram:
 
 @dataclass(frozen=True)
 class FitRequest(CheckedProgram):
-    """Fit with checked arguments; no Spark job has run yet.
+    """Request of a fit with checked arguments; no Spark job has run yet.
 
     Attributes:
         shim: session whose tasks become ranks.
-        store: of the run and its data.
+        store: store of the run and its data.
         cluster: number and launch of the ranks.
-        seed: of the run.
-        run: in the store.
+        seed: seed of the run.
+        run: run in the store.
         held: lock on the run; the receiver of the request releases it.
-        num_checkpoints: epochs whose checkpoints are kept after the fit; 0 deletes the run.
+        num_checkpoints: number of epochs whose checkpoints are kept after the fit; 0 deletes the run.
         short_steps: see `TrainSpec`.
     """
 
@@ -126,12 +126,12 @@ class FitRequest(CheckedProgram):
 
     @property
     def outlives_process(self) -> bool:
-        """True if the run's name may be used later: it was given, the run is kept, or it remains after this process is killed."""
+        """True if the run may exist after this process: it is named, is kept, or remains if the process is killed."""
         is_kept = bool(self.options.run_id or self.num_checkpoints)
         return is_kept or not is_temporary_store(self.store)
 
     def tells_outputs(self, labels: Sequence[Column]) -> bool:
-        """Whether `loss` tells the meaning of outputs: it trains the model, on labels of whole rows."""
+        """Whether the loss decides the meaning of outputs: it trains the model, and labels describe whole rows."""
         return not self.program.user.computes_loss and all(map(is_of_row, labels))
 
 
@@ -140,9 +140,9 @@ class _Losses:
     """Losses of a fit, one per label.
 
     Attributes:
-        given: as the user gave them.
-        used: as the training calls them; empty if the user's code computes the loss.
-        is_sum: per used loss, whether it sums over rows.
+        given: losses as the user gave them.
+        used: losses as the training calls them; empty if the user's code computes the loss.
+        is_sum: for each used loss, whether it sums over rows.
     """
 
     given: tuple[Any, ...]
@@ -166,9 +166,9 @@ def check_request(
     """Check everything that can be checked before the first job: Params, columns, model, cluster, store and run.
 
     Args:
-        options: of the fit.
-        sources: of its rows.
-        uid: of the estimator; names a run without a `run_id`.
+        options: options of the fit.
+        sources: sources of its rows.
+        uid: uid of the estimator, which names a run without a `run_id`.
         takes_slots: see `resolve_cluster`.
         short_steps: see `TrainSpec`.
 
@@ -188,7 +188,7 @@ def check_request(
         held = stack.enter_context(acquire(store, run_id, verbose=cluster.verbose))
         run = open_run(store, run_id, warm_start=options.warm_start)
         seed = run.seed(options.random_seed)
-        stack.pop_all()  # released by the caller
+        stack.pop_all()  # the caller releases the lock
     return FitRequest(
         **vars(checked),
         shim=shim,
@@ -203,7 +203,7 @@ def check_request(
 
 
 def check_program(options: FitOptions, sources: FitSources) -> CheckedProgram:
-    """Check Params, columns, model and the user's code; needs the types of the columns, and no Spark session.
+    """Check Params, columns, model and the user's code, without a Spark session.
 
     Raises:
         InvalidArgumentError: something is wrong.
@@ -212,8 +212,8 @@ def check_program(options: FitOptions, sources: FitSources) -> CheckedProgram:
     labels = options.label_cols or []
     if not user.computes_loss and not labels:
         raise InvalidArgumentError(
-            "label_cols is required: name the columns with the labels. Fits without them compute the loss in train_step or train_fn, or in "
-            "the model: from an argument of inputs for labels with the default None, as in forward(x, labels=None)."
+            "label_cols is required: name the columns with the labels. Without label columns, compute the loss in train_step or train_fn, "
+            "or in the model: then inputs gives labels to an argument with the default None, as in forward(x, labels=None)."
         )
     if not options.feature_cols:
         raise InvalidArgumentError(
@@ -246,7 +246,8 @@ def check_program(options: FitOptions, sources: FitSources) -> CheckedProgram:
     )
     pickled, sha256 = b"", ""
     if not is_lazy(model):
-        unbuilt: Any = options.model  # each rank calls the function that makes the module
+        # `model` is a function, and each rank calls it to make the module.
+        unbuilt: Any = options.model
         pickled, sha256 = dump_program(replace(program, model=unbuilt))
     return CheckedProgram(
         options=options,
@@ -268,8 +269,8 @@ def _num_checkpoints(options: FitOptions) -> int:
         return 1 if options.run_id else 0
     if not options.keep_checkpoints and options.warm_start:
         raise InvalidArgumentError(
-            "keep_checkpoints is 0, which deletes the run when its model is there, and warm_start trains further from a run "
-            "that is there. Give keep_checkpoints=1 or leave it out."
+            "keep_checkpoints is 0, which deletes the run after its model is trained, but warm_start continues the training of "
+            "an existing run. Give keep_checkpoints=1, or leave it out."
         )
     return options.keep_checkpoints
 
@@ -277,17 +278,18 @@ def _num_checkpoints(options: FitOptions) -> int:
 def _check_model(
     options: FitOptions, sources: FitSources
 ) -> tuple[FitOptions, torch.nn.Module, UserCode]:
-    """Check the module and the user's code; return the options without torch.compile's wrapper, the module and the code."""
+    """Check the module and the user's code; return the options without torch.compile's wrapper, the module and code."""
     built = build_model(options.model)
     if is_compiled(built):
-        inner = uncompiled(options.model)  # the names of parameters have no prefix
+        # The wrapper of torch.compile adds a prefix to the names of parameters.
+        inner = uncompiled(options.model)
         options = replace(
             options, model=inner, compile=options.compile or "compile" not in options.explicit
         )
     model = check_model(uncompiled(built))
     with naming_unpicklable("model", model):
-        light_copy(model)  # the first of several
-    # Validation rows may come from files without a Param.
+        light_copy(model)  # fails here if the module cannot be copied, before later copies
+    # `validation_path` is not a Param, so the Param `validation` may be unset although rows validate.
     changed = {**changed_options(options), "validation": sources.has_validation}
     user = check_user_code(changed, train_fn_effects())
     has_loss = options.loss is not None or options.loss_constructors is not None
@@ -297,7 +299,7 @@ def _check_model(
 
 
 def _with_model_loss(options: FitOptions, model: torch.nn.Module, user: UserCode) -> UserCode:
-    """Let the model compute the loss if `inputs` gives it labels."""
+    """Let the model compute the loss if `inputs` passes labels to it."""
     names = tuple(options.inputs or {})
     labels = label_arguments(model, names)
     if not labels:
@@ -323,7 +325,7 @@ def _check_optimizer(
     others = LossState(losses.used, (), model, user.steps, trains=not user.computes_loss)
     if lazy := [name for name, p in others.parameters.items() if torch.nn.parameter.is_lazy(p)]:
         raise InvalidArgumentError(
-            f"loss: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before fit."
+            f"loss: parameter {lazy[0]!r} of a lazy module has no shape yet. Run the module on one batch before fit."
         )
     if user.train_fn is None:
         check_clipping(
@@ -334,13 +336,13 @@ def _check_optimizer(
         overrides(options).check(optimizer)
         if options.precision == "16-mixed" and user.train_fn is None and needs_closure(optimizer):
             raise InvalidArgumentError(
-                f"precision is '16-mixed', and {type(optimizer).__name__} evaluates the loss several times per step, which torch's loss "
-                "scale does not allow. Give precision='bf16-mixed' or '32'."
+                f"precision is '16-mixed', but {type(optimizer).__name__} evaluates the loss several times per step, which torch's loss "
+                "scaling does not allow. Give precision='bf16-mixed' or '32'."
             )
 
 
 def overrides(options: FitOptions) -> Overrides:
-    """Select the values that replace values of the optimizer's groups."""
+    """Select the Params that override values in the optimizer's parameter groups."""
     return Overrides(options.learning_rate, options.weight_decay, options.lr_scaling)
 
 
@@ -367,7 +369,7 @@ def _check_columns(
     functions: RowFunctions,
     pairs: PairingCheck,
 ) -> DataSchema:
-    """Check the columns of the sources, and that model and loss fit columns of known shape."""
+    """Check the columns of the sources, and check model and loss against columns of known shape."""
     schema = check_inputs(
         options,
         sources,
@@ -377,7 +379,8 @@ def _check_columns(
         keeps_types=user.takes_rows,
     )
     labels = bind_labels(schema, losses.given, options.label_shapes)
-    if not user.transformations:  # else the model's inputs are known only with data
+    # With transformations, the model's inputs are known only after data are read.
+    if not user.transformations:
         inputs = bind_features(options, model, user, schema)
         if not user.takes_rows:
             schema = replace(schema, features=inputs.with_casts(schema.features))
@@ -400,13 +403,14 @@ def _check_columns(
 def _class_labels(
     options: FitOptions, sources: FitSources, model: torch.nn.Module, losses: _Losses
 ) -> list[str]:
-    """List the labels of class indices: by a known loss, or because the user's own raises for floats."""
+    """List the labels with class indices: a known loss needs them, or the user's loss raises an error for floats."""
     pairs = list(zip(options.label_cols or [], losses.given, strict=True))
     known = [name for name, loss in pairs if is_class_index(loss)]
     if not losses.used or not any(is_of_user(loss) for _, loss in pairs):
         return known
     types = {f.name: type(f.dataType).__name__ for f in sources.training.schema.fields}
-    # Of the model's last layers, one per label: its outputs are not known yet.
+    # Guess the widths of the outputs from the model's last linear layers, one per label, because no output is known
+    # yet.
     widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)] or [2]
     widths = [widths[0]] * len(pairs) + widths
     dtype = getattr(torch, model_dtype(model))
@@ -415,7 +419,7 @@ def _class_labels(
         for (name, given), used, width in zip(
             pairs, losses.used, widths[-len(pairs) :], strict=True
         )
-        if options.pairs_rows  # else the user's functions are not called here
+        if options.pairs_rows  # False forbids calling the user's functions here
         and is_of_user(given)
         and NUMERIC_TYPES.get(types.get(name, "")) in FLOATS
         and takes_only_integers(used, width, dtype)
@@ -439,7 +443,7 @@ def bind_features(
     """Bind columns to the model's arguments.
 
     Raises:
-        InvalidArgumentError: they do not fit, and the user's code does not feed the model.
+        InvalidArgumentError: columns and arguments do not match, and the user's code does not feed the model.
     """
     try:
         return bind_inputs(model, schema, input_shapes=options.input_shapes, inputs=options.inputs)
@@ -450,16 +454,16 @@ def bind_features(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Options of the training loop that follow from several Params: the monitored number, the returned epoch, early stopping.
+# Options of the training loop that follow from several Params: monitored number, returned epoch, early stopping.
 
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Fields of `TrainSpec` with these names.
+    """Options that become the fields of `TrainSpec` with the same names.
 
     Attributes:
         monitor: number of the history that selects the best epoch.
-        return_best: return the best epoch's weights instead of the last one's.
+        return_best: return the weights of the best epoch instead of the last epoch.
         early_stopping: when to stop before the last epoch, or None.
     """
 
@@ -468,7 +472,7 @@ class LoopOptions:
     early_stopping: EarlyStopping | None = None
 
     def describe(self, *, has_schedule: bool) -> dict[str, object]:
-        """Facts that a resumed fit must share: they decide which checkpoints are kept and what a schedule has seen.
+        """Describe what a resumed fit must share, because it decides the kept checkpoints and a scheduler's state.
 
         Args:
             has_schedule: True if the fit has a learning-rate scheduler.
@@ -486,10 +490,10 @@ def loop_options(
     """Derive the options of the training loop.
 
     Args:
-        options: of the fit.
-        model: the module to train.
-        metric_names: of the fit's metrics, as prefixes of history keys.
-        has_validation: some rows validate.
+        options: options of the fit.
+        model: module to train.
+        metric_names: names of the fit's metrics, which are prefixes of history keys.
+        has_validation: True if some rows validate.
 
     Raises:
         InvalidArgumentError: two Params contradict each other.
@@ -497,7 +501,7 @@ def loop_options(
     check_precision(options.precision, model)
     if options.validation_steps_per_epoch is not None and not has_validation:
         raise InvalidArgumentError(
-            "validation_steps_per_epoch is given, and there is no validation. Set validation, for example 0.1."
+            "validation_steps_per_epoch is given, but there are no validation rows. Set validation, for example 0.1."
         )
     keys = _HistoryKeys.of(options, metric_names, has_validation=has_validation)
     default = "val_loss" if has_validation else "loss"
@@ -532,8 +536,8 @@ class _HistoryKeys:
         return cls(names + validated, is_open=is_open)
 
     def check(self, param: str, name: str) -> None:
-        """Reject a key that no record will have."""
-        # A metric with several values has a key for each, known only after the first epoch.
+        """Reject the name of a key that no record will have."""
+        # A metric with several values has several keys, which are known only after the first epoch.
         if (
             self.is_open
             or name in self.names
@@ -551,8 +555,8 @@ def _returns_best(options: FitOptions, has_validation: bool) -> bool:
     if not has_validation and options.monitor is None:
         name = "return_model='best'" if "return_model" in options.explicit else "restore_best"
         raise InvalidArgumentError(
-            f"{name} needs validation rows to tell which epoch is best. Set validation, for example 0.1, or name "
-            "another number of the history as monitor."
+            f"{name} needs validation rows to decide which epoch is best. Set validation, for example 0.1, or set monitor to "
+            "another key of the history."
         )
     return True
 
@@ -588,31 +592,31 @@ def _early_stopping(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Trial of a model on two rows of zeros, before any rank starts: its outputs, and whether the loss accepts them with the labels.
+# Try the model on two rows of zeros before any rank starts, to learn its outputs and to check loss and metrics.
 
 Compare: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor]], None]"
 
 
 class PairingCheck:
-    """Check that loss and metrics pair rows, run once when the shapes of outputs and labels are known."""
+    """Check that loss and metrics compare row by row; it runs once, when shapes of outputs and labels are known."""
 
     def __init__(
         self, losses: Sequence[Loss], metrics: Sequence[AnyMetric], *, is_asked: bool
     ) -> None:
         self._losses, self._metrics = losses, metrics
         self._is_asked = is_asked and bool(losses)
-        # The ranks check it if the driver could not.
+        # True until the check has run; the ranks run it if the driver could not.
         self.is_left = self._is_asked
 
     def __call__(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
-        """Warn about functions that do not pair rows."""
+        """Warn about functions that do not compare each row's output with its label."""
         if self.is_left:
             self.is_left = False
             if text := unpaired(self._losses, self._metrics, outputs, labels):
                 warnings.warn(text, stacklevel=2)
 
     def with_ends(self, names: Sequence[str], ranges: Mapping[str, tuple[int, int]]) -> Compare:
-        """Also check the ends of labels: a class that the model's output lacks is an error."""
+        """Make a function that also raises an error if a label in `ranges` is a class that the output lacks."""
 
         def compare(outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
             self(outputs, labels)
@@ -633,24 +637,26 @@ def try_model(
     compare: Compare | None = None,
     batch_size: int = 2,
 ) -> tuple[int, ...] | None:
-    """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
+    """Run the model on rows of zeros; return the elements per row of each output, without changing the model.
 
-    Returns None if only ranks can find out, see `trial_outputs`, and with the user's code also if the trial failed.
+    Returns None if only ranks can find the outputs, see `trial_outputs`, or if the user's code feeds the model and the
+    trial fails.
 
     Args:
-        model: of the user.
+        model: the user's model.
         inputs: binding of columns to its arguments.
         schema: columns whose shapes are known.
-        labels: binding of the labels that the loss compares with the outputs; None if the user's code computes the loss.
-        examples: collated columns, for two rows.
-        metrics: of the fit.
+        labels: binding of the labels that the loss compares with the outputs; None if the user's code computes the
+            loss.
+        examples: collated columns of two rows.
+        metrics: metrics of the fit.
         precision: the Param.
-        compare: called with matching outputs and labels.
-        batch_size: of the training.
+        compare: function that is called with matching outputs and labels.
+        batch_size: batch size of the training.
 
     Raises:
-        InvalidArgumentError: the model does not accept the columns or returns another number of outputs, or a label or metric
-            does not fit its output.
+        InvalidArgumentError: the model does not accept the columns or returns another number of outputs, or a label or
+            metric does not fit its output.
     """
     trial = in_mode(light_copy(model), is_training=False)
     names = [c.name for c in schema.labels]
@@ -666,7 +672,7 @@ def try_model(
         outputs = run(trial, labels=names)
     except InvalidArgumentError as e:
         if labels is None and not isinstance(e, OrderError):
-            return None  # any outputs are right for the user's code
+            return None  # the user's code may call the model in another way
         raise
     if outputs is None:
         return None
@@ -678,7 +684,7 @@ def try_model(
         return fitted
     if (problem := _mismatch(labels, outputs, rows, metrics, compare)) is None:
         return fitted
-    # Some models return other values in training.
+    # Some models return other outputs in training mode, so a mismatch counts only if it is there in both modes.
     with torch.random.fork_rng(devices=[]):
         trained = run(in_mode(trial, is_training=True))
     if trained is None or _mismatch(labels, trained, rows, metrics, compare) is None:

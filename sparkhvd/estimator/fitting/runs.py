@@ -1,13 +1,13 @@
-"""Runs in the store on the driver: new, unfinished or finished, and which fits may resume them.
+"""Runs in the store: how the driver starts, resumes, finishes and deletes them.
 
-    runs/<run_id>/             a fit: program, checkpoints, metrics, outcomes of its attempts
-    runs/<run_id>/model.json   description of its model, see `saving/run_model.py`
-    runs/<run_id>/finished.json    written when the driver has received the model: the run is finished
+    runs/<run_id>/                 a fit: program, checkpoints, metrics, outcomes of its attempts
+    runs/<run_id>/model.json       description of its model, see `saving/run_model.py`
+    runs/<run_id>/finished.json    marks the run as finished: the driver has received the model
     runs/<run_id>/holder.json      lock of a running fit, with its process, see `data/store/locks.py`
-    runs/<run_id>/warm-<n>/    the n-th fit that started from the finished weights; laid out like a run
+    runs/<run_id>/warm-<n>/        the n-th fit that started from the finished weights, with the same files as a run
 
-`fit` with a `run_id` starts a new run, or resumes an unfinished run from its last checkpoint. A finished run is an
-error, or with `warm_start` the next `warm-<n>` starts (or resumes) from its weights.
+`fit` with a `run_id` starts a new run, or resumes an unfinished run from its last checkpoint. If the run is finished,
+`fit` raises an error, or with `warm_start` starts (or resumes) the next `warm-<n>` from the finished weights.
 A run without a `run_id` is deleted after the fit, except its report and timeline, unless `keep_checkpoints` is given.
 """
 
@@ -42,12 +42,12 @@ _SEED = "seed.json"
 
 @dataclass(frozen=True)
 class Finished:
-    """End of a run whose model the driver has received.
+    """Facts about a finished run, whose model the driver has received.
 
     Attributes:
         epoch: epoch of the model's weights.
-        widths: per label, elements of the output per row; () if unknown.
-        timings: seconds of the phases of its last fit.
+        widths: elements per row of each output; () if unknown.
+        timings: seconds of the phases of the last fit.
     """
 
     epoch: int
@@ -60,9 +60,9 @@ class Run:
     """Run in the store.
 
     Attributes:
-        store: of the run.
-        run_dir: its folder, relative to the store.
-        start_from: file with the initial weights, relative to the store; "" for the model's own.
+        store: store of the run.
+        run_dir: folder of the run, relative to the store.
+        start_from: file with the initial weights, relative to the store; "" for the weights of the given model.
     """
 
     store: Store
@@ -70,7 +70,7 @@ class Run:
     start_from: str = ""
 
     def seed(self, given: int | None) -> int:
-        """Choose the given seed, the run's or a new seed. The run stores it."""
+        """Choose the given seed, else the seed stored in the run, else a new seed; store it in the run."""
         seed = given
         if seed is None:
             for name in (_FINGERPRINT, _SEED):
@@ -82,7 +82,7 @@ class Run:
         return seed
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        """Contents of a file of the run; None if missing or damaged."""
+        """Read a JSON file of the run; None if it is missing or damaged."""
         try:
             return load_sealed(self.store.read_bytes(f"{self.run_dir}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
@@ -92,23 +92,24 @@ class Run:
         self.store.write_bytes(f"{self.run_dir}/{name}", dump_sealed(values))
 
     def check(self, fingerprint: str, epochs: int) -> None:
-        """Reject other data, params, model or optimizer than those of the run's checkpoints.
+        """Reject data, Params, model or optimizer that differ from those of the run's checkpoints.
 
         Args:
-            fingerprint: of this fit; stored in the run.
-            epochs: number requested by this fit.
+            fingerprint: fingerprint of this fit, which is stored in the run.
+            epochs: number of epochs that this fit requests.
 
         Raises:
-            InvalidArgumentError: they differ; the message lists how.
+            InvalidArgumentError: they differ; the message lists the differences.
         """
         if self.start_from:
             self._check_start(fingerprint)
         done = self.position()
         before = self._read(_FINGERPRINT)
-        if done != (0, 0) and before is not None:  # else the ranks find differences
+        # Without the earlier fingerprint, the ranks find differences.
+        if done != (0, 0) and before is not None:
             problem = differences(json.dumps(before), fingerprint)
             if not problem and done > (epochs, 0):
-                problem = f"it has {done[0]} epochs, and epochs is {epochs}"
+                problem = f"it has {done[0]} epochs, but epochs is {epochs}"
             if problem:
                 raise InvalidArgumentError(
                     f"{self.store.full_url(self.run_dir)} holds a checkpoint of another run: {problem}. Give "
@@ -117,21 +118,21 @@ class Run:
         self._write(_FINGERPRINT, read_json(fingerprint))
 
     def warn_of_other_data(self) -> None:
-        """Warn if the data of this fit differ from those of the checkpoint to resume from."""
+        """Warn if this fit resumes from a checkpoint whose data may have been different."""
         done = self.position()
         if done != (0, 0):
             warnings.warn(
-                f"{self.store.full_url(self.run_dir)} resumes after epoch {done[0]} with data that may differ from those before: the "
-                "DataFrame has rand(), the clock or the like in its plan, and Spark has computed it again. Write it to a table first "
-                "and fit that.",
+                f"{self.store.full_url(self.run_dir)} resumes after epoch {done[0]} with data that may differ from the earlier data: the "
+                "DataFrame's plan calls rand(), reads the clock or the like, and Spark has computed it again. Write the DataFrame to "
+                "a table first, and fit on the table.",
                 stacklevel=2,
             )
 
     def _check_start(self, fingerprint: str) -> None:
-        """Reject the initial weights of another model."""
+        """Reject initial weights that belong to another model."""
         before = Run(self.store, self.start_from.partition("/checkpoints/")[0])._read(_FINGERPRINT)
         if before is None or "model" not in before:
-            return  # missing or damaged: the ranks check whether it fits
+            return  # the file is missing or damaged, so the ranks check whether the weights fit
         models = [json.dumps({"model": f["model"]}) for f in (before, read_json(fingerprint))]
         if problem := differences(*models):
             raise InvalidArgumentError(
@@ -143,7 +144,7 @@ class Run:
         """Record that the driver has the model, and delete the other checkpoints.
 
         Args:
-            finished: the end of the run; the checkpoint of its epoch is kept.
+            finished: facts about the finished run; the checkpoint of its epoch is kept.
             num_checkpoints: number of last epochs whose checkpoints are kept, at least 1.
         """
         self._write(FINISHED_NAME, asdict(finished))
@@ -151,7 +152,7 @@ class Run:
             Checkpoints(self.store, self.run_dir).finish(finished.epoch, num_checkpoints)
 
     def finished(self) -> Finished | None:
-        """End of a finished run, or None.
+        """Read the facts about a finished run; None if the run is not finished.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -163,13 +164,13 @@ class Run:
         path = f"{self.run_dir}/{FINISHED_NAME}"
         if self.store.exists(path):
             raise InvalidArgumentError(
-                f"{self.store.full_url(path)} is damaged: it is not what was written. Delete it: a fit with this run_id and "
-                "the same params then gives the finished model again, without training."
+                f"{self.store.full_url(path)} is damaged: its content has changed since it was written. Delete it: a fit with this "
+                "run_id and the same params then returns the finished model again, without training."
             )
         return None
 
     def delete(self, keeps: Collection[str] = ()) -> None:
-        """Delete the run except files with these names. The driver has its model, so Ctrl-C becomes a warning instead of losing it."""
+        """Delete the run except files with these names; errors and Ctrl-C become warnings, to keep the model."""
         with _warning_of_orphans():
             paths = self.store.list(self.run_dir)
             kept = [path for path in paths if path.rpartition("/")[2] in keeps]
@@ -182,25 +183,25 @@ class Run:
 
     @property
     def timeline_url(self) -> str:
-        """URL of the timeline, if there is one."""
+        """URL of the run's timeline."""
         return self.store.full_url(f"{self.run_dir}/{TIMELINE_NAME}")
 
     def position(self) -> Position:
-        """Epochs, and steps of the next epoch, of the newest checkpoint; (0, 0) without a checkpoint."""
+        """Read the position of the newest checkpoint: (epochs, steps of the next epoch); (0, 0) if there is none."""
         return Checkpoints(self.store, self.run_dir).latest_position()
 
     def progress(self, epochs: int) -> str:
-        """Newest checkpoint in words."""
+        """Describe the newest checkpoint in words."""
         position = self.position()
         if position == (0, 0):
             return "the beginning, without a checkpoint"
         return f"the checkpoint {position_text(position, epochs)}"
 
     def announce(self, epochs: int) -> None:
-        """Print the run, its store and the position it starts from."""
+        """Print the run, its store and the position from which it starts."""
         line = f"run {self.name!r} in {self.store.url}"
         if is_temporary_store(self.store):
-            line += ", which goes with this process,"
+            line += ", which is deleted when this process ends,"
         if (position := self.position()) != (0, 0):
             line += f" resumes {position_text(position, epochs)}"
         elif self.start_from:
@@ -210,7 +211,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run id."""
+        """Run id."""
         return self.run_dir.removeprefix("runs/").partition("/")[0]
 
     def explain_failure(
@@ -222,57 +223,59 @@ class Run:
         verbose: int,
         is_trained: bool = False,
     ) -> None:
-        """Add a note to the error, and after Ctrl-C on stderr, about the saved weights and how to resume the run.
+        """Add a note to an error about the saved weights and how to resume; after Ctrl-C also print it on stderr.
 
-        A run without a `run_id` and without a checkpoint is deleted. A temporary store with the weights of a finished training is
-        kept.
+        A run without a `run_id` and without a checkpoint is deleted. A temporary store with the weights of a finished
+        training is kept.
 
         Args:
-            error: that ends the fit.
-            run_id: as given.
-            epochs: of the fit.
+            error: error that ends the fit.
+            run_id: run id that the user gave, or None.
+            epochs: number of epochs of the fit.
             verbose: 0 prints nothing.
-            is_trained: whether the ranks have finished without an error.
+            is_trained: True if the ranks have finished without an error.
         """
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if not self.store.is_seen:
             return
-        with contextlib.suppress(OSError, SparkhvdError):  # the error itself says more
+        with contextlib.suppress(OSError, SparkhvdError):  # the error of the fit is more useful
             position = self.position()
             if position == (0, 0):
-                if not is_interrupt and not run_id:  # else ranks may still be ending
+                # After an interrupt, ranks may still be writing into the run.
+                if not is_interrupt and not run_id:
                     self.store.delete(self.run_dir)
                 return
             note = f"The checkpoint {position_text(position, epochs)} {self._stays(is_trained or position >= (epochs, 0))}: "
             is_over = False
-            with contextlib.suppress(OSError, SparkhvdError):  # what could not be written
+            # The file finished.json may be damaged or unreadable.
+            with contextlib.suppress(OSError, SparkhvdError):
                 is_over = self.finished() is not None
             if not is_over:
                 note += f"a fit with run_id={self.name!r} and store={self.store.url!r} resumes from there. "
             trust = ", trust=True" if self._holds_code() else ""
             gives = f"TorchModel.from_run({self.store.url!r}, {self.name!r}{trust}) gives the model"
             note += f"{gives} so far." if not is_trained else f"{gives}."
-            has_notes = hasattr(error, "add_note")  # from Python 3.11 on
+            has_notes = hasattr(error, "add_note")  # True since Python 3.11
             if has_notes:
                 error.add_note(note)
             elif not verbose:
                 warnings.warn(note, stacklevel=2)
             if verbose and (
                 is_interrupt or not has_notes
-            ):  # a notebook shows no notes of an interrupt
+            ):  # a notebook does not show the notes of a KeyboardInterrupt
                 what = "interrupted" if is_interrupt else "the fit has failed"
                 sys.stderr.write(f"sparkhvd: {what}. {note}\n")
                 sys.stderr.flush()
 
     def _holds_code(self) -> bool:
-        """Whether the run's description holds the user's classes or functions; they need trust."""
+        """Whether the run's description holds the user's classes or functions, which need trust."""
         with contextlib.suppress(OSError, SparkhvdError):
             values = load_sealed(self.store.read_bytes(f"{self.run_dir}/{MODEL_NAME}"))
             return bool(values and values["code"])
         return False
 
     def _stays(self, is_trained: bool) -> str:
-        """Describe how long the store is kept; a temporary store with finished weights is kept from now on."""
+        """Describe how long the store is kept; from now on, keep a temporary store with finished weights."""
         if not is_temporary_store(self.store):
             return "stays"
         if not is_trained:
@@ -281,7 +284,7 @@ class Run:
         return f"stays until you delete {urlsplit(self.store.url).path}"
 
     def finished_weights(self) -> str:
-        """File with the weights of a finished run, relative to the store; "" for an unfinished run.
+        """Return the file with the weights of a finished run, relative to the store; "" for an unfinished run.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -302,14 +305,14 @@ def position_text(position: Position, epochs: int) -> str:
 
 @contextlib.contextmanager
 def _warning_of_orphans() -> Iterator[None]:
-    """Warn if files cannot be deleted: the model is there, and orphans only cost disk space."""
+    """Warn if files cannot be deleted, because the model exists and leftover files only cost disk space."""
     try:
         yield
     except StoreError as e:
-        warnings.warn(f"Files of a run that has ended stay: {e}", stacklevel=5)
+        warnings.warn(f"Files of a finished run could not be deleted: {e}", stacklevel=5)
     except KeyboardInterrupt:
         warnings.warn(
-            "Ctrl-C came when the model was there, so the fit ends well; files of its run stay.",
+            "Ctrl-C came after the model was trained, so the fit returns the model; some files of its run were not deleted.",
             stacklevel=5,
         )
 
@@ -323,13 +326,13 @@ def check_run_id(run_id: str) -> str:
     """Raise InvalidArgumentError unless a run id can name a folder."""
     if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*", run_id):
         raise InvalidArgumentError(
-            f"run_id is {run_id!r}; it names a folder and may hold letters, digits, '.', '_' and '-'."
+            f"run_id is {run_id!r}; it names a folder and may hold only letters, digits, '.', '_' and '-'."
         )
     return run_id
 
 
 class Folds:
-    """Run ids for several calls of `fitMultiple` with one run_id, as a CrossValidator makes for its folds."""
+    """Run ids and labels for several calls of `fitMultiple`, one per fold of a CrossValidator."""
 
     def __init__(self) -> None:
         """Start without folds."""
@@ -338,7 +341,7 @@ class Folds:
         self._num_calls = 0
 
     def label(self) -> str:
-        """Count the calls of `fitMultiple`; from the second on return a label, "fold 2"."""
+        """Count the calls of `fitMultiple`; return a label such as "fold 2" from the second call on, before that ""."""
         with self._lock:
             self._num_calls += 1
             return f"fold {self._num_calls}" if self._num_calls > 1 else ""
@@ -347,8 +350,8 @@ class Folds:
         """Make the run id of a param map: mine-0, mine-1; in the second fold mine-fold2-0, mine-fold2-1.
 
         Args:
-            run_id: the estimator's or the param map's.
-            data: equal for equal data; equal data are one fold.
+            run_id: run id of the estimator or the param map.
+            data: value that is equal for equal data; equal data are one fold.
             index: index of the param map.
         """
         with self._lock:
@@ -371,8 +374,8 @@ def open_run(store: Store, run_id: str, *, warm_start: bool) -> Run:
     while weights := run.finished_weights():
         if not warm_start:
             raise InvalidArgumentError(
-                f"run_id is {run_id!r}, and that run has finished: {store.full_url(f'runs/{run_id}')}. Give another "
-                "run_id, or warm_start=True to train `epochs` more epochs from its weights; TorchModel.from_run gives its model."
+                f"run_id is {run_id!r}, but this run has finished: {store.full_url(f'runs/{run_id}')}. Give another "
+                "run_id, or warm_start=True to train `epochs` more epochs from its weights; TorchModel.from_run returns its model."
             )
         number += 1
         run = Run(store, f"runs/{run_id}/warm-{number}", start_from=weights)

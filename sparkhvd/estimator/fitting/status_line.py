@@ -1,6 +1,7 @@
-"""Progress of this process's fits in one replaceable line: on a terminal, or in a notebook.
+"""Show the progress of this process's fits in one replaceable line on a terminal or in a notebook.
 
-Threads: any number show and print; each draws the whole line under a lock. Failure: a closed or full stream ends nothing.
+Threads: any number of threads may show and print; each draws the whole line under a lock. Failure: errors of a closed
+or full stream are ignored.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 from sparkhvd.runner.launching import ERASE, write_to
 
 _BETWEEN = " | "
-# Minimum columns of a fit's part of the line; further fits are counted.
+# Minimum number of columns for a fit's part of the line. Fits that do not fit into the line are only counted.
 _LEAST_COLUMNS = 24
 _USUAL_COLUMNS = 80
 
 
 class StatusLine:
-    """Line with the newest text of each fit, by start time; empty unless on a terminal or in a notebook."""
+    """Line with the newest text of each fit in the order of their starts, on a terminal or in a notebook."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,12 +32,12 @@ class StatusLine:
         self._display_id = ""
 
     def show(self, fit: object, text: str, detail: str = "") -> bool:
-        """Replace the fit's text; return False if the stream cannot replace lines.
+        """Replace the text of a fit; return False if stdout cannot replace lines.
 
         Args:
             fit: owner of the text.
-            text: one line; on a terminal cut to its width.
-            detail: more of it, for a notebook without a line above.
+            text: one line, which a terminal cuts to its width.
+            detail: text to append in a notebook.
         """
         in_notebook = _is_notebook()
         if not in_notebook and not _is_terminal():
@@ -47,13 +48,13 @@ class StatusLine:
         return True
 
     def remove(self, fit: object) -> None:
-        """Remove a fit's text, if there is one; removing the last text erases the line."""
+        """Remove the text of a fit, if it has text; removing the last text erases the line."""
         with self._lock, contextlib.suppress(Exception):
             if self._texts.pop(fit, None) is not None:
                 self._draw()
 
     def print(self, line: str) -> None:
-        """Print a permanent line: on a terminal above this one, instead of Spark's progress bar, which Spark redraws."""
+        """Print a permanent line above this line; on a terminal it overwrites Spark's progress bar for a moment."""
         with self._lock, contextlib.suppress(Exception):
             is_terminal = _is_terminal()
             write_to(sys.stdout, f"{ERASE}{line}\n" if is_terminal else f"{line}\n")
@@ -62,7 +63,7 @@ class StatusLine:
 
     @contextlib.contextmanager
     def erased(self) -> Iterator[None]:
-        """Erase the line on a terminal while others print there: warnings, or the user's function."""
+        """Erase the line on a terminal while other code prints there, such as a warning or the user's function."""
         with self._lock, contextlib.suppress(Exception):
             if self._texts and _is_terminal():
                 write_to(sys.stdout, ERASE)
@@ -86,7 +87,7 @@ class StatusLine:
         is_new = not self._display_id
         self._display_id = self._display_id or uuid.uuid4().hex
         display({"text/plain": text}, raw=True, display_id=self._display_id, update=not is_new)
-        if not text:  # the next fit has its own place, in its cell
+        if not text:  # the next fit gets a new output, in its own notebook cell
             self._display_id = ""
 
 
@@ -96,20 +97,21 @@ def _is_notebook() -> bool:
 
 
 def _is_terminal() -> bool:
-    """Whether lines can be replaced. A program's replacement of stdout may lack methods."""
+    """Whether stdout is a terminal; an object that a program puts in place of stdout may lack methods."""
     return sys.stdout is not None and getattr(sys.stdout, "isatty", lambda: False)()
 
 
 def _width() -> int:
-    """Columns that a line may fill without wrapping."""
+    """Number of columns that a line may fill without wrapping."""
     columns = 0
-    with contextlib.suppress(OSError, ValueError):  # a terminal of the program's own
+    # A program's own stdout may not be a real terminal.
+    with contextlib.suppress(OSError, ValueError):
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
     return (columns or _USUAL_COLUMNS) - 1
 
 
 def _joined(texts: Sequence[str], width: int) -> str:
-    """Join texts to one line of at most `width` columns and count the omitted texts: "epoch 1/2 ... | epoch 2/2 ...  (+3)"."""
+    """Join texts to one line of at most `width` columns; "(+3)" at the end counts the omitted texts."""
     if not texts:
         return ""
     between = len(_BETWEEN)
@@ -120,7 +122,7 @@ def _joined(texts: Sequence[str], width: int) -> str:
 
 
 def _cut(text: str, columns: int) -> str:
-    """Cut a text to at most so many columns of a terminal."""
+    """Cut a text to at most `columns` columns of a terminal."""
     widths = [2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text]
     if sum(widths) <= columns:
         return text

@@ -1,4 +1,4 @@
-"""Spec of the ranks from a checked request and prepared data."""
+"""Build the spec of the ranks from a checked request and prepared data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_train_spec(
     """Build the spec of the ranks from the known column shapes, and try the model on them.
 
     Returns:
-        The spec, and the elements per row of the model's outputs; None if only ranks can find out.
+        The spec, and the elements per row of each output of the model (None if only ranks can find them).
     """
     options, program, transformed = request.options, request.program, data.transformed
     schema = data.schema if transformed is None else transformed
@@ -43,7 +43,7 @@ def build_train_spec(
     is_compared = program.user.uses_loss(has_validation=request.sources.has_validation)
     compared = labels if is_compared else None
     widths: tuple[int, ...] | None = None
-    # The user's code feeds the model, so a model that does not accept the columns as they are is no error.
+    # If the user's code feeds the model, the model need not accept the columns themselves.
     with contextlib.suppress(*[InvalidArgumentError] if program.user.feeds_model else []):
         if not program.user.changes_columns:
             widths = try_model(
@@ -57,7 +57,7 @@ def build_train_spec(
                 request.pairs.with_ends(labels.columns, data.ranges),
                 options.batch_size,
             )
-    # A user's own step may change an index before the model gets it; the step of a model's own loss does not.
+    # Check embedding indices only if they reach the model unchanged; a user's own step may change them before.
     if not program.user.computes_loss or program.user.label_arguments:
         padded = [name for name, f in program.functions.collate.items() if isinstance(f, pad)]
         ranges, examples = data.ranges, data.examples
@@ -108,9 +108,9 @@ def build_train_spec(
 
 
 def initialized(request: FitRequest, data: FitData) -> FitRequest:
-    """Give the parameters of lazy modules their shapes, by a forward on two rows.
+    """Initialize the parameters of lazy modules by a forward on two rows.
 
-    Their values follow from the seed of the run. The caller's module is not changed.
+    The seed of the run decides their values. The caller's module is not changed.
 
     Raises:
         InvalidArgumentError: the forward failed, or left a parameter without a shape.
@@ -119,7 +119,8 @@ def initialized(request: FitRequest, data: FitData) -> FitRequest:
         return request
     program = request.program
     if isinstance(request.options.model, nn.Module):
-        program = load_shell(dump_shell(nn.Module(), program), {})  # the optimizer is copied, too
+        # A copy, because the optimizer must be copied, too.
+        program = load_shell(dump_shell(nn.Module(), program), {})
     else:
         program = replace(
             program, model=uncompiled(build_model(request.options.model, request.seed))
@@ -141,7 +142,7 @@ def initialized(request: FitRequest, data: FitData) -> FitRequest:
     if is_lazy(model):
         names = [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]
         raise InvalidArgumentError(
-            f"model: parameter {names[0]!r} has no shape yet, and a forward on two rows of zeros gives it none. Run the lazy module on one "
+            f"model: parameter {names[0]!r} of a lazy module has no shape, even after a forward on two rows of zeros. Run the module on one "
             "batch before fit."
         )
     in_mode(model, is_training=True)
@@ -151,7 +152,7 @@ def initialized(request: FitRequest, data: FitData) -> FitRequest:
 
 
 def fingerprint(request: FitRequest, data: FitData) -> str:
-    """JSON of the facts that two fits must share so that one can resume the other."""
+    """Encode as JSON the facts that must be equal in two fits so that one can resume the other."""
     options, program = request.options, request.program
     values = fingerprint_options(options)
     if data.validation is not None:
@@ -166,7 +167,7 @@ def fingerprint(request: FitRequest, data: FitData) -> str:
         if request.cluster.least is None
         else request.cluster.ranks,
         "random_seed": request.seed,
-        # Decides between a full permutation of rows and a shuffle in windows.
+        # shuffle_bytes decides between a full permutation of rows and a shuffle inside windows.
         "shuffle_bytes": options.shuffle_bytes if options.shuffle else None,
     }
     return json.dumps(facts, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Accessors, keyword arguments, checks, explanations and options, derived from the table of Params."""
+"""Derive accessors, keyword arguments, checks, explanations and options from the table of Params."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def camel_case(name: str) -> str:
-    """Convert a name to its form in getters and setters: "batch_size" -> "BatchSize", "outputCols" -> "OutputCols"."""
+    """Convert a Param's name for getters and setters: "batch_size" -> "BatchSize", "outputCols" -> "OutputCols"."""
     return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
-# Row of a Param outside the table.
+# Row for a Param that is not in the table.
 _PLAIN = ParamRow(accepts="Any", holds="Any")
 
 
@@ -37,10 +37,10 @@ def _own_params(cls: type) -> list[TableParam]:
 
 
 def accessors(cls: T) -> T:
-    """Add `getX()` and `setX(value)` for each Param that a class declares; `setX` returns the object.
+    """Add `getX()` and `setX(value)` to a class for each Param that it declares; `setX` returns the object.
 
-    Horovod's and Spark's names of these Params get accessors too, and a Spark name is also an attribute that refers to the
-    Param. If Spark has one column and the Param a list, Spark's getter returns the one column.
+    Horovod's and Spark's names of these Params also get accessors, and a Spark name is also an attribute that refers to
+    the Param. If Spark's Param is one column and this Param is a list, Spark's getter returns the column.
     """
     for param in _own_params(cls):
         _accessors(cls, param, camel_case(param.name))
@@ -79,17 +79,17 @@ def _accessors(cls: type, param: TableParam, camel: str, *, is_alias: bool = Fal
 
 
 class TorchParams(Params):
-    """Params by keyword argument, with checks and readable explanations; base of estimator and model."""
+    """Base of estimator and model: sets Params by keyword, checks them and explains them."""
 
-    if TYPE_CHECKING:  # the accessors are made from the Params
+    if TYPE_CHECKING:  # a decorator makes the accessors from the Params
 
         def __getattr__(self, name: str) -> Any: ...
 
-    # Defaults of a class that override the table's.
+    # Defaults of a class that override the defaults of the table.
     _other_defaults: ClassVar[Mapping[str, object]] = {}
-    # True: files saved by this process are loaded without trust, see `saving.trust`.
+    # True if files that this process has saved are loaded without trust, see `saving.trust`.
     _trusts_own_files: ClassVar[bool] = False
-    # Store class for a saved store.
+    # Class with which a saved store is loaded.
     _store_class: ClassVar[type[StoreWithRuns]] = StoreWithRuns
     # Params whose defaults count as set.
     _as_if_set: ClassVar[frozenset[str]] = frozenset()
@@ -101,7 +101,7 @@ class TorchParams(Params):
         self._setDefault(**{name: value for name, value in defaults.items() if value is not None})
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Reject the assignment of a Param in any spelling; Spark ML sets it by a method."""
+        """Reject the assignment to an attribute that is a Param, in any spelling; Params are set by methods."""
         is_attribute = name.startswith("_") or isinstance(value, Param) or hasattr(Params, name)
         if not is_attribute and (param := self._close_param(name)):
             raise AttributeError(
@@ -112,7 +112,7 @@ class TorchParams(Params):
 
     @classmethod
     def _close_param(cls, name: str) -> str:
-        """Find the Param that a misspelled name most likely means: "batchSize", "maxIter", "featurecols"; "" if no match."""
+        """Find the Param that a name such as "batchSize" or "featurecols" most likely means; "" without a match."""
         names = {}
         for param, row in rows_of(cls).items():
             names.update({_plain(spelling): param for spelling in (param, *row.aliases)})
@@ -121,14 +121,14 @@ class TorchParams(Params):
 
     @classmethod
     def _row(cls, name: str) -> ParamRow:
-        """Row of a Param; without effects for a Param of a user's subclass."""
+        """Return the row of a Param; a Param of a user's subclass has an empty row."""
         return getattr(getattr(cls, name, None), "row", _PLAIN)
 
     def _check_values(self) -> None:
         """Check the values of the Params that are set or have defaults.
 
         Raises:
-            InvalidArgumentError: a value is out of range, cannot be used here, or contradicts another.
+            InvalidArgumentError: a value is out of range, cannot be used here, or contradicts another value.
         """
         for name, row in rows_of(type(self)).items():
             value = self._get(name)
@@ -140,15 +140,15 @@ class TorchParams(Params):
                 raise InvalidArgumentError(f"{name} is {value!r}; {problem}.")
 
     def _check_switch(self, name: str, target: str, value: object) -> None:
-        """Reject a Param whose True contradicts the value of another; it overrides a default."""
+        """Reject `name`=True if the Param `target` is set to another value than it means; it may override a default."""
         other = self._get(target)
         if not self.hasDefault(target) and other not in (None, value):
             raise InvalidArgumentError(
-                f"{target} is {other!r} and {name} is True, which means {value!r}. Give one of them."
+                f"{target} is {other!r}, but {name} is True, which means {target}={value!r}. Give only one of them."
             )
 
     def _read_options(self, options: type[Options]) -> Options:
-        """Read the Params into a frozen dataclass with fields of these names; other Params of a subclass are ignored."""
+        """Read the Params into the fields of a frozen dataclass; Params without a field are ignored."""
         known = {each.name for each in fields(options)}
         rows = rows_of(type(self)).items()
         values = {n: self._get(n) for n, row in rows if row.is_option and n in known}
@@ -160,14 +160,14 @@ class TorchParams(Params):
         return options(**values)
 
     def _set_keywords(self, positional: Sequence[object], keywords: Mapping[str, object]) -> None:
-        """Set Params from keyword arguments; None means "not given", so it clears a Param.
+        """Set Params from keyword arguments; None means "not given" and clears a Param.
 
         Raises:
-            TypeError: an argument is positional, unknown or given under two names.
+            TypeError: an argument is positional, unknown, or given under two names.
         """
         if positional:
             raise TypeError(
-                f"{type(self).__name__}() takes keyword arguments only, and got {short_repr(positional[0])} without "
+                f"{type(self).__name__}() takes only keyword arguments, but got {short_repr(positional[0])} without "
                 f"a name. Write for example {type(self).__name__}({self._example()}=...)."
             )
         values: dict[str, object] = {}
@@ -176,7 +176,7 @@ class TorchParams(Params):
             if value is not None and values.get(name) is not None:
                 other = next(n for n in keywords if n != given and self._param_name(n) == name)
                 raise TypeError(
-                    f"{type(self).__name__}(): {other!r} and {given!r} are names of the same param, {name!r}. Give one."
+                    f"{type(self).__name__}(): {other!r} and {given!r} are names of the same param, {name!r}. Give only one of them."
                 )
             if value is not None or name not in values:
                 values[name] = value
@@ -205,12 +205,12 @@ class TorchParams(Params):
         return self
 
     def explainParams(self) -> str:  # noqa: N802 - Spark's name
-        """Explain every Param on one line; Horovod's without effect only where they are set."""
+        """Explain every Param on one line; Horovod's Params without effect only if they are set."""
         shown = [p for p in self.params if not self._row(p.name).no_effect or self.isSet(p)]
         return "\n".join(self.explainParam(p) for p in shown)
 
     def explainParam(self, param: str | Param[Any]) -> str:  # noqa: N802 - Spark's name
-        """Explain a Param on one line: name, meaning, default and current value; a model is shown by its size."""
+        """Explain a Param on one line: name, meaning, default and current value (of a model only its size)."""
         resolved = self._resolveParam(param)
         values = []
         if resolved in self._defaultParamMap:
@@ -226,17 +226,20 @@ class TorchParams(Params):
         return super()._set(**{n: value for n, value in values.items() if value is not None})
 
     def _get(self, name: str) -> Any:
-        """None if the Param is not set and has no default."""
+        """Return the value of a Param or its default; None without either."""
         return self.getOrDefault(name) if self.isDefined(name) else None
 
 
 def _plain(name: str) -> str:
-    """Normalize a name, so that all its spellings are equal."""
+    """Normalize a name so that different spellings of it become equal."""
     return name.replace("_", "").lower()
 
 
 def with_signature(cls: T) -> T:
-    """Set a signature of the class's own arguments and its Params by group, for `help()` and editors; names without effect are omitted."""
+    """Set a signature with the class's own arguments and its Params by group, for `help()` and editors.
+
+    Params without effect are omitted.
+    """
     shown = {n: r for n, r in rows_of(cls).items() if not (r.no_effect or r.refused)}
     order = {group: number for number, group in enumerate((*GROUPS, ""))}
     names = sorted(shown, key=lambda name: order[shown[name].group])
@@ -254,7 +257,7 @@ def with_signature(cls: T) -> T:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Arguments of Horovod's other estimators, unknown here, with a hint for the error.
+# Arguments of Horovod's other estimators that are unknown here -> hint for the error message.
 
 ELSEWHERE = {
     "num_gpus": "It is of horovod.spark.lightning; give num_proc.",
@@ -262,7 +265,7 @@ ELSEWHERE = {
     "log_every_n_steps": "It is of horovod.spark.lightning; progress= gets the record of each epoch.",
     "loader_num_epochs": "It is of horovod.spark.lightning; every epoch reads each row once.",
     "profiler": "It is of horovod.spark.lightning; sparkhvd.Settings(timeline=...) writes a timeline.",
-    "trainer_args": "It is of horovod.spark.lightning; each thing that a fit may do has an argument of its own.",
+    "trainer_args": "It is of horovod.spark.lightning; give the estimator's own arguments instead.",
     "debug_data_loader": "It is of horovod.spark.lightning.",
     "train_async_data_loader_queue_size": "It is of horovod.spark.lightning; batches are always read ahead.",
     "val_async_data_loader_queue_size": "It is of horovod.spark.lightning; batches are always read ahead.",

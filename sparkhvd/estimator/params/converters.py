@@ -1,4 +1,4 @@
-"""Type converters of Params; Spark turns their TypeErrors into "Invalid param value given for param ..."."""
+"""Convert values of Params; Spark puts "Invalid param value given for param ..." before a TypeError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.loggers.base import Logger
 
 T = TypeVar("T")
-# Converts a caller's value to the Param's value.
+# Function from the caller's value to the value of the Param.
 Converter = Callable[[Any], object]
 
 
@@ -26,7 +26,7 @@ def to_columns(value: object) -> list[str]:
 
 
 def to_shapes(value: object) -> Any:
-    """Convert shapes of a row per column, by order or by name."""
+    """Convert the shapes of columns' rows, by order or by name."""
     if isinstance(value, Mapping):
         return {name: [int(n) for n in shape] for name, shape in value.items()}
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -38,14 +38,14 @@ def to_shapes(value: object) -> Any:
 
 
 def to_inputs(value: object) -> dict[str, Any]:
-    """Convert a dict from arguments of `forward` to columns."""
+    """Convert a dict from arguments of `forward` to names of columns."""
     if not isinstance(value, Mapping):
         raise TypeError("expected a dict from argument names to column names")
     return {k: v if isinstance(v, str) else list(v) for k, v in value.items()}
 
 
 def to_dtypes(value: object) -> Any:
-    """Convert dtypes, by order or by column, to their names."""
+    """Convert dtypes, by order or by column, to names of dtypes."""
     from sparkhvd.data.columns.schema import dtype_name
 
     def name(dtype: object) -> str | None:
@@ -57,7 +57,9 @@ def to_dtypes(value: object) -> Any:
     if isinstance(value, Mapping):
         return {column: name(dtype) for column, dtype in value.items()}
     if not isinstance(value, Iterable):
-        raise TypeError("expected dtypes, in the order of the columns or by column")
+        raise TypeError(
+            "expected a list of dtypes in the order of the columns, or a dict from columns to dtypes"
+        )
     return [name(dtype) for dtype in value]
 
 
@@ -86,7 +88,7 @@ def to_ranks(value: object) -> int | tuple[int, int]:
     """Convert a number of ranks, or the minimum and the maximum."""
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
-            raise TypeError("expected a whole number, or the least and the most")
+            raise TypeError("expected a whole number, or the pair (minimum, maximum)")
         return to_whole(value[0]), to_whole(value[1])
     return to_whole(value)
 
@@ -101,12 +103,12 @@ def to_loggers(value: object) -> list[Logger]:
     return list(loggers)
 
 
-# Default number of steps of a timeline: tens of megabytes, which a browser still shows well.
+# Default number of steps in a timeline. The file then has tens of megabytes, which a browser can show.
 _TIMELINE_STEPS = 1000
 
 
 def to_timeline(value: object) -> int:
-    """Convert a number of steps; True is the default number."""
+    """Convert a number of steps; True means the default number."""
     if isinstance(value, bool):
         return _TIMELINE_STEPS if value else 0
     return to_whole(value)
@@ -117,7 +119,7 @@ def to_thresholds(value: object) -> list[float]:
     thresholds = TypeConverters.toListFloat(value)
     is_good = len(thresholds) > 1 and all(t >= 0 for t in thresholds) and thresholds.count(0) < 2
     if not is_good:
-        raise TypeError("expected a number above 0 for each class; one of them may be 0")
+        raise TypeError("expected a number above 0 for each class, of which one may be 0")
     return thresholds
 
 
@@ -128,7 +130,7 @@ def to_function(value: object) -> Callable[..., Any]:
     return value
 
 
-# Names of `optimizer` and `loss`, and the torch classes and functions behind them.
+# Name as a value of `optimizer` or `loss` -> class or function of torch.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -147,37 +149,37 @@ LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
 
 
 def _named(name: str, known: Mapping[str, T]) -> T:
-    """Look up a name, ignoring case."""
+    """Look up a name, ignoring upper and lower case."""
     if name.lower() not in known:
         raise TypeError(f"{name!r} is not one of {', '.join(map(repr, known))}")
     return known[name.lower()]
 
 
 def to_optimizer(value: object) -> Any:
-    """Convert the name of an optimizer to its class; keep anything else."""
+    """Convert the name of an optimizer to its class; keep any other value."""
     return _named(value, OPTIMIZERS) if isinstance(value, str) else value
 
 
 def to_losses(value: object) -> Any:
-    """Convert names of losses to instances, in a list too; keep anything else."""
+    """Convert names of losses, also in a list, to instances; keep any other value."""
     if isinstance(value, (list, tuple)):
         return [to_losses(entry) for entry in value]
     return _named(value, LOSSES)() if isinstance(value, str) else value
 
 
 def to_scheduler(value: object) -> Callable[..., Any]:
-    """Require a function that makes a scheduler, because a scheduler object refers to an optimizer other than the rank's."""
+    """Require a function that makes a scheduler, because a scheduler object refers to the driver's optimizer."""
     if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
         kind = type(value).__name__
         raise TypeError(
-            f"expected a function of the optimizer that makes the scheduler, because each rank has an optimizer of its own: "
+            f"expected a function that makes the scheduler of an optimizer, because each rank has its own optimizer: "
             f"lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.{kind}(optimizer, ...)"
         )
     return to_function(value)
 
 
 def to_stopping(value: object) -> dict[str, Any]:
-    """Convert the dict of `early_stopping`."""
+    """Require a dict, for `early_stopping`."""
     if not isinstance(value, Mapping):
         raise TypeError("expected a dict, such as early_stopping={'patience': 3, 'min_delta': 0.0}")
     return dict(value)
@@ -189,15 +191,16 @@ def any_value(value: object) -> Any:
 
 
 def to_store(value: object) -> Any:
-    """Keep a store as given, but convert a URL with a password to a `Store`, so that `explainParams` and a saved estimator do not
-    show it.
+    """Keep a store as given, but convert a URL with a password to a `Store`.
+
+    A `Store` does not show the password in `explainParams` or in a saved estimator.
     """
     if isinstance(value, (str, PathLike)) and secrets_of(text := str(fspath(value)), {}):
         return Store(text)
     return value
 
 
-# Python types that a converter accepts, for type checkers.
+# Converter -> Python type that it accepts, for type checkers.
 ACCEPTED: dict[Converter, str] = {
     to_columns: "str | Sequence[str]",
     to_shapes: "Sequence[Sequence[int]] | Mapping[str, Sequence[int]]",
@@ -216,7 +219,7 @@ ACCEPTED: dict[Converter, str] = {
     TypeConverters.toBoolean: "bool",
     TypeConverters.toListFloat: "Sequence[float]",
 }
-# Python types of converted values, if different.
+# Converter -> Python type of its result, if different.
 CONVERTED: dict[Converter, str] = {
     to_columns: "list[str]",
     to_shapes: "list[list[int]] | dict[str, list[int]]",

@@ -1,4 +1,4 @@
-"""Params of the estimator and its model, by subject: launch, data, training, Horovod's other names, columns and outputs."""
+"""Declare the Params of the estimator and its model by subject."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ cluster_param = functools.partial(param, group="cluster")
 
 
 def is_number_of_ranks(value: int | tuple[int, int]) -> str:
-    """Check `num_proc`."""
+    """Check a number of ranks, or a pair (minimum, maximum)."""
     least, most = value if isinstance(value, tuple) else (value, value)
     if least < 1:
         return "it must be at least 1"
-    return "" if least <= most else "the first is the least number of ranks, the second the most"
+    return "" if least <= most else "the minimum number of ranks comes first, then the maximum"
 
 
 @accessors
@@ -61,7 +61,7 @@ class ClusterParams(TorchParams):
 
     num_proc = cluster_param(
         to_ranks,
-        "number of ranks; default every GPU or task slot; (least, most) for elastic training",
+        "number of ranks, by default one per GPU or task slot; (least, most) for elastic training",
         annotation="int | tuple[int, int]",
         aliases=("numTrainWorkers",),
         check=is_number_of_ranks,
@@ -69,7 +69,7 @@ class ClusterParams(TorchParams):
     )
     elastic_batch = cluster_param(
         TypeConverters.toString,
-        "'global': a batch of all ranks keeps least * batch_size rows when the number of ranks changes",
+        "'global': all ranks together use least * batch_size rows per step, for any number of ranks",
         check=one_of("global"),
         fingerprint=True,
     )
@@ -80,14 +80,14 @@ class ClusterParams(TorchParams):
         check=at_least(0),
         in_conf=True,
     )
-    progress = cluster_param(to_function, "called on the driver with each epoch's record")
+    progress = cluster_param(to_function, "function that the driver calls with each epoch's record")
     loggers = cluster_param(
         to_loggers,
-        "list of loggers, such as sparkhvd.MLflowLogger() or sparkhvd.TensorBoardLogger(), fed on the driver",
+        "loggers that the driver calls, such as sparkhvd.MLflowLogger() or sparkhvd.TensorBoardLogger()",
     )
     timeline = cluster_param(
         to_timeline,
-        "True, or a number of steps: write their timeline, for ui.perfetto.dev, into the run's folder",
+        "True, or a number of steps: write a timeline of them for ui.perfetto.dev into the run's folder",
         default=0,
         check=at_least(0),
         to_ranks=True,
@@ -99,7 +99,7 @@ class ClusterParams(TorchParams):
     )
     max_retries = cluster_param(
         to_whole,
-        "relaunches after a lost process, executor or host",
+        "maximum of relaunches after a lost process, executor or host",
         default=2,
         check=at_least(0),
         in_conf=True,
@@ -124,12 +124,12 @@ class DataParams(TorchParams):
 
     sample_weight_col = data_param(
         TypeConverters.toString,
-        "column with a weight per row",
+        "column with the weight of each row",
         aliases=("weightCol",),
     )
     group_col = data_param(
         TypeConverters.toString,
-        "column whose equal values make a group: its rows stay together, on one rank",
+        "column that groups rows: rows with an equal value stay together on one rank",
     )
     label_shapes = data_param(
         to_shapes,
@@ -139,14 +139,14 @@ class DataParams(TorchParams):
     label_dtypes = data_param(to_dtypes, "torch dtype by label column")
     validation = data_param(
         any_value,
-        "fraction of the rows, column that is true for validation rows, or DataFrame",
+        "validation rows: a fraction of the rows, a column that is true for them, or a DataFrame",
         annotation="float | str | DataFrame",
         fingerprint=True,
         aliases=("validationIndicatorCol",),
     )
     reader = data_param(
         TypeConverters.toString,
-        "of fit_on_parquet: 'pyarrow', or 'petastorm' for data sets that it encoded",
+        "for fit_on_parquet: 'pyarrow', or 'petastorm' for data sets that petastorm has encoded",
         default="pyarrow",
     )
     num_workers = data_param(
@@ -160,7 +160,7 @@ class DataParams(TorchParams):
     )
     val_reader_num_workers = data_param(
         to_whole,
-        "the same for validation; default num_workers",
+        "threads per rank that run decoders of validation rows; default num_workers",
         check=at_least(1),
         accessors=("ValReaderNumWorker",),
     )
@@ -173,31 +173,31 @@ class DataParams(TorchParams):
     )
     shuffle_bytes = data_param(
         to_whole,
-        "data up to this many bytes are held in memory and permuted uniformly",
+        "data up to this many bytes are held in memory and shuffled uniformly",
         default=1 << 30,
         check=at_least(1),
         to_ranks=True,
     )
     drop_last = data_param(
         TypeConverters.toBoolean,
-        "leave out the last step if it is not full",
+        "drop the last step of an epoch if it is not full",
         default=False,
         fingerprint=True,
         to_ranks=True,
     )
     transformation_fn = data_param(
         any_value,
-        "a dict of one row's values in and out, before training",
+        "function from the dict of one row's values to another dict, called before training on the row",
         annotation="Callable[..., Any]",
     )
     batch_transform_fn = data_param(
         any_value,
-        "a dict of arrays of a batch in and out, before training",
+        "function from the dict of a batch's arrays to another dict, called before training on the batch",
         annotation="Callable[..., Any]",
     )
     data_key = data_param(
         TypeConverters.toString,
-        "equal keys mean equal data: reuse what was materialized",
+        "name of the data: materialized data with an equal key are reused",
     )
     keep_data = data_param(
         TypeConverters.toBoolean,
@@ -206,7 +206,7 @@ class DataParams(TorchParams):
     )
     num_partitions = data_param(
         to_whole,
-        "largest number of partitions to write, each one task and one file; default: the DataFrame's",
+        "maximum number of partitions to write, each with a task and a file; default the DataFrame's number",
         check=at_least(1),
     )
 
@@ -241,22 +241,22 @@ class ModelParams(TorchParams):
     )
     optimizer = model_param(
         to_optimizer,
-        "optimizer over the model's parameters, or several in a list; a function of parameters; or 'adam', 'adamw', 'sgd', ...",
+        "optimizer of the model's parameters, or a list of them; a function of parameters; or 'adam', 'adamw', 'sgd', ...",
         annotation="Optimizer | Sequence[Optimizer] | Callable[..., Any] | str",
     )
     loss = model_param(
         to_losses,
-        "(output, label) -> mean or (mean, weight), or 'mse', ...; or one per label; a scalar label is (rows, 1) if its output is",
+        "(output, label) -> mean or (mean, weight), or 'mse', ...; or a list per label; a scalar label is (rows, 1) if its output is",
         annotation="Callable[..., Any] | str | Sequence[Callable[..., Any] | str]",
     )
     loss_constructors = model_param(
         any_value,
-        "functions that return the loss; instead of loss",
+        "function that makes the loss, or a list per label; instead of loss",
         annotation="Callable[..., Any] | Sequence[Callable[..., Any]]",
     )
     learning_rate = model_param(
         to_float,
-        "learning rate of all groups of the optimizer; default theirs",
+        "learning rate of all groups of the optimizer; by default each group keeps its own",
         fingerprint=True,
         train_fn=OF_THE_OPTIMIZER,
         aliases=("stepSize",),
@@ -264,7 +264,7 @@ class ModelParams(TorchParams):
     )
     weight_decay = model_param(
         to_float,
-        "weight decay of all groups of the optimizer; default theirs",
+        "weight decay of all groups of the optimizer; by default each group keeps its own",
         fingerprint=True,
         train_fn=OF_THE_OPTIMIZER,
         check=not_negative,
@@ -278,25 +278,25 @@ class ModelParams(TorchParams):
     )
     gradient_compression = model_param(
         any_value,
-        "member of hvd.Compression for gradients on their way",
+        "member of hvd.Compression that compresses gradients for the network",
         train_fn=OF_THE_OPTIMIZER,
     )
     loss_weights = model_param(
         TypeConverters.toListFloat,
-        "factor of each label's loss",
+        "factor of each label's loss in the total loss",
         fingerprint=True,
         train_fn=NOT_SEEN,
     )
     metrics = model_param(
         any_value,
-        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions of (output, label) as for loss, or torchmetrics, which get (rows,); or a dict",
+        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions (output, label) as for loss, torchmetrics (labels (rows,)), or a dict of them",
         default=[],
         annotation="Any",
         train_fn=NOT_SEEN,
     )
     pairs_rows = model_param(
         TypeConverters.toBoolean,
-        "False: no warning where loss or metrics do not compare each row's output with its label",
+        "False: do not warn if loss or metrics do not compare each row's output with its label",
         default=True,
         train_fn=NOT_SEEN,
     )
@@ -310,7 +310,7 @@ class ModelParams(TorchParams):
     )
     train_step = model_param(
         any_value,
-        "(model, batch, ctx) -> loss of a batch; instead of forward and loss; a scalar label is (rows,)",
+        "(model, batch, ctx) -> loss of a batch, instead of forward and loss; a scalar label is (rows,)",
         annotation="Callable[..., Any]",
         train_fn=NOT_SEEN,
     )
@@ -322,7 +322,7 @@ class ModelParams(TorchParams):
     )
     train_fn = model_param(
         any_value,
-        "(ctx): the whole training loop",
+        "function of ctx that runs the whole training loop",
         annotation="Callable[..., Any]",
     )
     callbacks = model_param(
@@ -366,12 +366,12 @@ class TrainingParams(TorchParams):
     )
     random_seed = training_param(
         to_whole,
-        "decides split, order and dropout; default random",
+        "seed of the validation split, the order of rows and dropout; default random",
         aliases=("seed",),
     )
     gradient_clip_norm = training_param(
         to_float,
-        "largest norm of all gradients together",
+        "clip gradients so that their total norm is at most this",
         check=above(0),
         fingerprint=True,
         to_ranks=True,
@@ -379,7 +379,7 @@ class TrainingParams(TorchParams):
     )
     gradient_clip_value = training_param(
         to_float,
-        "largest absolute value in a gradient",
+        "clip each element of the gradients to at most this absolute value",
         check=above(0),
         fingerprint=True,
         to_ranks=True,
@@ -387,7 +387,7 @@ class TrainingParams(TorchParams):
     )
     accumulate = training_param(
         to_whole,
-        "batches per rank whose gradients make one step",
+        "number of batches per rank whose gradients are accumulated for one optimizer step",
         default=1,
         check=at_least(1),
         fingerprint=True,
@@ -402,7 +402,7 @@ class TrainingParams(TorchParams):
     )
     lr_scheduler_interval = training_param(
         TypeConverters.toString,
-        "it moves after each 'epoch' or 'step'",
+        "call the scheduler after each 'epoch' or 'step'",
         default="epoch",
         check=one_of("epoch", "step"),
         fingerprint=True,
@@ -411,7 +411,7 @@ class TrainingParams(TorchParams):
     )
     train_steps_per_epoch = training_param(
         to_whole,
-        "at most so many steps per epoch; default all rows",
+        "maximum of steps per epoch; default all rows",
         check=at_least(1),
         fingerprint=True,
         to_ranks=True,
@@ -419,64 +419,64 @@ class TrainingParams(TorchParams):
     )
     validation_steps_per_epoch = training_param(
         to_whole,
-        "the same for batches of validation",
+        "maximum of validation batches per epoch; default all rows",
         check=at_least(1),
         to_ranks=True,
         train_fn=NOT_SEEN,
     )
     monitor = training_param(
         TypeConverters.toString,
-        "key of the history that tells the best epoch; default val_loss, else loss",
+        "key of the history that decides the best epoch; default val_loss, else loss",
     )
     monitor_mode = training_param(
         TypeConverters.toString,
-        "'min' or 'max' of it is best",
+        "'min' or 'max': whether the smallest or the largest value of monitor is best",
         default="min",
         check=one_of("min", "max"),
     )
     return_model = training_param(
         TypeConverters.toString,
-        "weights of the 'last' or the 'best' epoch",
+        "return the weights of the 'last' or the 'best' epoch",
         check=one_of("best", "last"),
     )
     early_stopping = training_param(
         to_stopping,
-        "dict with patience, min_delta, monitor, mode: end when it stops improving",
+        "dict with patience, min_delta, monitor, mode: end the fit when monitor stops improving",
         train_fn=NOT_SEEN,
     )
     terminate_on_nan = training_param(
         TypeConverters.toBoolean,
-        "end with an error at a non-finite loss",
+        "end the fit with an error at a non-finite loss",
         default=False,
         to_ranks=True,
         train_fn=NOT_SEEN,
     )
     run_id = training_param(
         TypeConverters.toString,
-        "name of the run in the store; an unfinished one resumes",
+        "name of the run in the store; a fit resumes an unfinished run of this name",
     )
     warm_start = training_param(
         TypeConverters.toBoolean,
-        "a finished run_id trains `epochs` more epochs from its weights",
+        "if the run of this run_id is finished, train `epochs` more epochs from its weights",
         default=False,
     )
     checkpoint_interval_s = training_param(
         to_float,
-        "at most so many seconds of steps are repeated after a loss; also saved after each epoch of a second or more",
+        "seconds between checkpoints, at most so many are trained again after a failure; also after each epoch of 1 s or more",
         default=300.0,
         check=above(0),
         to_ranks=True,
     )
     keep_checkpoints = training_param(
         to_whole,
-        "epochs whose checkpoints stay after the fit; 0: nothing of the run, nor its report; not given: 1 with a run_id, else 0",
+        "number of last epochs whose checkpoints stay after the fit; 0 deletes the report, too; default 1 with a run_id, else none",
         check=at_least(0),
     )
 
 
 # ----------------------------------------------------------------------------------------------------
-# Names accepted for compatibility: values of other Params under a second name, and Params of Horovod without effect.
-# Other names of a whole Param (`maxIter` for `epochs`) are in its own row.
+# Params for compatibility with Horovod: some set another Param to a value, others have no effect.
+# Other names of a whole Param (`maxIter` for `epochs`) are in the row of that Param.
 
 
 def _switch(target: str, value: object, doc: str, *, accessors: Sequence[str] = ()) -> TableParam:
@@ -497,16 +497,16 @@ def _no_effect(instead: str, *, accessors: Sequence[str] = ()) -> TableParam:
 
 @accessors
 class IgnoredParams(TorchParams):
-    """Params of Horovod without effect; setting one warns once per estimator and its copies."""
+    """Params of Horovod without effect; setting them warns once per Param and estimator (with its copies)."""
 
     backend = _no_effect(
         "give num_proc, and variables as spark.executorEnv.NAME in Spark's configuration"
     )
     partitions_per_process = _no_effect(
-        "rows are shared out evenly whatever the partitions are; give num_partitions to write fewer files, or repartition the DataFrame"
+        "rows are divided evenly among ranks for any partitions; give num_partitions to write fewer files, or repartition the DataFrame"
     )
     reader_pool_type = _no_effect("data are read by threads")
-    mp_start_method = _no_effect("ranks are always processes of their own")
+    mp_start_method = _no_effect("ranks are always separate processes")
     tensorflow_dataset_prefetch_buffer_size = _no_effect("batches are always read ahead")
     shuffle_buffer_size = _no_effect("give shuffle_bytes", accessors=("ShufflingBufferSize",))
     continuous_cols = _no_effect("give feature_cols, and inputs={...} to pass columns by name")
@@ -514,13 +514,13 @@ class IgnoredParams(TorchParams):
     data_module = _no_effect(
         "batches come from the materialized data; read them yourself in a function for sparkhvd.runner.run"
     )
-    compress_sparse_cols = _no_effect("how a sparse vector is stored follows from the column")
-    transformation_edit_fields = _no_effect("shapes follow from the data")
+    compress_sparse_cols = _no_effect("the column decides how sparse vectors are stored")
+    transformation_edit_fields = _no_effect("shapes are found in the data")
     transformation_removed_fields = _no_effect("only the columns that the model needs are read")
 
     def __init__(self) -> None:
         super().__init__()
-        self._warned: set[str] = set()  # shared by copies of the estimator
+        self._warned: set[str] = set()  # copies of the estimator share this set
 
     def _set(self, **values: object) -> Any:
         """Set Params; warn about Params without effect."""
@@ -534,26 +534,26 @@ class IgnoredParams(TorchParams):
 
 @accessors
 class CompatibilityParams(IgnoredParams):
-    """Params that are second names of values, are rejected, or have no effect."""
+    """Params of Horovod that set another Param, are rejected, or have no effect."""
 
     restore_best = _switch("return_model", "best", "the same as return_model='best'")
     inmemory_cache_all = _switch(
         "shuffle_bytes",
         1 << 62,  # more rows than any data set
-        "keep all data in memory, whatever they take",
+        "keep all data in memory, whatever their size",
         accessors=("InMemoryCacheAll",),
     )
 
     train_minibatch_fn = param(
         any_value,
-        "Horovod's: give train_step",
-        refused="is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns the loss: the loop calls backward() "
-        "and steps",
+        "an argument of Horovod; give train_step instead",
+        refused="is an argument of Horovod. Give train_step instead, a function (model, batch, ctx) that returns the loss: the loop calls "
+        "backward() and the optimizer",
     )
 
 
 # ----------------------------------------------------------------------------------------------------
-# Params of the estimator and its model: columns into the model, and outputs out of it.
+# Params that the estimator shares with its model: input columns and output columns.
 
 
 @accessors
@@ -576,36 +576,36 @@ class PredictParams(TorchParams):
     )
     input_shapes = param(
         to_shapes,
-        "shape of one row of each column, each an argument of forward",
+        "shapes of one row, one per feature column, each of which becomes an argument of forward",
         group="data",
         fingerprint=True,
     )
     inputs = param(
         to_inputs,
-        "argument name of forward -> column or list of columns",
+        "argument of forward -> column, or list of columns to join",
         group="data",
         fingerprint=True,
     )
     feature_dtypes = param(to_dtypes, "torch dtype by feature column", group="data")
     decoders = param(
         to_mapping,
-        "column -> function of a bytes, str or array (or dict) -> number or array",
+        "column -> function (or dict) from the value (bytes, str or array) to a number or array",
         group="data",
     )
     collate_fn = param(
         to_mapping,
-        "column -> function of a batch's rows -> model's input",
+        "column -> function from the list of a batch's rows to an input of the model",
         group="data",
     )
     sparse_cols = param(
         to_columns,
-        "vector columns kept sparse; default those above 65,536 dimensions",
+        "vector columns that stay sparse; default vectors of more than 65,536 dimensions",
         group="data",
         annotation="str | Sequence[str]",
     )
     handle_invalid = param(
         any_value,
-        "null, NaN, infinity, out of range: 'error', 'skip', 'keep' (NaN), or a dict from column to these or a number",
+        "null, NaN, infinity or number out of range: 'error', 'skip', 'keep' (null as NaN), or a dict from columns to these or a number",
         default="error",
         group="data",
         annotation="str | Mapping[str, str | float]",
@@ -613,40 +613,40 @@ class PredictParams(TorchParams):
     outputCols = param(to_columns, "output columns; default <label>__output", group="data")
     predictionCol = param(
         TypeConverters.toString,
-        "column for the class or value as a double; '' = none; by default where the loss tells it",
+        "column for the predicted class or value as a double; '' omits it; default if the loss defines it",
         default="prediction",
         group="data",
     )
     probabilityCol = param(
         TypeConverters.toString,
-        "column for a vector of probabilities; '' = none; by default where the loss tells them",
+        "column for the vector of probabilities; '' omits it; default if the loss defines them",
         default="probability",
         group="data",
     )
     rawPredictionCol = param(
         TypeConverters.toString,
-        "column for the model's output as a vector; '' = none; by default with probabilityCol",
+        "column for the model's output as a vector; '' omits it; default with probabilityCol",
         default="rawPrediction",
         group="data",
     )
     thresholds = param(
         to_thresholds,
-        "one per class: that with the largest probability / threshold is predicted",
+        "threshold of each class: the class with the largest probability / threshold is predicted",
         group="data",
     )
     use_gpu = param(
         TypeConverters.toBoolean,
-        "a GPU per rank, and in transform; default where Spark gives tasks GPUs",
+        "use a GPU per rank, and in transform; default if Spark assigns GPUs to tasks",
         group="cluster",
     )
     output_fn = param(
         to_function,
-        "the model's output -> (rows, classes) probabilities",
+        "function from the model's output to probabilities (rows, classes)",
         group="model",
     )
     precision = param(
         TypeConverters.toString,
-        "'32', 'bf16-mixed' or '16-mixed', in transform too",
+        "'32', 'bf16-mixed' or '16-mixed', for training and transform",
         default="32",
         group="model",
         check=one_of("32", "bf16-mixed", "16-mixed"),
@@ -656,7 +656,7 @@ class PredictParams(TorchParams):
     )
     store = param(
         to_store,
-        "Store where data, checkpoints and weights live",
+        "Store (or path or URL) for data, checkpoints and weights",
         group="data",
         annotation="Store | str | PathLike[str]",
     )
@@ -672,13 +672,13 @@ class TrainParams(
     """All Params of a fit."""
 
     def _options(self) -> FitOptions:
-        """Check the values and read them.
+        """Check and read the values of all Params.
 
         Raises:
-            InvalidArgumentError: one is out of range, cannot be used here, or contradicts another.
+            InvalidArgumentError: a value is out of range, cannot be used here, or contradicts another value.
         """
         self._check_values()
-        # The columns in `inputs` are the features where nothing else says so.
+        # Without `feature_cols`, the columns in `inputs` are the features.
         options = self._read_options(FitOptions)
         functions = (options.transformation_fn, options.batch_transform_fn)
         is_transformed = any(function is not None for function in functions)
@@ -693,7 +693,7 @@ def rank_options(options: FitOptions) -> dict[str, Any]:
 
 
 def fingerprint_options(options: FitOptions) -> dict[str, object]:
-    """Select the values that two fits must share so that one can resume the other."""
+    """Select the values that must be equal in two fits so that one can resume the other."""
     return {n: getattr(options, n) for n, row in rows_of(TrainParams).items() if row.fingerprint}
 
 
@@ -705,5 +705,5 @@ def changed_options(options: FitOptions) -> dict[str, object]:
 
 
 def train_fn_effects() -> dict[str, str]:
-    """List the Params that a `train_fn` does not see, or sees through the optimizer."""
+    """Map each Param that a `train_fn` ignores or only gets by its optimizer to `NOT_SEEN` or `OF_THE_OPTIMIZER`."""
     return {name: row.train_fn for name, row in rows_of(TrainParams).items() if row.train_fn}

@@ -1,7 +1,8 @@
-"""Table of Params: a row of facts for each.
+"""Table of Params, with a row of facts for each Param.
 
-A row is one call of `param`. Keyword arguments with their types, getters and setters, Spark ML's and Horovod's other names,
-defaults, checks, `explainParams`, the options of a fit, its fingerprint and the values for the ranks are derived from it.
+A row is one call of `param`. The rows define keyword arguments with their types, getters and setters, Spark ML's and
+Horovod's other names, defaults, checks, `explainParams`, the options of a fit, its fingerprint and the values for the
+ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pyspark.ml.param import Param, Params
 
 from sparkhvd.estimator.params.converters import ACCEPTED, CONVERTED, Converter
 
-# Checks a value; returns the error as the rest of a sentence, or "".
+# Function that checks a value and returns "" or the end of an error sentence, such as "it must be at least 1".
 Check = Callable[[Any], str]
 
 # Groups of keyword arguments, in the order of signatures.
@@ -32,18 +33,18 @@ class ParamRow:
     Attributes:
         accepts: Python type of accepted values, for type checkers.
         holds: Python type of the value after conversion.
-        default: its default value; None for no default.
+        default: default value; None for no default.
         group: one of `GROUPS`; "" for a name kept for compatibility.
-        check: check of its value, on the driver before any job.
-        fingerprint: two fits must have the same value so that one can resume the other.
-        to_ranks: passed to the ranks unchanged, as the field of `TrainSpec` with this name.
-        in_conf: the session's conf may set it, as `spark.sparkhvd.<name>`.
-        train_fn: effect of a `train_fn` on it: `NOT_SEEN`, `OF_THE_OPTIMIZER`, or "" for the usual effect.
+        check: check of the value on the driver before any job.
+        fingerprint: True if two fits must have the same value so that one can resume the other.
+        to_ranks: True if the value is passed to the ranks unchanged, as the field of `TrainSpec` with the same name.
+        in_conf: True if the session's conf may set the Param, as `spark.sparkhvd.<name>`.
+        train_fn: how the Param works with a `train_fn`: `NOT_SEEN`, `OF_THE_OPTIMIZER`, or "" as usual.
         aliases: Spark ML's and Horovod's names: keyword arguments, attributes (for a ParamGridBuilder) and accessors.
-        accessors: Horovod's accessors whose names do not follow from the Param's: getX and setX for each.
-        stands_for: name and value of another Param that True of this one sets.
-        no_effect: for a Param of Horovod without effect: what to do instead.
-        refused: for a Param of Horovod that is an error: the message after its name.
+        accessors: names X of Horovod's accessors getX and setX that differ from the Param's name.
+        stands_for: (name, value) of another Param that is set if this Param is True.
+        no_effect: what to do instead of using this Param, which has no effect; "" for other Params.
+        refused: error message (after the Param's name) for using this Param; "" for other Params.
     """
 
     accepts: str
@@ -67,7 +68,7 @@ class ParamRow:
         return not (self.no_effect or self.refused or self.stands_for)
 
 
-# Name in pickles of earlier versions.
+# Name of the class in pickles of earlier versions.
 Row = ParamRow
 
 
@@ -81,13 +82,13 @@ class TableParam(Param[Any]):
 
 
 def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -> TableParam:
-    """Declare a Param with its row; the class's attribute names it.
+    """Declare a Param with its row; the name of the class attribute becomes the Param's name.
 
     Args:
-        convert: converts the given value; raises TypeError.
-        doc: for `explainParams`.
-        annotation: its Python type if the converter has none.
-        facts: the other fields of `ParamRow`.
+        convert: function that converts the given value, or raises TypeError.
+        doc: description for `explainParams`.
+        annotation: Python type of the value, if the converter has none.
+        facts: other fields of `ParamRow`.
     """
     made = TableParam(Params._dummy(), "", doc, typeConverter=convert)
     accepts = annotation or ACCEPTED.get(convert, "Any")
@@ -96,7 +97,7 @@ def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -
 
 
 def rows_of(cls: type) -> dict[str, ParamRow]:
-    """Collect the rows of a class's Params by name, bases first; a subclass may have replaced a row by its own Param."""
+    """Collect the rows of a class's Params by name, bases first, without Params that a subclass has replaced."""
     rows = {}
     for base in reversed(cls.__mro__):
         rows.update({v.name: v.row for v in vars(base).values() if isinstance(v, TableParam)})
@@ -114,7 +115,7 @@ def above(bound: float) -> Check:
 
 
 def one_of(*choices: str) -> Check:
-    """Make a check for one of some choices."""
+    """Make a check that a value is one of the choices."""
     listed = ", ".join(map(repr, choices))
     return lambda value: "" if value in choices else f"it must be one of {listed}"
 

@@ -1,8 +1,9 @@
 """Encode values of Params as JSON and files, and decode them.
 
-JSON names objects of torch itself (modules made of `torch.nn`, functions of `torch.nn.functional`, classes of
-`torch.optim` and optimizers of these classes) and of this package. Reading them runs no code of the
-file. Other objects go into a pickle, which runs code. Pickles, and values that decide where a fit writes, need trust.
+JSON refers by name to objects of torch itself (modules made of `torch.nn`, functions of `torch.nn.functional`, classes
+of `torch.optim` and optimizers of these classes) and of this package. Reading such a name runs no code from the file.
+Other objects are pickled, and loading a pickle runs code. Pickles, and values that decide where a fit writes, need
+trust.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
 
 
 FORMAT_VERSION = 1
-# Key of this package's part of the metadata line.
+# Key of this package's entry in the metadata line.
 KEY = "sparkhvd"
 
-# This package's classes, by their public names.
+# Public name -> class of this package.
 COMPRESSIONS = {
     "none": Compression.none,
     "fp16": Compression.fp16,
@@ -57,14 +58,14 @@ COMPRESSIONS = {
 
 
 class Archive:
-    """Encoder of values as JSON, plus the parts outside JSON: tensors by name, and pickled values."""
+    """Encoder of values as JSON, which also collects tensors by name and values to pickle."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.code: dict[str, Any] = {}
-        # Prefixes of tensor names, if other than the module's name.
+        # Name of a module -> prefix of its tensors' names, if it is not the module's name.
         self.prefixes: dict[str, str] = {}
-        # The estimator's module, whose tensors a pickled optimizer refers to by name.
+        # Module of the estimator. A pickled optimizer refers to its tensors by name.
         self.module: nn.Module | None = None
 
     def pickles(self) -> dict[str, bytes]:
@@ -77,7 +78,7 @@ class Archive:
         return architecture.dump_shell(module, value)
 
     def encode(self, name: str, value: object) -> object:
-        """Encode a value as JSON data; a value without a JSON form goes to `code` under `name`."""
+        """Encode a value as JSON data; put a value without a JSON form into `code` under `name`."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Store):
@@ -89,7 +90,7 @@ class Archive:
             return [self.encode(f"{name}.{i}", v) for i, v in enumerate(value)]
         if isinstance(value, bytes):
             return {"bytes": value.hex()}
-        # Other mappings, such as a defaultdict, have more than entries.
+        # Other mappings, such as a defaultdict, hold more than their entries and are pickled.
         if isinstance(value, dict) and type(value) in (dict, OrderedDict):
             return self._encode_dict(name, value)
         if isinstance(value, nn.Module):
@@ -115,7 +116,7 @@ class Archive:
         prefix = self.prefixes.get(name, f"{name}.")
         if not prefix or not self.prefixes:
             self.tensors.update({prefix + n: t for n, t in tensors.items()})
-        elif tensors:  # a model's weights file holds only weights
+        elif tensors:  # the weights file of a model must hold only the model's weights
             return self._pickled(name, module)
         description = architecture.describe(module)
         if description is not None:
@@ -127,7 +128,7 @@ class Archive:
         if reference is None or self.module is None:
             return self._pickled(name, optimizer)
         index = {id(p): i for i, p in enumerate(self.module.parameters())}
-        # New dicts: those of `state_dict` belong to the optimizer.
+        # Make new dicts, because the dicts in `state_dict` belong to the optimizer.
         state: dict[str, dict[str, Any]] = {}
         for number, entries in optimizer.state_dict()["state"].items():
             state[str(number)] = {}
@@ -157,7 +158,7 @@ class Archive:
 
 
 def _encode_known(value: object) -> dict[str, Any] | None:
-    """Encode a named value of torch or of this package; None for others."""
+    """Encode a value of torch or of this package that has a JSON form; None for other values."""
     if (reference := torch_name(value)) is not None:
         return {"torch": reference}
     if isinstance(value, type) and value in COMPRESSIONS.values():
@@ -172,7 +173,7 @@ def _encode_known(value: object) -> dict[str, Any] | None:
 
 
 def torch_name(value: object) -> str | None:
-    """Torch's public name of a value, such as "torch.optim.Adam", or None."""
+    """Find torch's public name of a value, such as "torch.optim.Adam"; None if it has no such name."""
     name = getattr(value, "__name__", "")
     for home, module in (("torch.optim", torch.optim), ("torch.nn.functional", nn.functional)):
         if (
@@ -194,7 +195,7 @@ def _is_json(value: object) -> bool:
 
 
 def _mark_tuples(value: object) -> object:
-    """Mark tuples (such as Adam's betas) as {"tuple": [...]} to keep them through JSON."""
+    """Convert tuples (such as Adam's betas) to {"tuple": [...]}, because JSON has only lists."""
     if isinstance(value, tuple):
         return {"tuple": [_mark_tuples(v) for v in value]}
     if isinstance(value, list):
@@ -205,14 +206,14 @@ def _mark_tuples(value: object) -> object:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Values of Params from JSON and files, as encoded above.
+# Decode values of Params from JSON and files.
 
-# First torch whose torch.load(..., weights_only=True) is not known to run code of a crafted file:
+# First version of torch in which torch.load(..., weights_only=True) is not known to run code from a crafted file:
 # CVE-2025-32434 (fixed in 2.6) and CVE-2026-24747.
 SAFE_TORCH = (2, 10)
-# Settings with the path of a file written by a fit.
+# Settings that hold the path of a file that a fit writes.
 PATH_SETTINGS = tuple(f.name for f in fields(Settings) if f.metadata["unit"] == "path")
-# Errors from malformed JSON, besides our own.
+# Errors that malformed JSON may cause, besides errors of this package.
 _MALFORMED = (
     ValueError,
     TypeError,
@@ -240,10 +241,10 @@ class Decoder:
         """Prepare a decoder.
 
         Args:
-            path: the saved directory.
-            spark: session that reads its files; its conf may also trust the path.
-            trusted: `load` was called with trust.
-            own_code: SHA-256 of trusted pickles, saved by this process together with their JSON.
+            path: saved directory.
+            spark: session that reads the files; its conf may also trust the path.
+            trusted: True if `load` was called with trust.
+            own_code: SHA-256 of pickles that this process has saved with the same JSON, and so are trusted.
             store_class: class of decoded stores.
         """
         self.path = path
@@ -262,17 +263,18 @@ class Decoder:
         """Decode an entry of `Archive.encode`.
 
         Raises:
-            InvalidArgumentError: `Archive.encode` writes no such entry.
-            UntrustedError: it is code, a store or a file to write, and the saved directory is not trusted.
+            InvalidArgumentError: `Archive.encode` never writes such an entry.
+            UntrustedError: the entry is code, a store or a file to write, and the saved directory is not trusted.
         """
         with self.reading(name):
-            if name == "store" and value is not None:  # a path or URL may be plain text
+            # A store may also be plain text, a path or URL.
+            if name == "store" and value is not None:
                 self._check_place(f"the store {shown_place(value)}")
             return self._decode(name, value)
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Turn errors from malformed parts of the file into one error."""
+        """Turn an error from a malformed part of the file into an InvalidArgumentError."""
         try:
             yield
         except SparkhvdError:
@@ -281,12 +283,12 @@ class Decoder:
             if e is self._raised_by_code:
                 raise
             raise InvalidArgumentError(
-                f"{self.path!r} holds an entry {name!r} that is not as sparkhvd saves it ({type(e).__name__}: {e}). The "
-                "directory is damaged or of another version: save it again."
+                f"{self.path!r} holds an entry {name!r} in a form that sparkhvd does not save ({type(e).__name__}: {e}). The "
+                "directory is damaged, or another version saved it: save it again."
             ) from e
 
     def _check_place(self, what: str) -> None:
-        why = "a fit would write where that file says"
+        why = "that file would decide where a fit writes"
         trusted = self.trusted or bool(self._own_code)
         check_trusted(self.path, what, self.spark, trusted=trusted, why=why)
 
@@ -310,7 +312,8 @@ class Decoder:
             result = self._store_class.from_description(**value)
         else:
             return self._plain(kind, content)
-        if name == "model" and isinstance(result, nn.Module):  # else a function builds it
+        # "model" may also be a function that makes the module.
+        if name == "model" and isinstance(result, nn.Module):
             self.module = result
         return result
 
@@ -332,8 +335,8 @@ class Decoder:
         )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Select the saved tensors below `name`, and cut it off their names."""
-        if torch.__version__ < SAFE_TORCH:  # type: ignore[operator]  # it compares with tuples, too
+        """Select the saved tensors whose names begin with `name`, and remove this prefix."""
+        if torch.__version__ < SAFE_TORCH:  # type: ignore[operator]  # TorchVersion can be compared with a tuple
             safe = ".".join(map(str, SAFE_TORCH))
             why = f"a crafted file of them can run code where torch is below {safe} (here {torch.__version__})"
             check_trusted(self.path, "weights", self.spark, trusted=self.trusted, why=why)
@@ -343,7 +346,7 @@ class Decoder:
         return {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
 
     def _file(self, name: str) -> contextlib.AbstractContextManager[str]:
-        """Local path, for a block, of the only file of a folder of the saved directory."""
+        """Provide the only file of a folder in the saved directory as a local path inside a block."""
         assert self.spark is not None
         return read_file(self.spark, f"{self.path}/{name}")
 
@@ -352,7 +355,8 @@ class Decoder:
         with self._file("weights") as file:
             try:
                 return weights.load(file)
-            except Exception as e:  # torch's reader raises any class for other bytes
+            except Exception as e:
+                # The reader of torch may raise any class for bytes that are not weights.
                 if weights.is_of_machine(e):
                     raise
                 raise InvalidArgumentError(
@@ -360,12 +364,12 @@ class Decoder:
                 ) from e
 
     def _read_code(self, what: str) -> dict[str, bytes]:
-        """Read the pickles of values outside JSON, including `what`; called only for a file that is trusted or may be our own."""
+        """Read the pickles, including the value `what`, after a check that the file is trusted or from this process."""
         with self._file("code") as file:
             read = Path(file).read_bytes()
         if self._own_code:
             assert self.spark is not None
-            # A Connect client appends a separator, which the pickle's own end marker ignores.
+            # A Connect client saves files with an additional separator at the end, after the pickle's end marker.
             saved = {read, read[:-1]} if is_connect(self.spark) else {read}
             digests = {hashlib.sha256(each).hexdigest() for each in saved}
             trusted = self.trusted or not digests.isdisjoint(self._own_code)
@@ -396,18 +400,18 @@ class Decoder:
     def _from_code(self, name: str, what: str) -> Any:
         if not self._own_code:
             check_trusted(self.path, what, self.spark, trusted=self.trusted)
-        # References to the module's parameters resolve to these, not to copies.
+        # References to the module's parameters must resolve to the parameters themselves, not to copies.
         tensors = self.tensors("model") if self.module is None else _of_module(self.module)
         try:
             if self._code is None:
                 self._code = self._read_code(what)
             return architecture.load_shell(self._code[name], tensors)
         except Exception as e:
-            self._raised_by_code = e  # raise the user's own error unchanged
+            self._raised_by_code = e  # `reading` raises an error of the user's code unchanged
             raise
 
 
-# Kinds held entirely by JSON -> function that makes the value.
+# Kind of an entry without parts outside JSON -> function that makes the value.
 _KNOWN: Mapping[str, Callable[[Any], Any]] = {
     "bytes": bytes.fromhex,
     "path": Path,
@@ -419,15 +423,15 @@ _KNOWN: Mapping[str, Callable[[Any], Any]] = {
 
 
 def check_format(path: str, content: Mapping[str, Any]) -> None:
-    """Reject a saved model or estimator of another format."""
+    """Reject a saved model or estimator with another format version."""
     if content["format_version"] != FORMAT_VERSION:
         raise InvalidArgumentError(
-            f"{path!r} has format version {content['format_version']}; this sparkhvd reads {FORMAT_VERSION}."
+            f"{path!r} has format version {content['format_version']}, but this sparkhvd reads {FORMAT_VERSION}."
         )
 
 
 def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
-    """Decode the module of `encode_model`, with columns, links and history."""
+    """Decode the module that `encode_model` encoded, with columns, links and history."""
     decoder.prefixes["model"] = ""
     module = decoder.decode("model", content["module"])
     arguments = tuple(rebuild(Argument, a) for a in content["inputs"])
@@ -438,7 +442,8 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
             loss = decoder.decode("loss", content["loss"])
         except UntrustedError as e:
             warnings.warn(
-                f"The model is loaded without its loss, and getLoss() gives None: {e}", stacklevel=4
+                f"The model is loaded without its loss, and getLoss() returns None: {e}",
+                stacklevel=4,
             )
     return TrainedState(
         module=in_mode(module, is_training=False),
@@ -457,7 +462,7 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
 
 
 def shown_place(value: object) -> str:
-    """Format a saved store, path or URL for messages, without secrets."""
+    """Format a saved store, path or URL without secrets, for messages."""
     ((_, value), *_) = value.items() if isinstance(value, dict) and value else [("", value)]
     return without_secrets(value) if isinstance(value, str) else repr(value)
 

@@ -1,6 +1,6 @@
 """Load a saved model without Spark, from a folder of this host or of a file system that this process opens itself.
 
-Imports no pyspark, which a service need not have.
+This module does not import pyspark, because a prediction service may not have it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from sparkhvd.estimator.transform.local import LocalModel
 from sparkhvd.training.modules import weights
 from sparkhvd.wire import read_json
 
-# Values of the classes of saved models that differ from those of `PredictOptions`; `explicit` are Params that count as set.
+# Class of a saved model -> values that differ from the defaults of `PredictOptions`; `explicit` lists Params that count
+# as set.
 _OUTPUTS_ALONE = {"predictionCol": "", "probabilityCol": "", "rawPredictionCol": ""}
 CLASSES: Mapping[str, Mapping[str, Any]] = {
     "sparkhvd.estimator.model.TorchModel": {},
@@ -38,26 +39,27 @@ CLASSES: Mapping[str, Mapping[str, Any]] = {
     "sparkhvd.horovod.spark.lightning.estimator.TorchModel": _OUTPUTS_ALONE,
 }
 _PIPELINE = "pyspark.ml.pipeline.PipelineModel"
-# Limit of the metadata line, which holds the history of the training and dicts of decoders.
+# Limit on the bytes of the metadata line, which holds the history of the training and dicts used as decoders.
 _MAX_METADATA_BYTES = 1 << 30
 
 
 def load_local(path: str | os.PathLike[str] | Store, *, trust: bool = False) -> LocalModel:
-    """Load a saved model to predict in this process, without Spark: pyspark need not be installed.
+    """Load a saved model to predict in this process, without Spark or pyspark.
 
         model = sparkhvd.load_local("/models/price")
         model.predict({"x": [1.0, 2.0], "a": [3, 4]})["y__output"]  # (2,) float64
 
     Args:
-        path: as given to `TorchModel.save`, or the folder of a pipeline's stage, or of a pipeline with this one stage; a path of
-            this host, relative or absolute, or a URL. A `Store` of it may have storage options.
-        trust: the file may run code. Required for modules with classes outside `torch.nn`, for functions, and with torch before
-            2.10. `with sparkhvd.trust():` is the same.
+        path: path that was given to `TorchModel.save`, or the folder of a pipeline's stage, or of a pipeline with only
+            this stage: a path on this host, relative or absolute, or a URL. Give a `Store` at that path for storage
+                options.
+        trust: True lets the file run code. Required for modules with classes outside `torch.nn`, for functions, and
+            with torch before 2.10. `with sparkhvd.trust():` has the same effect.
 
     Raises:
         InvalidArgumentError: there is no saved model, or it has another format or class.
         UntrustedError: the file holds code and is not trusted.
-        StoreError: it cannot be read.
+        StoreError: the files cannot be read.
     """
     store = path if isinstance(path, Store) else Store(_absolute(os.fspath(path)))
     shown = store.url if isinstance(path, Store) else os.fspath(path)
@@ -69,19 +71,19 @@ def load_local(path: str | os.PathLike[str] | Store, *, trust: bool = False) -> 
             return load_local(store.below(stages[0]), trust=trust)
         listed = ", ".join(repr(f"{shown.rstrip('/')}/{stage}") for stage in stages)
         raise InvalidArgumentError(
-            f"load_local({shown!r}): this is a pipeline of {len(stages)} stages, and those of Spark run in Spark alone. Give the folder of "
-            f"the model, and data as the stages before it make them: {listed}."
+            f"load_local({shown!r}): this is a pipeline of {len(stages)} stages, but Spark's stages run only in Spark. Give the folder of "
+            f"the model, and predict on data that the earlier stages have transformed: {listed}."
         )
     content = metadata.get(KEY)
     if name not in CLASSES or not isinstance(content, dict):
         raise InvalidArgumentError(
-            f"load_local({shown!r}): this is a {name}; only models of sparkhvd's own classes predict without Spark: "
-            f"{', '.join(each.rpartition('.')[2] for each in list(CLASSES)[:4])}. Give the folder of one."
+            f"load_local({shown!r}): this is a {name}, but only models of sparkhvd's own classes predict without Spark: "
+            f"{', '.join(each.rpartition('.')[2] for each in list(CLASSES)[:4])}. Give the folder of such a model."
         )
     decoder = _LocalDecoder(store, shown, trusted=trust)
     with decoder.reading(KEY):
         check_format(shown, content)
-        # A prediction needs no loss, which may need trust.
+        # The loss is left out: it may need trust, and predictions do not use it.
         fitted = decode_fitted({n: v for n, v in content.items() if n != "loss"}, decoder)
         saved = {n: v for n, v in content["params"].items() if n in _OPTIONS}
     options = {n: decoder.decode(n, value) for n, value in saved.items()}
@@ -91,7 +93,7 @@ def load_local(path: str | os.PathLike[str] | Store, *, trust: bool = False) -> 
         return LocalModel(fitted, PredictOptions(**values))
 
 
-# A store is where a transform shares large weights.
+# Params to load. Without a store, because only a transform on Spark uses it, to share large weights.
 _OPTIONS = {each.name for each in fields(PredictOptions)} - {"store", "explicit"}
 
 
@@ -104,12 +106,12 @@ def _metadata(store: Store, shown: str) -> dict[str, Any]:
     """Read the metadata line of a saved directory.
 
     Raises:
-        InvalidArgumentError: it is missing, or is no such line.
+        InvalidArgumentError: the line is missing or malformed.
     """
     if not store.list("metadata"):
         raise InvalidArgumentError(
-            f"load_local({shown!r}): there is no saved model here for this process. Give the folder that save() has written; without Spark "
-            "a path is one of this host, and another file system needs its URL, such as 's3://bucket/folder'."
+            f"load_local({shown!r}): this process finds no saved model there. Give the folder that save() has written. Without Spark, a "
+            "path refers to this host; for another file system give a URL, such as 's3://bucket/folder'."
         )
     file = _only_file(store, "metadata")
     if (size := store.num_bytes(file)) > _MAX_METADATA_BYTES:
@@ -126,7 +128,7 @@ def _metadata(store: Store, shown: str) -> dict[str, Any]:
 
 
 def _only_file(store: Store, folder: str) -> str:
-    # Without names that Spark itself does not read: _SUCCESS, checksums.
+    # Skip files that Spark itself does not read: _SUCCESS and checksums.
     files = [file for file in store.list(folder) if file.rpartition("/")[2][:1] not in "_."]
     if len(files) != 1:
         raise InvalidArgumentError(

@@ -1,7 +1,7 @@
-"""Pipeline of one model in a folder of this host, for MLflow over Spark Connect.
+"""Write a pipeline of one model to a folder of this host, for MLflow over Spark Connect.
 
-MLflow lets Spark save a model and copies the files to this host through the driver's JVM, which a Connect client does not have.
-Models of `pyspark.ml.connect` write the files themselves; the class in the metadata loads them.
+MLflow lets Spark save a model, and copies the files to this host through the driver's JVM. A Connect client has no JVM.
+Models of `pyspark.ml.connect` write the files themselves, and so does this class; the class in the metadata loads them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """Save and load estimators and models, on classic Spark and on Spark Connect.
 
-A saved directory is entirely on the file system on which Spark resolves its path, because Spark writes and reads every part:
+All parts of a saved directory are on the file system to which Spark resolves its path, because Spark writes and reads
+them:
 
     metadata/     one line of JSON: class, uid, params, and for a model its columns, links and history
     weights/      one file, which torch.load(..., weights_only=True) reads: tensors by name
     code/         one file, a pickle; only for classes or functions without a JSON name. Needs trust.
 
-Values that decide where a fit writes need trust, too: paths in an estimator's settings, and its store. Without trust an estimator
-is loaded without its store, with a warning. So is a model, which uses a store only to share large weights.
+Values that decide where a fit writes need trust, too: paths in an estimator's settings, and its store. Without trust an
+estimator is loaded without its store, with a warning. A model is loaded without its store, too, because it uses the
+store only to share large weights.
 
 `encoding.py` encodes values, `data.store.spark_files` moves files to the path as Spark resolves it.
 """
@@ -50,11 +52,11 @@ from sparkhvd.training.modules.fitted import TrainedState
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Encoded instance, ready to be written.
+    """Encoded estimator or model.
 
     Attributes:
-        content: this package's part of the metadata.
-        files: name of the part -> file on this host.
+        content: entry of this package in the metadata.
+        files: name of a part -> file on this host.
     """
 
     content: dict[str, Any]
@@ -79,21 +81,22 @@ class _Writer(MLWriter):
         if not is_connect(self.sparkSession):
             super()._handleOverwrite(path)
             return
-        # The base class asks the JVM, which a Connect client does not have; the server has a helper for it.
+        # The base class uses the JVM, which a Connect client does not have. The server has a helper that overwrites
+        # instead.
         from pyspark.ml.util import ML_CONNECT_HELPER_ID
         from pyspark.ml.wrapper import JavaWrapper
 
         JavaWrapper(java_obj=ML_CONNECT_HELPER_ID)._call_java("handleOverwrite", path, True)
 
     def save(self, path: str) -> None:
-        """Write everything below `path`; a failure to encode leaves an older save unchanged."""
+        """Write all parts below `path`; if encoding fails, an older save stays unchanged."""
         with self._encoded(path) as encoded:
             if self.shouldOverwrite:
                 self._handleOverwrite(path)
             self._write(path, encoded)
 
     def saveImpl(self, path: str) -> None:  # noqa: N802 - overrides Spark's
-        """Write everything below `path`, which must not exist."""
+        """Write all parts below `path`, which must not exist."""
         with self._encoded(path) as encoded:
             self._write(path, encoded)
 
@@ -116,7 +119,7 @@ class _Writer(MLWriter):
             OwnFiles.add(content, code)
 
     def save_on_this_host(self, path: str) -> None:
-        """Write everything below a folder of this host, which must not exist, without Spark."""
+        """Write all parts below a folder of this host, which must not exist, without Spark."""
         with self._encoded(path) as encoded:
             metadata = DefaultParamsWriter._get_metadata_to_save(*self._metadata(encoded))
             for name, file in encoded.files.items():
@@ -131,14 +134,14 @@ class _Writer(MLWriter):
             write_file(self.sparkSession, f"{path}/{name}", file)
 
     def _metadata(self, encoded: _Encoded) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-        """Arguments of Spark's metadata writer: instance, context, extra metadata and map of Params."""
-        # Spark writes plain JSON without objects: our values are in `content`.
+        """Make the arguments of Spark's metadata writer: instance, context, extra metadata and map of Params."""
+        # The instance has no Params, because Spark can only write plain JSON; `content` has their encoded values.
         bare = copy.copy(self.instance)
         bare._paramMap, bare._defaultParamMap = {}, {}
         return bare, ml_context(self.sparkSession), {KEY: encoded.content}, {}
 
     def _content(self, archive: Archive) -> dict[str, Any]:
-        """Encode the instance as JSON data, starting with the module: others refer to its tensors."""
+        """Encode the instance as JSON data; the module is first, because other values refer to its tensors."""
         values = {p.name: v for p, v in self.instance._paramMap.items()}
         names = sorted(values, key=lambda name: (name != "model", name))
         return {"params": {name: archive.encode(name, values[name]) for name in names}}
@@ -151,7 +154,7 @@ class EstimatorWriter(_Writer):
         if is_dataframe(self.instance._get("validation")):
             raise InvalidArgumentError(
                 "validation is a DataFrame, which cannot be saved. Save a copy without it, "
-                "estimator.copy().setValidation(None), and give it again in fit(df, {estimator.validation: df2})."
+                "estimator.copy().setValidation(None), and give the DataFrame again in fit(df, {estimator.validation: df2})."
             )
         return super()._content(archive)
 
@@ -161,7 +164,7 @@ class ModelWriter(_Writer):
 
     def _content(self, archive: Archive) -> dict[str, Any]:
         fitted = self.instance._require_fitted()
-        # Plain names, so that module.load_state_dict(torch.load(file, weights_only=True)) works.
+        # Without a prefix, so that module.load_state_dict(torch.load(file, weights_only=True)) works.
         archive.prefixes["model"] = ""
         return {
             "module": archive.encode("model", fitted.module),
@@ -181,7 +184,7 @@ class ModelWriter(_Writer):
 
 
 def _loss_of(fitted: TrainedState, archive: Archive) -> dict[str, Any]:
-    """Encode a loss with state; other losses are in the user's program."""
+    """Encode the loss of a model if the loss has a state, such as parameters; {} for other losses."""
     losses = fitted.loss if isinstance(fitted.loss, (list, tuple)) else [fitted.loss]
     return {"loss": archive.encode("loss", fitted.loss)} if LossState(losses) else {}
 
@@ -207,7 +210,7 @@ class _Reader(MLReader[Any]):
         content = metadata.get(KEY)
         if present_name(metadata["class"]) != expected or content is None:
             raise InvalidArgumentError(
-                f"{path!r} holds a {metadata['class']}, and {expected} was asked for. Load it with its own class."
+                f"{path!r} holds a {metadata['class']}, not a {expected}. Load it with its own class."
             )
         check_format(path, content)
         instance = self.cls()
@@ -229,7 +232,7 @@ class _Reader(MLReader[Any]):
         return instance
 
     def _is_wanted(self, name: str, value: object, path: str) -> bool:
-        """Whether a Param is loaded from the file: a store needs trust."""
+        """Whether a Param is loaded from the file; a store is loaded only with trust."""
         return (
             name != "store"
             or value is None
@@ -247,8 +250,8 @@ class EstimatorReader(_Reader):
         is_wanted = super()._is_wanted(name, value, path)
         if not is_wanted:
             warnings.warn(
-                f"The estimator of {path!r} is loaded without its store {shown_place(value)}, because a fit would write there "
-                f"and the file is not trusted. Give it one with setStore, or load it with trust=True, "
+                f"The estimator in {path!r} is loaded without its store {shown_place(value)}, because a fit would write there "
+                f"and the file is not trusted. Set a store with setStore, or load the estimator with trust=True, "
                 f"inside `with sparkhvd.trust():`, or with {TRUST_CONF} set to a prefix of the path.",
                 stacklevel=2,
             )

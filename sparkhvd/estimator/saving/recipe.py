@@ -1,10 +1,11 @@
-"""Recipe of a run on a table: what a fit needs to train again on the same rows, with the same settings and seed.
+"""Recipe of a run on a table, with which a fit can train again on the same rows with the same settings and seed.
 
-    runs/<run_id>/recipe.json   table and version, seed, ranks, versions of libraries, losses, digests of the weights; sealed with the run's key
+    runs/<run_id>/recipe.json   table and version, seed, ranks, versions of libraries, losses, digests of the weights;
+                                signed with the run's key (HMAC)
     runs/<run_id>/recipe.pkl    the estimator's Params as a pickle, whose SHA-256 is in recipe.json
 
-Trust: the pickle is a program. It is loaded only if recipe.json carries the seal of the run's key, which only the model of the fit
-holds (`TorchModel.run_key`) and the store never sees, or if the caller trusts the run.
+Trust: loading the pickle runs code. It is loaded only if recipe.json is signed with the run's key, or if the caller
+trusts the run. Only the model of the fit holds the key (`TorchModel.run_key`); it is never stored in the store.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ RECIPE_NAME, PARAMS_NAME = "recipe.json", "recipe.pkl"
 _FORMAT = 1
 _KEY_BYTES = 32
 _KEY = re.compile(f"[0-9a-fA-F]{{{2 * _KEY_BYTES}}}")
-# Params about where a fit writes and what it shows, which another fit has of its own.
+# Params that are not in the recipe, because another fit writes and shows its output elsewhere.
 _OTHERS = frozenset(
     {"store", "run_id", "loggers", "verbose", "progress", "num_proc", "random_seed"}
 )
 
 
 class Model(Protocol):
-    """Members of `TorchModel` used here; the class stands above this module."""
+    """Members of `TorchModel` that this module uses; it cannot import the class, which is above it."""
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ class Model(Protocol):
 
     @property
     def training_data(self) -> dict[str, Any]:
-        """Training rows of the fit."""
+        """Description of the training rows of the fit."""
 
     def getModel(self) -> nn.Module:  # noqa: N802 - Spark's form
         """Return the trained module."""
@@ -64,12 +65,12 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Environment:
-    """What decides the bits of a training beside its program and rows.
+    """Environment that affects the bits of a training, besides its program and rows.
 
     Attributes:
-        torch: version.
-        python: version.
-        sparkhvd: version.
+        torch: version of torch.
+        python: version of Python.
+        sparkhvd: version of sparkhvd.
         cpu: instruction set that torch uses on the driver.
     """
 
@@ -84,12 +85,12 @@ class Recipe:
     """Facts of a run on a table.
 
     Attributes:
-        table: version of the table, and the filter.
-        seed: of the run.
+        table: version of the table, with the filter.
+        seed: seed of the run.
         num_proc: number of ranks.
-        environment: of the fit.
+        environment: environment of the fit.
         params: SHA-256 of the pickle of the Params.
-        losses: of the epochs.
+        losses: losses of the epochs.
         weights: SHA-256 of each tensor of the trained module.
     """
 
@@ -104,13 +105,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A fit that was done again.
+    """Result of repeating a fit.
 
     Attributes:
-        model: the new one.
-        is_equal: True if all bits are equal.
+        model: new model.
+        is_equal: True if all losses and weights have equal bits.
         text: "equal bits", or the first difference.
-        environment: differences of the environments, by name, as (then, now).
+        environment: name -> (then, now) for each difference of the environments.
     """
 
     model: Model
@@ -140,18 +141,18 @@ def write_recipe(
     """Write the recipe of a finished run on one table; return its key, or "" if the Params cannot be pickled.
 
     Args:
-        store: of the run.
-        run_dir: its folder.
-        estimator: of the fit, unchanged by it.
-        model: trained; its rows come from one table.
-        seed: of the run.
+        store: store of the run.
+        run_dir: folder of the run.
+        estimator: estimator of the fit, with unchanged Params.
+        model: trained model, whose rows come from one table.
+        seed: seed of the run.
         num_proc: number of ranks.
     """
     (table,) = model.training_data["tables"]
     values = {p.name: v for p, v in estimator._paramMap.items() if p.name not in _OTHERS}
     try:
         data = cloudpickle.dumps((type(estimator), values))
-    except Exception:  # noqa: BLE001 - the ranks do not need these Params; the fit is done
+    except Exception:  # noqa: BLE001 - only the recipe needs these Params as a pickle, and the fit has succeeded
         return ""
     module = model.getModel()
     recipe = Recipe(
@@ -179,19 +180,19 @@ def reproduce(
     storage_options: Mapping[str, Any] | None = None,
     catalog: object = None,
 ) -> Reproduction:
-    """Fit again what a run has fitted, and compare the weights bit by bit.
+    """Repeat the fit of a run, and compare losses and weights bit by bit.
 
     Args:
         run: folder of the run, `<store>/runs/<run_id>`, as a store.
         spark: session whose tasks become ranks.
-        key: the run's, from `TorchModel.run_key`.
-        trusted: the caller trusts the run, which holds a program.
-        storage_options: of the table, as for `fit_on_table`.
-        catalog: of an Iceberg table whose metadata file of the fit is gone, as for `fit_on_table`.
+        key: key of the run, from `TorchModel.run_key`.
+        trusted: True if the caller trusts the run, which holds code.
+        storage_options: storage options of the table, as for `fit_on_table`.
+        catalog: catalog of an Iceberg table, as for `fit_on_table`, used if the metadata file of the fit was deleted.
 
     Raises:
-        InvalidArgumentError: the run has no recipe, it is damaged, or its version of the table cannot be read.
-        UntrustedError: neither the key fits nor is the run trusted.
+        InvalidArgumentError: the run has no recipe, the recipe is damaged, or its version of the table cannot be read.
+        UntrustedError: the key does not match the recipe, and the run is not trusted.
     """
     recipe, estimator = load_recipe(run, key=key, trusted=trusted)
     table = recipe.table
@@ -207,7 +208,8 @@ def reproduce(
     try:
         sources = estimator._open_table(choice, spark)
     except InvalidArgumentError as e:
-        # A catalog may delete earlier metadata files of a table, and keep the snapshot.
+        # The catalog may have deleted the metadata file of the fit but kept the snapshot, so open the table by its
+        # name.
         if table.format != "iceberg" or "/" in table.name:
             raise
         try:
@@ -215,7 +217,7 @@ def reproduce(
             sources = estimator._open_table(by_name, spark)
         except InvalidArgumentError as second:
             raise InvalidArgumentError(
-                f"{e} By its name the table cannot be read either: {second} A catalog is given by reproduce(..., catalog=)."
+                f"{e} Reading the table by its name failed, too: {second} Give the catalog with reproduce(..., catalog=)."
             ) from None
     model = estimator._fit_sources(sources)
     text = _first_difference(recipe, model)
@@ -223,28 +225,28 @@ def reproduce(
 
 
 def load_recipe(run: Store, *, key: str | None = None, trusted: bool = False) -> tuple[Recipe, Any]:
-    """Recipe of a run, and its estimator with seed and number of ranks; errors as in `reproduce`."""
+    """Load the recipe of a run, and its estimator with seed and number of ranks; errors as in `reproduce`."""
     url = run.full_url(RECIPE_NAME)
     try:
         values = load_sealed(run.read_bytes(RECIPE_NAME))
         data = run.read_bytes(PARAMS_NAME)
     except (FileNotFoundError, NotADirectoryError):
         raise InvalidArgumentError(
-            f"{url} is not there. A finished fit_on_table with run_id or keep_checkpoints writes it; give the folder of such a run, "
-            "<store>/runs/<run_id>. Elastic runs and runs with warm_start have none."
+            f"{url} does not exist. A finished fit_on_table with run_id or keep_checkpoints writes it; give the folder of such a run, "
+            "<store>/runs/<run_id>. Elastic runs and runs with warm_start have no recipe."
         ) from None
     facts = dict(values or {})
     seal = facts.pop("hmac", None)
     try:
         if facts.pop("format", None) != _FORMAT:
-            raise ValueError("it is damaged, or of another sparkhvd")
+            raise ValueError("it is damaged, or another version of sparkhvd wrote it")
         recipe = rebuild(Recipe, facts)
     except ValueError as e:
         raise InvalidArgumentError(f"{url} cannot be used: {e}. Restore it from a copy.") from e
     _check_trust(url, {"format": _FORMAT, **facts}, seal, key, trusted=trusted)
     if hashlib.sha256(data).hexdigest() != recipe.params:
         raise InvalidArgumentError(
-            f"{run.full_url(PARAMS_NAME)} is not what the fit wrote: its SHA-256 differs. Nothing was loaded. Restore it from a copy."
+            f"{run.full_url(PARAMS_NAME)} has changed since the fit wrote it: its SHA-256 differs. It was not loaded. Restore it from a copy."
         )
     kind, params = cloudpickle.loads(data)
     estimator = kind()._set(**params)
@@ -252,7 +254,7 @@ def load_recipe(run: Store, *, key: str | None = None, trusted: bool = False) ->
 
 
 def differences(recipe: Recipe) -> dict[str, tuple[str, str]]:
-    """Parts of the environment that differ from the fit's, as (then, now)."""
+    """List the parts of the environment that differ from the environment of the fit, as (then, now)."""
     then, now = asdict(recipe.environment), asdict(this_environment())
     return {name: (then[name], now[name]) for name in then if then[name] != now[name]}
 
@@ -264,29 +266,29 @@ def _check_trust(
         return
     if key is None:
         raise UntrustedError(
-            f"{url} names a program of the run, and reproducing runs it. Give the run's key, which TorchModel.run_key of its model is, "
+            f"{url} refers to code of the run, which reproducing would run. Give the key of the run, TorchModel.run_key of its model, "
             "or trust the run: --trust."
         )
     if not key.strip():
         raise UntrustedError(
-            f"The key of {url} is empty. TorchModel.run_key is empty for a fit without a recipe: elastic, with warm_start, or with Params "
+            f"The key for {url} is empty. TorchModel.run_key is empty for a fit without a recipe: elastic, with warm_start, or with Params "
             "that cannot be pickled. Give the key of the run's own model."
         )
     if not _KEY.fullmatch(key.strip()):
         raise UntrustedError(
-            f"The key of {url} is no key: it is {len(key.strip())} characters, and one is {2 * _KEY_BYTES} hexadecimal digits. Give "
+            f"The key for {url} is invalid: it has {len(key.strip())} characters, but a key has {2 * _KEY_BYTES} hexadecimal digits. Give "
             "TorchModel.run_key of the run's model."
         )
     expected = _mac(facts, bytes.fromhex(key.strip()))
     if not (isinstance(seal, str) and hmac.compare_digest(seal, expected)):
         raise UntrustedError(
-            f"{url} was not written by the fit of this key: the seal differs. Look whether run and key belong together; if the file was "
-            "changed, do not use it."
+            f"{url} was not written by the fit with this key: its signature differs. Check whether run and key belong together; if the "
+            "file was changed, do not use it."
         )
 
 
 def _mac(facts: Mapping[str, Any], key: bytes) -> str:
-    # Through JSON, which makes lists of tuples.
+    # A round trip through JSON converts tuples to lists, as in the stored recipe.
     plain = read_json(json.dumps(facts), most_bytes=None)
     return hmac.new(key, json.dumps(plain, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
@@ -304,7 +306,7 @@ def _digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Dense tensors that a tensor consists of, such as the indices and values of a sparse tensor."""
+    """Split a tensor into dense tensors, such as the indices and values of a sparse tensor."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return tensor.indices(), tensor.values()
@@ -321,7 +323,7 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _first_difference(recipe: Recipe, model: Model) -> str:
-    """First difference of two trainings in words; "" if there is no difference."""
+    """Describe the first difference between the recipe and a new model in words; "" if they are equal."""
     rows = zip(recipe.losses, _losses(model.history), strict=False)
     for epoch, (then, now) in enumerate(rows, 1):
         if then != now and not (math.isnan(then) and math.isnan(now)):
@@ -331,5 +333,7 @@ def _first_difference(recipe: Recipe, model: Model) -> str:
     found = _digests(model.getModel().state_dict())
     for name in {**recipe.weights, **found}:
         if recipe.weights.get(name) != found.get(name):
-            return f"the tensor {name!r} of the trained model differs, and all losses are equal"
+            return (
+                f"the tensor {name!r} of the trained model differs, although all losses are equal"
+            )
     return ""

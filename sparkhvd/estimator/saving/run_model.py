@@ -1,9 +1,9 @@
-"""Model of a run in the store: its description, written by the fit, plus the weights of a checkpoint.
+"""Make the model of a run in the store from its description, which the fit wrote, and the weights of a checkpoint.
 
     runs/<run_id>/model.json    columns, links and Params of the model, and its module without weights; code as pickles
 
-It is written before the ranks start, so that an interrupted run has it too. It holds code only for classes or functions without
-a JSON name, and then needs trust like a saved model.
+The description is written before the ranks start, so that an interrupted run has it, too. It holds code only for
+classes or functions without a JSON name, and then needs trust like a saved model.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def store_run_model(store: Store, run_dir: str, model: TorchParams, epochs: int)
     """Write the description of a run's model, without its weights and its store.
 
     Args:
-        store: the run's store.
-        run_dir: the run's folder.
-        model: the `TorchModel` before the training.
+        store: store of the run.
+        run_dir: folder of the run.
+        model: `TorchModel` before the training.
         epochs: number of epochs of the run.
     """
     archive = Archive()
@@ -60,7 +60,7 @@ def store_run_model(store: Store, run_dir: str, model: TorchParams, epochs: int)
     for name, value in archive.code.items():
         try:
             pickled = archive.pickled(value)
-        except Exception:  # noqa: BLE001 - a Param unused by the ranks, such as output_fn; the fit needs no pickle of it
+        except Exception:  # noqa: BLE001 - ranks do not use the value, such as output_fn, so the fit needs no pickle
             continue
         code[name] = base64.b64encode(pickled).decode()
     values = {
@@ -80,14 +80,14 @@ def load_run_model(
 
     Args:
         cls: `TorchModel`.
-        store: the run's store, as this process reaches it.
+        store: store of the run, as this process reaches it.
         run_id: name of the run.
-        trusted: the caller trusts code of the run.
+        trusted: True if the caller trusts code of the run.
         spark: session whose conf may name trusted path prefixes, or None.
 
     Raises:
-        InvalidArgumentError: there is no such run, it has no checkpoint, or one of its files is damaged or missing.
-        UntrustedError: it holds code and is not trusted.
+        InvalidArgumentError: there is no such run, it has no checkpoint, or a file is damaged or missing.
+        UntrustedError: the run holds code and is not trusted.
     """
     run = _last_run(store, run_id)
     url = store.full_url(run.run_dir)
@@ -101,7 +101,8 @@ def load_run_model(
         if instance.hasParam(name):
             instance._set(**{name: decoder.decode(name, value)})
     state, finished = decoder.result.model, decoder.finished
-    if any(not isinstance(value, Tensor) for value in state.values()):  # of get_extra_state
+    # Such values come from get_extra_state.
+    if any(not isinstance(value, Tensor) for value in state.values()):
         fitted.module.load_state_dict(state)
     if fitted.loss is not None:
         losses = fitted.loss if isinstance(fitted.loss, list) else [fitted.loss]
@@ -119,7 +120,7 @@ def load_run_model(
     else:
         widths = finished.widths or fitted.widths
         fitted = replace(fitted, widths=widths, timings=finished.timings)
-    instance._fitted = fitted  # of TorchModel, which stands above this module
+    instance._fitted = fitted  # an attribute of TorchModel, which this module cannot import
     instance._set(store=store)
     return instance
 
@@ -153,15 +154,15 @@ class _RunDecoder(Decoder):
                 checkpoint = self._checkpoints.load_start(path)
             except FileNotFoundError:
                 raise InvalidArgumentError(
-                    f"{self.path} has no {path.rpartition('/')[2]}, the checkpoint with the weights of its model: it was deleted. "
+                    f"{self.path} has no {path.rpartition('/')[2]}, the checkpoint with the weights of its model: the file was deleted. "
                     "Restore it from a copy, or fit again with another run_id."
                 ) from None
         else:
             newest = self._checkpoints.newest_whole()
             if newest is None:
                 raise InvalidArgumentError(
-                    f"{self.path} has no whole checkpoint: its fit was interrupted before the first was written, or they are "
-                    "damaged. A fit with this run_id makes one."
+                    f"{self.path} has no complete checkpoint: its fit was interrupted before the first checkpoint was written, or all "
+                    "checkpoints are damaged. Run a fit with this run_id, which writes a checkpoint."
                 )
             checkpoint = newest
             self.position, self.history = checkpoint.position, checkpoint.history
@@ -176,7 +177,7 @@ class _RunDecoder(Decoder):
         if name not in self._pickles:
             raise InvalidArgumentError(
                 f"{self.path} does not hold {name}, a {what}, because the fit could not pickle it. Save the model that the fit "
-                "returns, with a function that pickles."
+                "returns, with a function that can be pickled."
             )
         return super()._from_code(name, what)
 
@@ -210,14 +211,14 @@ def _description(store: Store, run_dir: str) -> dict[str, Any]:
         values = load_sealed(store.read_bytes(path))
     except (FileNotFoundError, NotADirectoryError):
         raise InvalidArgumentError(
-            f"{url} is not there: the fit ended before its ranks started, or well without keep_checkpoints, which leaves a report alone, or an older "
-            "sparkhvd, which writes none, ran it. Fit "
-            "with this run_id to resume from a checkpoint; a finished run without it has its weights in checkpoints/ alone."
+            f"{url} does not exist: the fit ended before its ranks started, or it succeeded without keep_checkpoints and only left a report, or an "
+            "older sparkhvd, which does not write the file, ran it. Fit "
+            "with this run_id to resume from a checkpoint. If the run has finished, only its folder checkpoints/ has the weights."
         ) from None
     if values is None:
         raise InvalidArgumentError(
-            f"{url} is damaged: it is not what was written. Restore it from a copy; of a run that has not finished a fit with "
-            "its run_id writes it again."
+            f"{url} is damaged: its content has changed since it was written. Restore it from a copy. If the run has not finished, a fit "
+            "with its run_id writes the file again."
         )
     check_format(url, values)
     return values

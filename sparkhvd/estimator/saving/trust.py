@@ -1,11 +1,11 @@
 """Trust in saved files that may run code when loaded, or decide where a fit writes.
 
-A file with the user's classes or functions is a program. A file with a store or the path of a log decides
-where data go and which files are replaced. It is loaded only with explicit trust:
+Loading a file with the user's classes or functions runs code. A file with a store or the path of a log decides where
+data are written and which files are replaced. Such files are loaded only with explicit trust:
 `load(path, trust=True)`, inside `with trust():`, or for the path prefixes in the conf `spark.sparkhvd.trust`.
 
-Programs written for Horovod have no such call. Classes with `_trusts_own_files` trust files that this process saved, if every
-byte is unchanged: the process has run that code already.
+Programs written for Horovod do not trust files explicitly. So classes with `_trusts_own_files` trust files that this
+process has saved, if every byte is unchanged, because the process has already run that code.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ if TYPE_CHECKING:
 
 TRUST_CONF = "spark.sparkhvd.trust"
 
-# A ContextVar limits trust to its thread.
+# A ContextVar limits the trust to the thread of the block.
 _is_trusted: ContextVar[bool] = ContextVar("sparkhvd_trust", default=False)
 
 
 class OwnFiles:
-    """Files that this process has saved, by their bytes."""
+    """Registry of the files that this process has saved, by digests of their bytes."""
 
-    # Saves with equal metadata may differ in their code: two functions of one name, two modules of one class.
+    # Digest of the metadata -> digests of pickles. Saves with equal metadata may have different code, such as two
+    # functions of the same name.
     _of_process: dict[str, set[str]] = {}
 
     @classmethod
     def add(cls, content: Mapping[str, Any], code: bytes) -> None:
-        """Add a save: its part of the metadata, as JSON data, and its pickles."""
+        """Register a save: its entry in the metadata as JSON data, and its pickles."""
         digests = cls._of_process.setdefault(_digest_of(content), set())
         digests.add(hashlib.sha256(code).hexdigest())
 
     @classmethod
     def digests_of_code(cls, content: Mapping[str, Any]) -> frozenset[str]:
-        """SHA-256, in hex, of the pickles in this process's saves with this metadata."""
+        """Return the SHA-256 in hex of the pickles that this process has saved with this metadata."""
         return frozenset(cls._of_process.get(_digest_of(content), ()))
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:
-    # Normalized by a round trip through JSON, whose keys are texts.
+    # A round trip through JSON normalizes the content, because JSON has only text as keys.
     plain = read_json(json.dumps(content), most_bytes=None)
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager
 def trust() -> Iterator[None]:
-    """Trust everything loaded inside the block to run code: `with sparkhvd.trust(): PipelineModel.load(path)`."""
+    """Let files that are loaded inside the block run code: `with sparkhvd.trust(): PipelineModel.load(path)`."""
     token = _is_trusted.set(True)
     try:
         yield
@@ -66,7 +67,7 @@ def trust() -> Iterator[None]:
 
 
 def is_trusted(path: str, spark: SparkSession | None, *, trusted: bool = False) -> bool:
-    """Arguments as in `check_trusted`."""
+    """Whether a saved directory is trusted; arguments as in `check_trusted`."""
     if trusted or _is_trusted.get():
         return True
     return spark is not None and _has_trusted_prefix(path, spark.conf.get(TRUST_CONF, "") or "")
@@ -80,14 +81,14 @@ def check_trusted(
     trusted: bool = False,
     why: str = "loading it runs code from that file",
 ) -> None:
-    """Reject an action that needs a trusted file.
+    """Raise UntrustedError unless a saved directory is trusted.
 
     Args:
-        path: the saved directory.
+        path: saved directory.
         what: name of the class or function to load, or the value to use.
         spark: session whose conf may name trusted path prefixes, or None.
-        trusted: `load` was called with trust.
-        why: its effect, for the message.
+        trusted: True if `load` was called with trust.
+        why: why that needs trust, for the message.
 
     Raises:
         UntrustedError: the file is not trusted.
@@ -102,7 +103,7 @@ def check_trusted(
 
 
 def _has_trusted_prefix(path: str, prefixes: str) -> bool:
-    """Whether the path equals a prefix or is below it; commas separate the prefixes."""
+    """Whether a path equals or is below one of the comma-separated prefixes."""
     path = posixpath.normpath(path)
     for part in prefixes.split(","):
         if prefix := part.strip():

@@ -1,13 +1,13 @@
-"""Transform in Spark's Python workers: reads Arrow batches and adds output columns.
+"""Transform DataFrames in Spark's Python workers, which read Arrow batches and add output columns.
 
-The driver matches columns and decides on outputs before Spark runs anything. Workers load only `worker`, which
-does not import pyspark.
+The driver matches columns and decides the output columns before Spark runs a job. Workers load only the module
+`worker`, which does not import pyspark.
 
 Each module imports only those above it:
 
-    binding  the columns of a module without a fit
-    worker   the loop over batches
-    outputs  the columns to add
+    binding  match a DataFrame's columns with the model's
+    worker   loop over batches in a Python worker
+    outputs  columns to add
     local    predictions without Spark
-    stage    the Spark stage
+    stage    Spark stage that runs the workers
 """

@@ -1,4 +1,4 @@
-"""Bind a module to columns on the driver: from its training, or from the Params and the DataFrame's types."""
+"""Bind a module to columns on the driver, by its training or by the Params and the DataFrame's types."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 
 def _links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Links from outputs to probabilities: as named, or from the losses; identity if unknown.
+    """Return the links from outputs to probabilities: as named, or by the losses; "identity" if unknown.
 
     Raises:
         InvalidArgumentError: both are given, or a name is unknown.
@@ -52,8 +52,8 @@ def _links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]
     unknown = [each for each in links if each not in LINKS]
     if loss is not None or unknown:
         raise InvalidArgumentError(
-            f"link is {link!r}{' and loss is given, too' if loss is not None else ''}. Give the loss of the training, or of each output one "
-            f"of {', '.join(map(repr, LINKS))}."
+            f"link is {link!r}{' and loss is given, too' if loss is not None else ''}. Give either the loss of the training, or for each "
+            f"output one of {', '.join(map(repr, LINKS))}."
         )
     return links
 
@@ -67,7 +67,7 @@ def described(
     history: Sequence[Mapping[str, Any]] | None = None,
     run_id: str | None = None,
 ) -> TrainedState:
-    """Add the facts of a training to a module."""
+    """Add facts about its training to a module."""
     made = construct_losses(loss, loss_constructors, fitted.module)
     return replace(
         fitted,
@@ -87,26 +87,28 @@ def bind_module(
 ) -> tuple[TrainedState, PredictOptions]:
     """Bind a module without a fit to the columns of a DataFrame with this schema, by the rules of a fit.
 
-    A type does not give the length of an array or the shape of decoded values: `input_shapes` or a vector's metadata does.
+    Types do not give the length of an array or the shape of decoded values. `input_shapes` or a vector's metadata give
+    them.
 
     Args:
-        fitted: the module.
-        options: the Params.
-        schema: of the DataFrame.
-        may_measure: leave the widths empty if made-up rows do not tell them, because the caller can run the module on real rows.
+        fitted: module.
+        options: values of the Params.
+        schema: schema of the DataFrame.
+        may_measure: leave the widths empty if a run on made-up rows fails, because the caller can run the module on
+            real rows.
 
     Returns:
         The module with its columns, labels, links and widths, and the Params with decoders that give these shapes.
 
     Raises:
-        InvalidArgumentError: a column is missing, has a type without a tensor form or an unknown width, or the module does
-            not accept the columns.
+        InvalidArgumentError: a column is missing, has a type without a tensor form or an unknown width, or the module
+            does not accept the columns.
     """
     if not options.feature_cols and options.inputs:
         options = replace(options, feature_cols=columns_in(options.inputs))
     if not options.feature_cols:
         raise InvalidArgumentError(
-            "transform: feature_cols is required, because this module was not trained on any: name the columns that become its input."
+            "transform: feature_cols is required, because this module was not trained by a fit: name the columns that become its input."
         )
     has_shapes = options.input_shapes is not None
     columns = check_schema(
@@ -117,7 +119,7 @@ def bind_module(
         feature_dtypes=options.feature_dtypes,
         decoders=options.decoders or {},
         collated=options.collate_fn or {},
-        # A shape is one of a dense tensor.
+        # input_shapes describe dense tensors, so vectors become dense.
         sparse_cols=[] if options.sparse_cols is None and has_shapes else options.sparse_cols,
     ).features
     shapes = _row_shapes(options)
@@ -142,22 +144,22 @@ def bind_module(
 def name_outputs(
     bound: TrainedState, options: PredictOptions, widths: tuple[int, ...]
 ) -> TrainedState:
-    """Add the widths, labels and links of its outputs to a bound module.
+    """Add widths, labels and links of the outputs to a bound module.
 
     Raises:
-        InvalidArgumentError: nothing names the outputs, or the losses are not one per output.
+        InvalidArgumentError: no Param names the outputs, or the number of losses differs from the number of outputs.
     """
     labels = _labels(options, widths)
     links = bound.links * len(widths) if len(bound.links) == 1 else bound.links
     if len(links) != len(widths):
         raise InvalidArgumentError(
-            f"The model was given {len(links)} losses, and its module has {len(widths)} outputs. Give one per output, or one for all."
+            f"The model was given {len(links)} losses, but its module has {len(widths)} outputs. Give one loss per output, or one for all."
         )
     return replace(bound, widths=widths, labels=labels, links=links)
 
 
 def _row_shapes(options: PredictOptions) -> dict[str, Shape]:
-    """Collect the shapes of rows by column, where `input_shapes` gives them."""
+    """Collect the shapes of rows from `input_shapes` by column."""
     given = options.input_shapes
     if given is None:
         return {}
@@ -166,7 +168,7 @@ def _row_shapes(options: PredictOptions) -> dict[str, Shape]:
         entries = [(options.inputs or {}).get(argument, "") for argument in given]
         single = [e if isinstance(e, str) else e[0] if len(e) == 1 else "" for e in entries]
         pairs = list(zip(single, given.values(), strict=True))
-    else:  # `bind_inputs` compares the numbers
+    else:  # `bind_inputs` checks that there is one shape per column
         pairs = list(zip(options.feature_cols or [], given, strict=False))
     shapes = {name: row_shape_of("input_shapes", shape) for name, shape in pairs}
     return {name: shape for name, shape in shapes.items() if -1 not in shape}
@@ -175,7 +177,7 @@ def _row_shapes(options: PredictOptions) -> dict[str, Shape]:
 def _shaped(
     column: Column, field: AnyField, given: Shape | None, options: PredictOptions
 ) -> Column:
-    """Set the shape of a column's rows without reading rows."""
+    """Set the shape of a column's rows, without reading rows."""
     if column.is_collated or column.shape is not None:
         return column
     if column.has_decoder:
@@ -191,12 +193,12 @@ def _shaped(
     reason = "a decoder gives" if column.has_decoder else f"{column.source} has"
     raise InvalidArgumentError(
         f"transform: column {column.name!r}: how many elements per row {reason} is not known before rows are read. Give input_shapes, one "
-        "shape per feature column such as [-1, 4]; a vector's metadata, which VectorAssembler writes, tell it, too."
+        "shape per feature column such as [-1, 4]. For a vector, metadata as VectorAssembler writes them are enough."
     )
 
 
 def _looked_up(column: Column, options: PredictOptions) -> Column | None:
-    """Set shape and dtype of a dict decoder's column from its values; None for another decoder."""
+    """Set shape and dtype of a column whose decoder is a dict from the dict's values; None for other decoders."""
     decoder = (options.decoders or {}).get(column.name)
     if not isinstance(decoder, Mapping) or not decoder:
         return None
@@ -206,7 +208,7 @@ def _looked_up(column: Column, options: PredictOptions) -> Column | None:
 
 
 def _stored_shape(column: Column, given: Shape) -> Shape:
-    """Shape of the rows in Spark: an axis per level of nested arrays, one axis for a flat array or a vector."""
+    """Return the shape of rows in Spark: an axis per level of nested arrays, one axis for a flat array or a vector."""
     depth = max(1, column.source.count("array<"))
     if depth == 1:
         return (math.prod(given),)
@@ -214,13 +216,13 @@ def _stored_shape(column: Column, given: Shape) -> Shape:
         if len(shape) == depth:
             return shape
     raise InvalidArgumentError(
-        f"transform: column {column.name!r} is of type {column.source}, and input_shapes gives {list(given)} per row, which does not tell "
-        f"how long its {depth} levels of arrays are. Flatten it before: flatten({column.name})."
+        f"transform: column {column.name!r} is of type {column.source}, but input_shapes gives {list(given)} per row, which does not give "
+        f"the lengths of its {depth} levels of arrays. Flatten the column first: flatten({column.name})."
     )
 
 
 def _widths(bound: TrainedState, precision: str, *, may_measure: bool) -> tuple[int, ...]:
-    """Find the elements per row of each output by running the module on made-up rows."""
+    """Find the elements per row of each output by a run of the module on made-up rows."""
     collated = [c.name for c in bound.columns if c.is_collated]
     if not collated:
         trial = in_mode(light_copy(bound.module), is_training=False)
@@ -233,7 +235,7 @@ def _widths(bound: TrainedState, precision: str, *, may_measure: bool) -> tuple[
         f"column {collated[0]!r} is collated" if collated else "its forward failed on rows of zeros"
     )
     raise InvalidArgumentError(
-        f"transform: the outputs of the module are not known, because {reason}. Tell how many elements per row each has: "
+        f"transform: the outputs of the module are not known, because {reason}. Give the number of elements per row of each output: "
         "TorchModel.from_module(..., widths=[1])."
     )
 
@@ -243,19 +245,19 @@ def _labels(options: PredictOptions, widths: Sequence[int]) -> tuple[str, ...]:
         fitted_widths(widths, options.label_cols)
     elif not options.outputCols:
         raise InvalidArgumentError(
-            f"transform: nothing names the module's {len(widths)} outputs. Set outputCols, or label_cols, after which they are named."
+            f"transform: the module's {len(widths)} outputs have no names. Set outputCols, or label_cols, which name the output columns."
         )
     return tuple(options.label_cols or ())
 
 
 # ----------------------------------------------------------------------------------------------------
-# Columns of a DataFrame matched to the training columns; checked on the driver.
+# Match the columns of a DataFrame with the training columns, on the driver.
 
 Function = TypeVar("Function")
 
-# Types that Spark cannot send to a Python function, even unused.
+# Types that Spark cannot send to a Python function, even if the function does not use the column.
 _NOT_SENT = ("CalendarIntervalType", "YearMonthIntervalType", "NullType", "VariantType")
-# Kinds with the same layout are interchangeable: an array may replace a vector.
+# Kind -> layout. Kinds with the same layout may replace each other: an array may replace a vector.
 _LAYOUTS = {"vector": "rows", "array": "rows", "sparse": "rows"}
 
 
@@ -276,7 +278,7 @@ def match_columns(
     schema: AnySchema,
     data_name: str = "DataFrame",
 ) -> tuple[Column, ...]:
-    """Describe the training columns in a DataFrame with this schema: an array may replace a vector.
+    """Find the training columns in a DataFrame's schema; an array may replace a vector.
 
     Raises:
         InvalidArgumentError: a column is missing, or has a type that does not fit its training column.
@@ -312,7 +314,7 @@ def match_columns(
 def _policy(
     options: PredictOptions, pairs: Sequence[tuple[str, Column]]
 ) -> str | Mapping[str, str | float]:
-    """Rename the columns in `handle_invalid` to this DataFrame's names. Entries for labels are dropped."""
+    """Rename the columns in `handle_invalid` to the names in this DataFrame, and drop entries for labels."""
     policy = options.handle_invalid or "error"
     if not isinstance(policy, Mapping):
         return policy
@@ -330,13 +332,13 @@ def _check_type(column: Column, trained: Column, field: AnyField) -> None:
     is_array_for_sparse = (column.kind, trained.kind) == ("array", "sparse")
     if _layout(column) != _layout(trained) or is_array_for_sparse:
         raise InvalidArgumentError(
-            f"transform: column {column.name!r} is of type {column.source}; the model was trained with "
+            f"transform: column {column.name!r} is of type {column.source}, but the model was trained with "
             f"{trained.source}."
         )
     width = width_of(field)
     if width is not None and trained.shape is not None and width != trained.num_elements:
         raise InvalidArgumentError(
-            f"transform: column {column.name!r} has {width} elements per row, as its metadata say; the model "
+            f"transform: column {column.name!r} has {width} elements per row according to its metadata, but the model "
             f"takes {trained.num_elements}."
         )
 
@@ -344,7 +346,7 @@ def _check_type(column: Column, trained: Column, field: AnyField) -> None:
 def _check_untransformed(
     pairs: Sequence[tuple[str, Column]], options: PredictOptions, schema: AnySchema
 ) -> None:
-    """Reject encoded values of columns that training transformed after a decoder."""
+    """Reject encoded values of a column that a transformation changed after its decoder in training."""
     decoders = options.decoders or {}
     fields = {field.name: field for field in schema.fields}
     for name, trained in pairs:
@@ -357,13 +359,13 @@ def _check_untransformed(
             shape = list(trained.shape or ())
             raise InvalidArgumentError(
                 f"transform: column {name!r} is of type {data_type.simpleString()}. In training {trained.source} "
-                f"changed what decoders[{trained.name!r}] gave, and transform calls no transformations. Give a column "
+                f"changed the result of decoders[{trained.name!r}], but transform calls no transformations. Give a column "
                 f"of numbers as the model gets them: {shape} per row, {trained.tensor_dtype}."
             )
 
 
 def functions_of(fitted: TrainedState, options: PredictOptions) -> RowFunctions:
-    """Select the user's functions by the names of the training columns.
+    """Select the user's functions, and name them by the training columns.
 
     Raises:
         InvalidArgumentError: a function of the training is missing.
@@ -383,19 +385,19 @@ def _select(
     missing = [name for name in columns if name not in functions]
     if missing:
         raise InvalidArgumentError(
-            f"transform: the model was trained with {param} for {', '.join(map(repr, missing))}, which it has "
-            f"no longer. Set {param} again."
+            f"transform: the model was trained with {param} for {', '.join(map(repr, missing))}, but the Param is not "
+            f"set any more. Set {param} again."
         )
     return {name: functions[name] for name in columns}
 
 
 def check_passing(schema: AnySchema) -> None:
-    """Reject columns that cannot pass through a Python function, even if the model does not read them."""
+    """Reject columns that Spark cannot send through a Python function, even if the model does not read them."""
     for column in schema.fields:
         if any(type(part).__name__ in _NOT_SENT for part in _parts(column.dataType)):
             raise InvalidArgumentError(
                 f"transform: column {column.name!r} is of type {column.dataType.simpleString()}, which Spark cannot send "
-                "through a Python function. Drop it before, or cast it (for example to string) and back."
+                "through a Python function. Drop it first, or cast it (for example to string) and back."
             )
 
 
@@ -421,12 +423,12 @@ def _layout(column: Column) -> str:
 
 
 def _kind(column: Column, trained: Column) -> str:
-    """Kind for reading values: the column's own, but sparse for a vector that was sparse in training."""
+    """Kind with which values are read: "sparse" for a vector that was sparse in training, else the column's kind."""
     return trained.kind if column.kind == "vector" and trained.kind == "sparse" else column.kind
 
 
 def width_of(field: AnyField) -> int | None:
-    """Elements per row of a vector from Spark ML's metadata; None if unknown."""
+    """Read the elements per row of a vector from Spark ML's metadata; None if unknown."""
     attributes = (field.metadata or {}).get("ml_attr", {})
     if type(field.dataType).__name__ != "VectorUDT" or not isinstance(attributes, Mapping):
         return None

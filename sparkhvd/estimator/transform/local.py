@@ -1,6 +1,6 @@
-"""Predictions in this process, without Spark: of a caller's data by `LocalModel`, and of one row for Spark ML's `predict`.
+"""Predict in this process without Spark, for `LocalModel` and for Spark ML's `predict` of one row.
 
-Imports no pyspark, which a service need not have.
+This module does not import pyspark, because a prediction service may not have it.
 """
 
 from __future__ import annotations
@@ -49,27 +49,29 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 Row: TypeAlias = "Vector | Sequence[float] | npt.NDArray[Any]"
 
-# Kinds of columns with a fixed count of numbers per row.
+# Kinds of columns with a fixed number of numbers per row.
 _NUMBERS = ("scalar", "array", "vector", "sparse")
 _CPU = torch.device("cpu")
 
 
 class LocalModel:
-    """Trained model that predicts in any Python process; `sparkhvd.load_local` and `TorchModel.local` return it.
+    """Trained model that predicts in any Python process, from `sparkhvd.load_local` or `TorchModel.local`.
 
-    It prepares columns as `TorchModel.transform` does: casts, decoders, collate functions, sparse vectors, `handle_invalid`, and
-    their binding to arguments of `forward`. It computes on the CPU, in eval mode, without gradients, in the fit's `precision`.
+    It prepares columns as `TorchModel.transform` does: casts, decoders, collate functions, sparse vectors,
+    `handle_invalid`, and their binding to arguments of `forward`. It computes on the CPU, in eval mode, without
+    gradients, in the fit's `precision`.
 
-    Threads: any number of threads may call `predict`. The model runs for one call at a time, on all threads of torch.
+    Threads: any number of threads may call `predict`. The model runs one call at a time, with all threads of torch.
 
     Attributes:
         feature_cols: names of the columns that `predict` reads.
-        output_cols: keys of its result; empty for a module without a fit, whose outputs the columns decide.
+        output_cols: keys of the result of `predict`; empty for a module without a fit, whose outputs depend on the
+            data.
     """
 
     def __init__(self, fitted: TrainedState, options: PredictOptions) -> None:
         self._fitted, self._options = fitted, options
-        # Of its own, because `forward` may keep tensors or change buffers.
+        # A copy of the module, because `forward` may keep tensors or change buffers.
         self._module = light_copy(fitted.module)
         self._lock = threading.Lock()
         self.feature_cols = _feature_names(fitted, options)
@@ -81,22 +83,24 @@ class LocalModel:
         return f"LocalModel of {type(self._module).__name__}: {names[0]} -> {names[1]}"
 
     def predict(self, data: Any) -> dict[str, Array]:
-        """Compute the columns that `transform` adds.
+        """Compute the columns that `transform` would add.
 
         Args:
-            data: rows as a pandas or polars DataFrame, an Arrow table or batch, a dict from columns to arrays, tensors or lists
-                with an entry per row, or a list of dicts from columns to values, one per row. A dict with a plain number or text
-                among its values is one row. Other columns than `feature_cols` are ignored. Entries of a vector or array are rows
-                of an array (rows, *shape), or lists; those of a sparse vector also rows of a sparse matrix of torch or scipy.
+            data: rows as a pandas or polars DataFrame, an Arrow table or batch, a dict from columns to arrays, tensors
+                or lists with an entry per row, or a list of dicts from columns to values, one per row. A dict with a
+                plain number or text among its values is one row. Other columns than `feature_cols` are ignored. Entries
+                of a vector or array are rows of an array (rows, *shape), or lists; those of a sparse vector also rows
+                of a sparse matrix of torch or scipy.
                 One array or tensor holds all columns: (rows, numbers), side by side in the order of `feature_cols`, or
                 (rows, *shape) of the only column.
 
         Returns:
-            By output column an array of float64 with an entry per row: (rows,) for a number, (rows, elements) for a vector. Rows
-            skipped by `handle_invalid` or a decoder are NaN.
+            Output column -> float64 array with an entry per row: (rows,) for a number, (rows, elements) for a vector.
+            Rows that `handle_invalid` or a decoder skips are NaN.
 
         Raises:
-            InvalidArgumentError: a column is missing, has another type or shape than in training, or holds values that cannot be
+            InvalidArgumentError: a column is missing, has another type or shape than in training, or holds values that
+                cannot be
             used.
         """
         try:
@@ -120,7 +124,8 @@ class LocalModel:
             fitted, options = bind_module(fitted, options, schema, may_measure=True)
             if not fitted.widths:
                 widths = self._measure_widths(fitted, options, given, arrays)
-                self._fitted = replace(self._fitted, widths=widths)  # measured once
+                # Kept, so that the widths are measured only once.
+                self._fitted = replace(self._fitted, widths=widths)
                 fitted = name_outputs(fitted, options, widths)
         outputs = _outputs(fitted, options)
         names = source_names(fitted, options)
@@ -129,7 +134,7 @@ class LocalModel:
         done = np.ones(given.num_rows, np.bool_) if kept is None else kept
         if not batch.num_rows:
             return _spread([], outputs, done)
-        # Arrow shares the caller's memory, and `forward` may write to its input.
+        # Copy the arrays, because Arrow shares the caller's memory and `forward` may write to its input.
         found = features(spec, batch).items()
         columns = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in found}
         with self._lock:
@@ -146,14 +151,14 @@ class LocalModel:
         given: _Given,
         arrays: Mapping[str, pa.Array],
     ) -> tuple[int, ...]:
-        """Find the elements per row of each output by a run on the caller's rows."""
+        """Find the elements per row of each output by a run of the module on the caller's rows."""
         names = source_names(fitted, options)
         outputs = (Output("widths", "widths", 0, is_vector=True),)
         spec = _computation(fitted, options, outputs, given.schema(arrays), names)
         batch, _ = usable_batch(spec, _batch([arrays[name] for name in names]))
         if not batch.num_rows:
             raise InvalidArgumentError(
-                "the outputs of the model are not known, because its forward failed on made-up rows and there are no rows. Give rows."
+                "the outputs of the model are not known, because its forward failed on made-up rows and the data have no rows. Give rows."
             )
         with self._lock:
             values, _ = compute(spec, self._module, dict(features(spec, batch)), Mover(_CPU))
@@ -170,8 +175,8 @@ def _outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output, ...
     if not fitted.widths:
         raise InvalidArgumentError(
             "the outputs of the model are not known, because its forward failed on made-up rows on the driver and, after training, on the "
-            f"ranks' first batch{failure_on_zeros(fitted)}. Give one whose forward runs in eval mode, without ranks, to setModel, and save "
-            "that model."
+            f"ranks' first batch{failure_on_zeros(fitted)}. Give setModel a module whose forward runs in eval mode, without ranks, and save "
+            "the model again."
         )
     outputs = named_outputs(fitted, options)
     names = [output.name for output in outputs]
@@ -185,7 +190,7 @@ def _outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output, ...
 def _spread(
     values: Sequence[npt.NDArray[Any]], outputs: Sequence[Output], done: npt.NDArray[np.bool_]
 ) -> dict[str, Array]:
-    """Distribute computed rows over all rows, by output column; rows outside the mask are NaN."""
+    """Place computed rows at the True rows of a mask, by output column; all other rows are NaN."""
     if values and done.all():
         return {output.name: each for output, each in zip(outputs, values, strict=True)}
     found = {}
@@ -204,7 +209,7 @@ def _computation(
     schema: Schema,
     names: Sequence[str],
 ) -> Computation:
-    """Describe the computation of output columns from the columns `names`, in this order."""
+    """Make the description of how to compute the output columns from the columns `names`, in this order."""
     return Computation(
         columns=fitted.inputs.with_casts(match_columns(fitted, options, schema, "data")),
         sources=tuple(range(len(names))),
@@ -224,16 +229,16 @@ def _batch(arrays: Sequence[pa.Array]) -> pa.RecordBatch:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Data of a caller, as Arrow arrays of the model's columns.
+# Convert the caller's data to Arrow arrays of the model's columns.
 
 
 @dataclass(frozen=True)
 class _Given:
-    """Columns as a caller has given them.
+    """Columns that a caller has given.
 
     Attributes:
-        columns: name and values of each, in order; a name may be there twice.
-        num_rows: entries of each.
+        columns: (name, values) of each column, in order; a name may occur twice.
+        num_rows: number of rows.
     """
 
     columns: Sequence[tuple[str, Any]]
@@ -241,17 +246,17 @@ class _Given:
 
     @classmethod
     def of(cls, data: Any, fitted: TrainedState, names: Sequence[str]) -> _Given:
-        """Take the columns of data in any supported form.
+        """Split data in any supported form into columns.
 
         Raises:
             InvalidArgumentError: the data have another form, or columns of different lengths.
         """
         if isinstance(data, (pa.Table, pa.RecordBatch)):
             return cls(list(zip(data.schema.names, data.columns, strict=True)), data.num_rows)
-        if hasattr(data, "iloc") and hasattr(data, "columns"):  # of pandas
+        if hasattr(data, "iloc") and hasattr(data, "columns"):  # a pandas DataFrame
             numbered = enumerate(map(str, data.columns))
             return cls([(name, data.iloc[:, i]) for i, name in numbered], len(data))
-        if hasattr(data, "to_arrow"):  # of polars
+        if hasattr(data, "to_arrow"):  # a polars DataFrame
             return cls.of(data.to_arrow(), fitted, names)
         if isinstance(data, Mapping):
             if any(map(_is_one, data.values())):
@@ -265,7 +270,7 @@ class _Given:
         if hasattr(data, "__arrow_c_stream__"):
             return cls.of(pa.table(data), fitted, names)
         kind = type(data)
-        remedy = " transform takes a DataFrame of Spark." if hasattr(data, "sparkSession") else ""
+        remedy = " Give a Spark DataFrame to transform." if hasattr(data, "sparkSession") else ""
         raise InvalidArgumentError(
             f"got a {kind.__module__}.{kind.__qualname__}.{remedy} Give a pandas or polars DataFrame, an Arrow table, a dict of arrays or "
             "tensors by column, a list of dicts, or one array (rows, numbers)."
@@ -278,20 +283,20 @@ class _Given:
         if len({*lengths.values()}) > 1:
             listed = ", ".join(f"{name!r} {rows}" for name, rows in lengths.items())
             raise InvalidArgumentError(
-                f"the columns have different numbers of rows: {listed}. Give each one entry per row."
+                f"the columns have different numbers of rows: {listed}. Give every column one entry per row."
             )
         return cls(columns, next(iter(lengths.values()), 0))
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Reject data without rows that lack a column of the model."""
+        """Reject data that lack a column of the model."""
         there = [name for name, _ in self.columns]
         if missing := [name for name in names if name not in there]:
             raise InvalidArgumentError(
-                f"the model reads column {missing[0]!r}, which the data does not have. It has: {quoted(there)}."
+                f"the model reads column {missing[0]!r}, which the data do not have. They have: {quoted(there)}."
             )
 
     def arrays(self, names: Sequence[str], trained: Mapping[str, Column]) -> dict[str, pa.Array]:
-        """Convert the model's columns to Arrow, except columns missing in the data."""
+        """Convert the model's columns to Arrow, except columns that the data lack."""
         return {
             name: _array(name, values, trained.get(name))
             for name, values in self.columns
@@ -299,11 +304,11 @@ class _Given:
         }
 
     def schema(self, arrays: Mapping[str, pa.Array], *, widths: bool = False) -> Schema:
-        """Names and types of the columns.
+        """Make the schema of the columns.
 
         Args:
-            arrays: of the model's columns.
-            widths: describe lists of floats of one length as vectors, whose metadata have their length.
+            arrays: arrays of the model's columns.
+            widths: True describes lists of floats with one length as vectors, whose metadata hold the length.
         """
         return Schema(
             tuple(
@@ -328,25 +333,25 @@ def _vector_field(name: str, width: int) -> Field:
 
 
 def _is_one(value: object) -> bool:
-    """Whether the value belongs to a single row."""
+    """Whether a value is the value of a single row, such as a number or text."""
     is_single = isinstance(value, (np.ndarray, Tensor)) and not value.ndim
     return value is None or is_single or isinstance(value, (str, bytes, Number, np.generic))
 
 
 def _num_rows(name: str, values: Any) -> int:
-    shape = getattr(values, "shape", None)  # a sparse matrix has no length
+    shape = getattr(values, "shape", None)  # len() fails for a sparse matrix
     try:
         return int(shape[0]) if shape else len(values)
     except TypeError:
         raise InvalidArgumentError(
-            f"column {name!r} is a {type(values).__qualname__}; give an array, a tensor or a list, with an entry per row."
+            f"column {name!r} is a {type(values).__qualname__}; give an array, a tensor or a list with an entry per row."
         ) from None
 
 
 def _side_by_side(
     values: npt.NDArray[Any] | Tensor, fitted: TrainedState, names: Sequence[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Split one array of rows into the model's columns."""
+    """Split an array of rows into the model's columns."""
     if len(names) == 1:
         yield names[0], values
         return
@@ -354,7 +359,7 @@ def _side_by_side(
     if values.ndim != 2 or values.shape[1] != sum(sizes):
         parts = listed(f"{name!r} {n}" for name, n in zip(names, sizes, strict=True))
         raise InvalidArgumentError(
-            f"the array has shape {tuple(values.shape)}, and the model reads (rows, {sum(sizes)}): {parts}. Give that, or a dict from "
+            f"the array has shape {tuple(values.shape)}, but the model reads (rows, {sum(sizes)}): {parts}. Give this shape, or a dict from "
             "columns to arrays."
         )
     start = 0
@@ -369,12 +374,12 @@ def _array(name: str, values: Any, trained: Column | None) -> pa.Array:
         array = plain(_converted(values, trained))
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as e:
         raise InvalidArgumentError(
-            f"column {name!r} cannot be read: {type(e).__name__}: {e}. Give one type in all rows, such as numbers, lists of numbers of one "
-            "depth, text or bytes."
+            f"column {name!r} cannot be read: {type(e).__name__}: {e}. Give the same type in all rows, such as numbers, lists of numbers "
+            "with one depth, text or bytes."
         ) from e
     if trained is None:
         return array
-    if pa.types.is_null(array.type):  # every value is missing
+    if pa.types.is_null(array.type):  # all values are missing, so training decides the type
         raw = {"string": pa.string(), "binary": pa.binary(), "scalar": pa.float64()}
         return pa.nulls(len(array), raw.get(trained.kind, pa.list_(pa.float64())))
     if trained.kind == "sparse" and is_list(array.type):
@@ -394,11 +399,12 @@ def _converted(values: Any, trained: Column | None) -> pa.Array:
             starts = np.concatenate([[0], np.cumsum(lengths)])
             return _sparse_vectors(starts, indices, matrix.values().numpy(), matrix.shape[1])
         values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-    elif hasattr(values, "tocsr"):  # of scipy
+    elif hasattr(values, "tocsr"):  # a sparse matrix of scipy
         rows = values.tocsr(copy=True)
         rows.sum_duplicates()
         return _sparse_vectors(rows.indptr, rows.indices, rows.data, rows.shape[1])
-    elif hasattr(values, "iloc") and not isinstance(values.dtype, np.dtype):  # of pandas alone
+    elif hasattr(values, "iloc") and not isinstance(values.dtype, np.dtype):
+        # An extension type of pandas.
         found = pa.Array.from_pandas(values)
         return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
     elif hasattr(values, "iloc"):
@@ -409,7 +415,7 @@ def _converted(values: Any, trained: Column | None) -> pa.Array:
 
 
 def _shaped(values: npt.NDArray[Any], trained: Column | None) -> npt.NDArray[Any]:
-    """Reshape rows as they were in training, if the number of elements agrees."""
+    """Reshape rows to their shape in training, if the number of elements agrees."""
     values = values.astype(values.dtype.newbyteorder("="), copy=False)
     has_shape = trained is not None and trained.kind in ("scalar", "array", "vector")
     shape = trained.shape if trained is not None and has_shape else None
@@ -426,12 +432,12 @@ def _of_objects(values: list[Any], trained: Column | None) -> pa.Array:
         values = [None if value is None else value.tolist() for value in values]
     elif any(
         isinstance(value, (str, bytes)) for value in values
-    ):  # pandas has NaN for missing text
+    ):  # pandas represents missing text as NaN
         values = [
             None if isinstance(value, float) and value != value else value for value in values
         ]
     array = pa.array(values)
-    # JSON writes 1.0 as 1: whole numbers where training had others are doubles, as Spark would have read them.
+    # JSON may write 1.0 as 1. So if training had floating numbers, whole numbers are converted to doubles, as in Spark.
     is_whole = trained is None or not trained.is_floating or _is_whole(trained)
     return array if is_whole else array.cast(_with_doubles(array.type), safe=False)
 
@@ -463,7 +469,7 @@ def _vectors(lists: pa.Array) -> pa.Array:
 
 
 def _spark_vectors(values: Sequence[Any]) -> pa.Array:
-    """Convert vectors of Spark ML, as `toPandas` gives them."""
+    """Convert vectors of Spark ML, as `toPandas` returns them."""
     empty = np.zeros(0)
     indices, numbers, sizes = [], [], []
     for value in values:
@@ -504,7 +510,7 @@ def _sparse_vectors(
 
 
 def num_features(fitted: TrainedState) -> int:
-    """Count the numbers of a row that the model reads; -1 if unknown or not all numbers."""
+    """Count the numbers per row that the model reads; -1 if unknown, or if some inputs are not numbers."""
     if not fitted.columns or not all(map(_is_numbers, fitted.columns)):
         return -1
     return sum(c.num_elements for c in fitted.columns)
@@ -513,7 +519,7 @@ def num_features(fitted: TrainedState) -> int:
 def bind_row(
     fitted: TrainedState, options: PredictOptions, value: Row
 ) -> tuple[TrainedState, PredictOptions]:
-    """Bind a module without a fit to the columns of a row: one vector, or one number each."""
+    """Bind a module without a fit to the columns of one row: a single vector, or one number per column."""
     names = options.feature_cols or []
     if fitted.columns:
         return fitted, options
@@ -533,8 +539,8 @@ def predict_one(fitted: TrainedState, options: PredictOptions, output: Output, v
         value: the row's numbers, concatenated over feature columns as by a VectorAssembler.
 
     Raises:
-        InvalidArgumentError: the count of numbers is wrong, a number cannot be used, or the model reads columns that a vector
-            of numbers cannot represent.
+        InvalidArgumentError: the count of numbers is wrong, a number cannot be used, or the model reads columns that a
+            vector of numbers cannot represent.
     """
     names = source_names(fitted, options)
     pairs = zip(names, fitted.columns, _split(fitted, value), strict=True)
@@ -545,7 +551,7 @@ def predict_one(fitted: TrainedState, options: PredictOptions, output: Output, v
     batch, _ = usable_batch(computation, _batch(arrays))
     if not batch.num_rows:
         raise InvalidArgumentError(
-            "predict: handle_invalid says to skip this row, which has a number that cannot be used."
+            "predict: this row has a number that cannot be used, and handle_invalid='skip' would skip it. Give another number."
         )
     (values,), _ = compute(
         computation, fitted.for_predict, features(computation, batch), Mover(_CPU)
@@ -573,8 +579,8 @@ def _sizes(fitted: TrainedState, instead: str) -> list[int]:
     for column in fitted.columns:
         if not _is_numbers(column):
             raise InvalidArgumentError(
-                f"predict takes one vector of numbers, and the model reads column {column.name!r} of type {column.source}, "
-                f"which a vector cannot stand for. Use {instead}."
+                f"predict takes one vector of numbers, but the model reads column {column.name!r} of type {column.source}, "
+                f"whose values a vector cannot hold. Use {instead}."
             )
     return [c.num_elements for c in fitted.columns]
 
@@ -586,6 +592,6 @@ def _split(fitted: TrainedState, value: Row) -> list[Array]:
     if len(row) != sum(sizes):
         parts = listed(f"{c.name!r} {n}" for c, n in zip(fitted.columns, sizes, strict=True))
         raise InvalidArgumentError(
-            f"predict: the vector has {len(row)} elements, and the model reads {sum(sizes)} ({parts})."
+            f"predict: the vector has {len(row)} elements, but the model reads {sum(sizes)} ({parts})."
         )
     return np.split(row, np.cumsum(sizes)[:-1])

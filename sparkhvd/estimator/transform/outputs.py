@@ -1,4 +1,4 @@
-"""Output columns of a transform: names and kinds; checked on the driver."""
+"""Decide names and kinds of the output columns of a transform, on the driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-# Params with Spark ML's column names: the content of each column, in column order.
+# Param with the name of a Spark ML column -> kind of the column, in the order of the columns.
 OUTPUT_PARAMS = {
     "rawPredictionCol": "raw",
     "probabilityCol": "probability",
@@ -26,14 +26,14 @@ OUTPUT_PARAMS = {
 def output_columns(
     fitted: TrainedState, options: PredictOptions, df: DataFrame
 ) -> tuple[Output, ...]:
-    """Select the columns to add; errors as in `named_outputs`, or a name that exists already."""
+    """Select the columns to add to a DataFrame; errors as in `named_outputs`, or if a name exists already."""
     outputs = named_outputs(fitted, options)
     _check_new(outputs, df)
     return outputs
 
 
 def named_outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output, ...]:
-    """Select the columns to add to any DataFrame.
+    """Select the columns to add, independent of the DataFrame.
 
     Raises:
         InvalidArgumentError: there are too many or too few names, or a kind cannot be computed.
@@ -55,7 +55,7 @@ def check_count(names: Sequence[str], widths: Sequence[int]) -> None:
     """Raise InvalidArgumentError unless `outputCols` has a name per output."""
     if len(names) != len(widths):
         raise InvalidArgumentError(
-            f"outputCols has {len(names)} names ({list(names)}); the model has {len(widths)} outputs. Give a name for each, '' to omit one."
+            f"outputCols has {len(names)} names ({list(names)}), but the model has {len(widths)} outputs. Give a name per output; '' omits the output."
         )
 
 
@@ -76,8 +76,8 @@ def _check_new(outputs: Sequence[Output], df: DataFrame) -> None:
         if key in existing:
             other = f" as {existing[key]!r}" if existing[key] != output.name else ""
             raise InvalidArgumentError(
-                f"transform would add column {output.name!r}, which exists already{other}. Drop it first, set another "
-                f"name, or leave it out: {_left_out(output)}."
+                f"transform would add column {output.name!r}, which exists already{other}. Drop the existing column, set another "
+                f"name, or omit the output: {_left_out(output)}."
             )
         existing[key] = output.name
 
@@ -85,11 +85,11 @@ def _check_new(outputs: Sequence[Output], df: DataFrame) -> None:
 def _left_out(output: Output) -> str:
     """Format the argument that omits a column."""
     names = [param for param, kind in OUTPUT_PARAMS.items() if kind == output.kind]
-    return f"{names[0]}=''" if names else "outputCols with '' in its place"
+    return f"{names[0]}=''" if names else "outputCols with '' at its position"
 
 
 def _spark_outputs(fitted: TrainedState, options: PredictOptions) -> list[Output]:
-    """List the columns under Spark ML's own names; by default those of known meaning."""
+    """List the columns with Spark ML's names; by default the columns that the loss defines."""
     known = _known_kinds(fitted, options)
     outputs = []
     for param, kind in OUTPUT_PARAMS.items():
@@ -105,27 +105,27 @@ def _check_meaning(param: str, kind: str, fitted: TrainedState, options: Predict
     name = getattr(options, param)
     if len(fitted.widths) > 1:
         raise InvalidArgumentError(
-            f"{param} is {name!r}, and the model has {len(fitted.widths)} outputs, so it is not clear which "
-            "is meant. Use outputCols."
+            f"{param} is {name!r}, but the model has {len(fitted.widths)} outputs, so it is not clear which "
+            "output is meant. Use outputCols."
         )
     has_probability = fitted.output_links[0] in labels.WITH_PROBABILITY or options.output_fn
     thresholds = options.thresholds if kind == "prediction" else None
     if (kind == "probability" or thresholds) and not has_probability:
         asked = f"thresholds is {thresholds}" if thresholds else f"probabilityCol is {name!r}"
         raise InvalidArgumentError(
-            f"{asked}, and the loss of the training does not say how probabilities "
-            "follow from outputs. Set output_fn to a function from an output to (rows, classes) "
+            f"{asked}, but the loss of the training does not define how to compute "
+            "probabilities from outputs. Set output_fn to a function from an output to (rows, classes) "
             "probabilities."
         )
     num_classes = _size(kind, fitted, options)
     if thresholds and num_classes not in (0, len(thresholds)):
         raise InvalidArgumentError(
-            f"thresholds has {len(thresholds)} numbers and the model {num_classes} classes. Give one per class."
+            f"thresholds has {len(thresholds)} numbers, but the model has {num_classes} classes. Give one number per class."
         )
 
 
 def _size(kind: str, fitted: TrainedState, options: PredictOptions) -> int:
-    """Count the elements of a vector, or the classes of a prediction; 0 for a value, or if only the user's function knows."""
+    """Count the elements of a vector, or the classes of a prediction; 0 for a value, or if unknown."""
     if kind != "raw" and options.output_fn is not None:
         return 0
     (width,) = fitted.widths
@@ -134,10 +134,10 @@ def _size(kind: str, fitted: TrainedState, options: PredictOptions) -> int:
 
 
 def _known_kinds(fitted: TrainedState, options: PredictOptions) -> tuple[str, ...]:
-    """List the kinds of columns that the loss defines; these are added by default."""
+    """List the kinds of columns that the loss defines, which are added by default."""
     if len(fitted.widths) > 1:
         return ()
     link = fitted.output_links[0]
-    # A function returns probabilities of classes, but anything for a value.
+    # The user's output_fn returns probabilities if there are classes; for a value its result has no known meaning.
     is_known = options.output_fn is None or link != labels.VALUE
     return labels.known_kinds(link, fitted.widths[0]) if is_known else ()

@@ -1,4 +1,4 @@
-"""Spark stage of a transform: the function for Spark's workers, and the DataFrame with its outputs."""
+"""Spark stage of a transform, which runs a function in Spark's Python workers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     """Add the output columns of a spec to a DataFrame; starts no Spark job.
 
-    The stage requests a share of a GPU from Spark if tasks can have one and do not get one by default.
+    The stage requests a share of a GPU from Spark if the cluster has GPUs and tasks do not get one by default.
     """
     is_vector = vector_columns(df.schema)
-    # Pickled here, so that a large model is not written to a file on each call; see `runner.protocol`.
+    # The spec is pickled here and kept, so that a large model is not written to a file by each call; see
+    # `runner.protocol`.
     shim = SparkShim(df.sparkSession)
     carried = kept_carried(shim, dumps(spec))
     fields = [
         *df.schema.fields,
         *(_field(output, nullable=spec.functions.skips) for output in spec.outputs),
     ]
-    # Spark looks up columns by name when it sends and receives them, and fails on dots and duplicate names.
+    # Columns get plain names, because Spark looks them up by name and fails on dots and duplicate names.
     plain = [f"c{i}" for i in range(len(fields))]
     schema = StructType(
         [
@@ -45,7 +46,7 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     sent: DataFrame = split_vectors(df.toDF(*plain[: len(df.columns)]), is_vector)
     task = _task(carried, is_vector)
     profile = None if spec.use_gpu is False else profile_to_share_gpus(shim)
-    if profile is None:  # the argument is absent before pyspark 4.0
+    if profile is None:  # pyspark before 4.0 does not have the argument `profile`
         computed = sent.mapInArrow(task, schema)
     else:
         computed = sent.mapInArrow(task, schema, profile=profile)
@@ -53,7 +54,7 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
 
 
 def _field(output: Output, *, nullable: bool) -> StructField:
-    """Describe an output column, with the attributes that tell Spark ML's stages its width or classes."""
+    """Describe an output column, with metadata about its width or classes for Spark ML's stages."""
     attributes: dict[str, object] = {}
     if output.size and output.is_vector:
         attributes = {"num_attrs": output.size}
@@ -67,9 +68,9 @@ def _field(output: Output, *, nullable: bool) -> StructField:
 def _task(
     spec: bytes | Broadcast[bytes], is_vector: Sequence[bool]
 ) -> Callable[[Iterator[RecordBatch]], Iterator[RecordBatch]]:
-    """Make the function for `mapInArrow`; Spark's UI shows its name.
+    """Make the function for `mapInArrow`, whose name Spark's UI shows.
 
-    It refers only to plain data, so that it can check its process before it imports torch.
+    The function refers only to plain data, so that it can check its process before it imports torch.
     """
     is_as_horovod = as_horovod.is_installed()
 

@@ -1,6 +1,6 @@
-"""Python worker of `TorchModel.transform`: reads Arrow batches and adds output columns.
+"""Add output columns to Arrow batches in a Python worker, for `TorchModel.transform`.
 
-Loaded in every worker, so it does not import pyspark.
+Every worker loads this module, so it does not import pyspark.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Output columns of a transform, as tensors.
+# Compute the output columns of a transform as tensors.
 
 
 @dataclass(frozen=True)
 class Output:
-    """Output column.
+    """Output column of a transform.
 
     Attributes:
-        name: of the column.
+        name: name of the column.
         kind: "output", "prediction", "probability" or "raw"; "widths" for the elements per row of each output.
-        label: index of the model's output in the column.
-        is_vector: an ML vector; else a double.
-        size: elements of the vector, or classes of the prediction; 0 if unknown or a value.
+        label: index of the model's output from which the column is computed.
+        is_vector: True for an ML vector, False for a double.
+        size: elements of the vector, or classes of the prediction; 0 if unknown, or if the prediction is a value.
     """
 
     name: str
@@ -78,19 +78,19 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """Computation of output columns from rows, without the model.
+    """Description of how to compute output columns from rows, without the model.
 
     Attributes:
         columns: feature columns with the names and shapes of the training data.
-        sources: their indices among the columns of the DataFrame.
+        sources: indices of the feature columns in the DataFrame.
         names: names of all columns of the DataFrame.
         inputs: columns of each argument of the model.
-        links: per label, the link from outputs to probabilities.
+        links: link from outputs to probabilities of each label.
         outputs: columns to add, in order.
         output_fn: the user's function from an output to probabilities, or None.
         functions: the user's decoders and collate functions.
-        thresholds: of the classes, or None.
-        precision: the Param; `forward` computes as in validation.
+        thresholds: thresholds of the classes, or None.
+        precision: the Param; `forward` computes with the same precision as in validation.
     """
 
     columns: tuple[Column, ...]
@@ -126,35 +126,36 @@ def _probability(spec: Computation, link: str, output: Tensor) -> Tensor:
         rows = labels.flat_rows(spec.output_fn(output))
         return labels.both_classes(rows) if link in (labels.SIGMOID, labels.PROBABILITY) else rows
     found = labels.probability(link, output)
-    assert found is not None  # checked on the driver
+    assert found is not None  # the driver has checked the link
     return found
 
 
 # ----------------------------------------------------------------------------------------------------
-# Device of a Python worker in `TorchModel.transform`: the GPU of its Spark task, or the CPU.
-# The worker belongs to Spark and later runs other tasks, so CUDA_VISIBLE_DEVICES is not changed: the address of a GPU is its
-# number in the process. Every process on a GPU uses a few hundred MB of it, so a host limits the tasks that compute
-# on a GPU at a time. The others wait for a lock file, which the kernel releases whenever its owners exit.
-# If a stage has several models, each has its own worker in the same task, and one feeds the other. They share one
-# lock: if each waited for its own, tasks whose first models hold all locks would deadlock.
+# Choose the device of a Python worker in `TorchModel.transform`: the GPU of its Spark task, or the CPU.
+# The worker belongs to Spark and later runs other tasks, so CUDA_VISIBLE_DEVICES is not changed: the address of a GPU
+# is its number in the process. Every process on a GPU uses a few hundred MB of GPU memory, so a host limits the number
+# of tasks that compute on a GPU at a time. Other tasks wait for a lock file, which the kernel releases when its owners
+# exit.
+# If a stage has several models, each model has its own worker in the same task, and a worker feeds the next worker.
+# These workers share one lock. With separate locks, tasks whose first workers hold all locks would deadlock.
 
-# Tasks of a host that compute on one GPU at a time; more would only share its time and use its memory.
+# Number of tasks of a host that compute on one GPU at a time; more tasks would not be faster and would use more memory.
 TASKS_PER_GPU = 4
-# Longest wait for a lock. Lock owners are alive, so this only catches tasks that never end. It exceeds the time
-# of any partition, because waiting for a large partition must not fail.
+# Longest wait for a lock. The owners of locks are alive, so the limit only catches tasks that never end. It is longer
+# than any partition should take, because waiting for a large partition must not fail.
 WAIT_S = 24 * 3600.0
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class TaskGpus:
-    """GPUs and cores assigned to a task by Spark.
+    """GPUs and cores that Spark has assigned to a task.
 
     Attributes:
         addresses: addresses of the GPUs.
         partition: number of the task's partition.
-        name: equal in all workers of the task, different in other tasks of this host; "" outside a task.
-        num_threads: the task's cores, as far as this process may use so many: Spark runs as many tasks as there are cores.
+        name: name that all workers of the task share, and no other task of this host has; "" outside a task.
+        num_threads: number of the task's cores, at most the cores that this process may use.
     """
 
     addresses: tuple[str, ...] = ()
@@ -167,14 +168,14 @@ NO_GPUS = TaskGpus()
 
 
 def task_gpus() -> TaskGpus:
-    """GPUs and cores that Spark assigned to this worker's task; empty outside a task."""
+    """Find the GPUs and cores that Spark assigned to this worker's task; empty outside a task."""
     from pyspark import TaskContext
 
     task = TaskContext.get()
     if task is None:
         return TaskGpus()
     gpu = task.resources().get("gpu")
-    # Each application counts tasks from 0. The parent of all workers is their executor's process.
+    # Each application counts its tasks from 0, so the pid of the parent process (the executor's daemon) is added.
     name = f"{os.getppid()}-{task.taskAttemptId()}"
     num_threads = threads_per_rank(task.cpus(), cpus.allowed())
     return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId(), name, num_threads)
@@ -185,10 +186,10 @@ def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
 
     Args:
         use_gpu: the Param; None uses a GPU if Spark assigned one and torch supports GPUs.
-        task: its GPUs.
+        task: GPUs of the task.
 
     Raises:
-        InvalidArgumentError: a GPU is required, and this process sees none or not the assigned one.
+        InvalidArgumentError: a GPU is required, but this process does not see a GPU, or not the assigned GPU.
     """
     if use_gpu is False or (use_gpu is None and not task.addresses):
         return torch.device("cpu")
@@ -208,7 +209,7 @@ def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
             else "use_gpu is True"
         )
         raise InvalidArgumentError(
-            f"transform: {why}, and torch {torch.__version__} of the worker on host {host} sees none. Install torch with "
+            f"transform: {why}, but torch {torch.__version__} of the worker on host {host} sees no GPU. Install torch with "
             "CUDA there, or set use_gpu=False on the model."
         )
     if not task.addresses:
@@ -216,15 +217,15 @@ def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
     index = _ordinal(task.addresses[0], count)
     if index is None:
         raise InvalidArgumentError(
-            f"transform: Spark gave the task the GPU with address {task.addresses[0]}, and the worker on host {host} sees "
-            f"{count}, numbered from 0. Let the discovery script print such numbers, or UUIDs; or set use_gpu=False on "
+            f"transform: Spark gave the task the GPU with address {task.addresses[0]}, but the worker on host {host} sees "
+            f"{count} GPUs, numbered from 0. Let the discovery script print such numbers, or UUIDs; or set use_gpu=False on "
             "the model."
         )
     return torch.device("cuda", index)
 
 
 def _ordinal(address: str, count: int) -> int | None:
-    """Find torch's number of the GPU with an address: the address itself, or the GPU with this UUID."""
+    """Find torch's number of the GPU with an address, which is a number or a UUID; None if torch does not see it."""
     if address.isdigit():
         return int(address) if int(address) < count else None
     for index in range(count):
@@ -235,7 +236,7 @@ def _ordinal(address: str, count: int) -> int | None:
 
 
 def _uuid(index: int) -> str:
-    """UUID of a GPU by torch's number; "" if this torch does not provide it."""
+    """Return the UUID of a GPU by torch's number; "" if this version of torch does not provide it."""
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
@@ -248,18 +249,18 @@ def held(
     wait_s: float = WAIT_S,
     folder: Path | None = None,
 ) -> Iterator[None]:
-    """Hold one of the `limit` slots per host for computing on a device inside the block; the CPU has no limit.
+    """Hold one of a host's `limit` slots to compute on a GPU inside the block; the CPU has no limit.
 
     Args:
         device: device of this process.
-        task: its name, see `TaskGpus`; "" is a separate task.
-        limit: number of tasks.
-        wait_s: the longest wait.
+        task: name of the task, see `TaskGpus`; "" always takes a slot of its own.
+        limit: number of tasks that may compute at once.
+        wait_s: longest wait in seconds.
         folder: folder of the lock files.
 
     Raises:
         TimeoutError: no slot was released in `wait_s` seconds.
-        InvalidArgumentError: the folder is another user's.
+        InvalidArgumentError: the folder belongs to another user.
     """
     if device.type == "cpu":
         yield
@@ -267,7 +268,7 @@ def held(
     folder = folder or Path(tempfile.gettempdir(), f"sparkhvd-gpus-{os.getuid()}")
     _make_private(folder)
     deadline = time.monotonic() + wait_s
-    # Lock by UUID: containers with a GPU each may share a folder for temporary files, and each calls its GPU number 0.
+    # Files are named by UUID, because containers may share a temporary folder and each calls its own GPU number 0.
     gpu = _uuid(device.index) or str(device.index)
     paths = [folder / f"{gpu}-{number}.lock" for number in range(limit)]
     while (lock := _lock(paths, task)) is None:
@@ -284,13 +285,13 @@ def held(
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder for this user alone. Another user may have made a folder of this name: an error."""
+    """Make a folder for this user alone; raise an error if another user owns a folder of this name."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise InvalidArgumentError(
-            f"transform: {folder} is not a folder of this user, but of user {found.st_uid}, or no folder. Its owner could block all "
+            f"transform: {folder} is not a folder, or belongs to user {found.st_uid} and not to this user. Its owner could block all "
             "transforms on the GPU. Delete it, or set TMPDIR for the executors."
         )
     if found.st_mode & 0o077:
@@ -298,10 +299,10 @@ def _make_private(folder: Path) -> None:
 
 
 def _lock(paths: Sequence[Path], task: str) -> int | None:
-    """Lock one file for a task: the file held by another worker of the task, else a free file. None if all are taken."""
+    """Lock a file for a task: the file of another worker of the task, else a free file; None if no file is free."""
     for choose in (_join, _begin) if task else (_begin,):
         for path in paths:
-            # All users share the folder for temporary files: do not follow another user's link.
+            # O_NOFOLLOW, because all users share the temporary folder and another user may have made a link.
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 if choose(lock, task.encode()):
@@ -316,25 +317,26 @@ def _lock(paths: Sequence[Path], task: str) -> int | None:
 
 
 def _join(lock: int, task: bytes) -> bool:
-    """Lock a file that this task already owns."""
-    import fcntl  # absent on Windows, where a Connect client imports this file
+    """Lock a file that another worker of this task has locked."""
+    import fcntl  # Windows has no fcntl, but a Connect client on Windows imports this file
 
     if _owner(lock) != task:
         return False
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return _owner(lock) == task  # another task may have begun in between
+    return _owner(lock) == task  # another task may have taken the file before the lock
 
 
 def _begin(lock: int, task: bytes) -> bool:
     """Lock a free file for this task."""
-    import fcntl  # as above
+    import fcntl  # Windows has no fcntl
 
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.ftruncate(lock, 0)
     if not task:
         return True
     os.pwrite(lock, task, 0)
-    # Linux releases the exclusive lock before it grants the shared one; a task in between becomes the owner.
+    # Linux releases the exclusive lock before it grants the shared lock, so another task may become the owner in
+    # between.
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return _owner(lock) == task
 
@@ -343,26 +345,26 @@ def _owner(lock: int) -> bytes:
     return os.pread(lock, 256, 0)
 
 
-# Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
+# Maximum of rows per call of the model: large enough to hide Python's cost, small enough for the CPU's caches.
 MAX_ROWS = 4096
-# Models kept by a worker: a pipeline has few stages with a model, and workers live long.
+# Number of models that a worker keeps. Workers run for a long time, and a pipeline has few stages with a model.
 KEPT_MODELS = 3
-# Entries of the padded rows of one call.
+# Maximum of entries in the padded rows of one call.
 MAX_ENTRIES = 8192
-# Bytes of the inputs of one call.
+# Maximum of bytes of the inputs of one call.
 MAX_BYTES = 64 << 20
 _REMEDY = "Fill or drop them first, or set handle_invalid to 'skip' or {column: value}."
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictSpec(Computation):
-    """Specification of a transform for its workers.
+    """Specification of a transform, for its workers.
 
     Attributes:
-        shell: the module without its weights, see `architecture.dump_shell`.
-        weights: its weights.
+        shell: module without its weights, see `architecture.dump_shell`.
+        weights: weights of the module.
         use_gpu: the Param.
-        torch_settings: of the driver.
+        torch_settings: torch settings of the driver.
     """
 
     shell: bytes = field(repr=False)
@@ -379,7 +381,7 @@ class ModelCache:
         self._models: OrderedDict[tuple[str, str, str], nn.Module] = OrderedDict()
 
     def get(self, spec: PredictSpec, device: torch.device) -> nn.Module:
-        """Load a spec's model on the device, in eval mode, unless it is in the cache."""
+        """Return a spec's model on the device in eval mode, from the cache if possible."""
         key = (spec.weights.sha256, hashlib.sha256(spec.shell).hexdigest(), str(device))
         if key not in self._models:
             model = in_mode(load_shell(spec.shell, spec.weights.load()), is_training=False)
@@ -395,24 +397,24 @@ _cache = ModelCache(KEPT_MODELS)
 
 
 def load_spec(carried: bytes | Broadcast[bytes]) -> PredictSpec:
-    """Unpickle the driver's spec, sent with Spark's function."""
+    """Unpickle the spec that the driver sent with Spark's function."""
     spec: PredictSpec = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's closure
     return spec
 
 
 @functools.cache
 def _freeze_imports() -> None:
-    """Keep all modules out of later collections: pyspark's worker collects garbage after each task, 0.1 s with torch."""
+    """Exclude imported modules from garbage collection, which takes 0.1 s with torch after each task."""
     gc.freeze()
 
 
 def predict(
     spec: PredictSpec, batches: Iterator[pa.RecordBatch], task: TaskGpus = NO_GPUS
 ) -> Iterator[pa.RecordBatch]:
-    """Add the output columns to every batch; other columns are unchanged. Columns are named c0, c1, ..."""
+    """Add the output columns to every batch without changing other columns; columns are named c0, c1, ..."""
     filled = (batch for batch in batches if batch.num_rows)
     first = next(filled, None)
-    if first is None:  # no rows, no model
+    if first is None:  # without rows the model is not loaded
         return
     _freeze_imports()
     device = choose(spec.use_gpu, task)
@@ -441,7 +443,7 @@ def _predicted(
 
 
 def rows_at_once(columns: Sequence[Column]) -> int:
-    """Compute the rows per call of the model: fewer if decoded rows are large."""
+    """Compute the number of rows per call of the model, which is smaller if decoded rows are large."""
     widths = [
         math.prod(c.row_shape) * c.row_dtype.itemsize
         for c in columns
@@ -453,9 +455,10 @@ def rows_at_once(columns: Sequence[Column]) -> int:
 def compute(
     spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> tuple[list[np.ndarray[Any, Any]], npt.NDArray[np.bool_]]:
-    """Compute the output columns of one or more rows in parts, with the mask of `usable`."""
+    """Compute the output columns of rows in parts; return them with the mask of `usable`."""
     at_once, num_rows = rows_at_once(spec.columns), len(next(iter(columns.values())))
-    # As in validation: `forward` may use gradients inside. Other Spark tasks use this process afterwards.
+    # no_grad as in validation, because `forward` may use gradients inside. It ends with the block, because other Spark
+    # tasks use this process later.
     with torch.no_grad():
         parts = [
             usable(spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move)
@@ -468,7 +471,7 @@ def compute(
 def usable(
     spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> tuple[list[np.ndarray[Any, Any]], npt.NDArray[np.bool_]]:
-    """Compute the output columns of some rows, with a mask of rows skipped by a decoder, whose outputs are 0."""
+    """Compute the output columns of rows, and a mask of the rows that a decoder skips, whose outputs are 0."""
     num_rows = len(next(iter(columns.values())))
     decoded = spec.functions.decode_usable(spec.columns, columns)
     missing = np.zeros(num_rows, np.bool_)
@@ -492,7 +495,7 @@ def _zeros(num_rows: int, width: int, output: Output) -> np.ndarray[Any, Any]:
 
 
 def _joined(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Join the values of parts; the width of a part is unknown if all its rows are skipped."""
+    """Join the values of parts; a part whose rows are all skipped gets the width of the other parts."""
     width = max(each.shape[-1] for each in values) if values[0].ndim > 1 else 0
     return np.concatenate(
         [
@@ -505,9 +508,9 @@ def _joined(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 def _computed(
     spec: Computation, model: nn.Module, decoded: dict[str, Any], num_rows: int, move: Mover
 ) -> list[np.ndarray[Any, Any]]:
-    """Compute the output columns of decoded rows: (rows,) for doubles, (rows, width) for vectors; float64.
+    """Compute the output columns of decoded rows as float64: (rows,) for doubles, (rows, width) for vectors.
 
-    Rows that are padded to the longest of a batch are first grouped by length, because padding costs as much as data.
+    Rows of variable length are first grouped by length, because padding costs as much time as data.
     """
     lengths = [v.lengths for v in decoded.values() if isinstance(v, Ragged)]
     if not lengths:
@@ -522,7 +525,7 @@ def _computed(
 
 
 def groups_by_length(lengths: Rows) -> list[Rows]:
-    """Divide rows into groups of similar length, the longest first; a padded group has at most `MAX_ENTRIES`, or is one row."""
+    """Divide rows into groups of similar length, longest first, of one row or at most `MAX_ENTRIES` padded entries."""
     order = np.argsort(-lengths, kind="stable")
     groups, start = [], 0
     while start < len(order):
@@ -559,8 +562,8 @@ def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarr
     """Compute the values of one output column in float64."""
     if output.is_complex():
         raise InvalidArgumentError(
-            f"The model returned a complex output for column {column.name!r}, which Spark's columns cannot hold. Return its parts, for example "
-            "by torch.view_as_real, or omit it with '' in outputCols."
+            f"The model returned a complex output for column {column.name!r}, which Spark's columns cannot hold. Return real and imaginary "
+            "parts, for example with torch.view_as_real, or omit the output with '' in outputCols."
         )
     values = column_tensor(spec, column, output).double().cpu().numpy()
     return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
@@ -569,7 +572,7 @@ def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarr
 def usable_batch(
     spec: Computation, batch: pa.RecordBatch
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.bool_] | None]:
-    """Drop the rows skipped by `handle_invalid`; return the other rows, and a mask of them, None for all rows."""
+    """Drop the rows that `handle_invalid` skips; return the other rows and their mask (None for all rows)."""
     pairs = zip(spec.columns, spec.sources, strict=True)
     usable = [usable_rows(batch.column(source), c) for c, source in pairs if c.invalid[0] == "skip"]
     masks = [mask for mask in usable if mask is not None]
@@ -580,7 +583,7 @@ def usable_batch(
 
 
 def features(spec: Computation, batch: pa.RecordBatch) -> dict[str, Values]:
-    """Convert the feature columns of a batch, by name; without rows their widths would be unknown.
+    """Convert the feature columns of a batch with at least one row; return them by name.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message counts the rows.
@@ -600,7 +603,7 @@ def feature(array: pa.Array, column: Column, source: str) -> Values:
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
     values, found = column_to_numpy(array, column)
-    # The shape may be unknown if only a user function sees the rows.
+    # The shape is None if only a user's function reads the rows.
     if values is None or (len(values) and column.shape not in (None, row_shape(values))):
         raise InvalidArgumentError(f"transform: column {source!r} {_problem(found, column)}")
     return values
@@ -633,13 +636,13 @@ def _problem(found: InvalidRowCounts, column: Column) -> str:
         return f"has {found.fractions} rows in a batch that are not whole numbers."
     shapes = ", ".join(shape_text(s) for s in sorted(found.shapes)) or "0"
     expected = shape_text(column.shape or (1,))
-    return f"has {shapes} elements per row in a batch; the model takes {expected}."
+    return f"has {shapes} elements per row in a batch, but the model takes {expected}."
 
 
 def to_arrow(
     values: npt.NDArray[np.float64], missing: npt.NDArray[np.bool_] | None = None
 ) -> pa.Array:
-    """Convert to doubles, or rows of doubles to Spark's struct of a dense vector.
+    """Convert numbers to a column of doubles, or rows of numbers to a column of Spark's dense vectors.
 
     Args:
         values: (rows,) or (rows, width).

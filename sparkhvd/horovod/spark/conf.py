@@ -21,7 +21,7 @@ def __getattr__(name: str) -> NoReturn:
         "SPARK_CONF_"
     ):  # `from ... import` would drop the message of an AttributeError
         raise ImportError(
-            f"horovod.spark.conf.{name} is not in sparkhvd: no setting of Spark is needed for ranks that change. Leave it out, or give its "
+            f"horovod.spark.conf.{name} is not in sparkhvd: elastic jobs need no setting of Spark. Leave it out, or give its "
             "name and value to SparkConf.set().",
             name=__name__,
         )

@@ -1,4 +1,4 @@
-"""Interface of loggers."""
+"""Interface of loggers, and delivery of numbers to them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Metric(NamedTuple):
     """Number of a fit.
 
     Attributes:
-        name: key of the record of an epoch, or `system/<node>/<name>`.
+        name: key of an epoch's record, or `system/<node>/<name>`.
         value: may be NaN or infinite.
-        step: epoch, counted from 1; seconds since the start of the training for system metrics.
+        step: epoch, counted from 1; for system metrics seconds since the start of the training.
         time: seconds since 1970.
     """
 
@@ -31,14 +31,14 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """Fit at its start.
+    """Facts about a fit that are known at its start.
 
     Attributes:
-        run_id: name of its run in the store.
-        params: texts by name, without secrets.
-        tags: the same, of facts that are no Params.
-        label: what distinguishes it from others of its estimator: "fold 2, batch_size=64"; "" for a fit alone.
-        epochs_done: of an interrupted run that it resumes.
+        run_id: name of the run in the store.
+        params: Param -> value as text without secrets.
+        tags: name -> text of other facts, without secrets.
+        label: text that distinguishes the fit from other fits of its estimator, such as "fold 2, batch_size=64", or "".
+        epochs_done: number of epochs that an interrupted run has done before this fit resumes it.
     """
 
     run_id: str
@@ -49,73 +49,75 @@ class Fit:
 
 
 class Sink:
-    """Destination of one fit's numbers. Its methods run in one background thread, in order, and are retried after an error.
+    """Destination of one fit's numbers; one background thread calls its methods in order, and again after an error.
 
     Attributes:
-        place: in words, for messages.
+        place: description of the destination, for messages.
     """
 
     place = "the logger"
 
     def start(self) -> None:
-        """Open the destination; the first call."""
+        """Open the destination; this is the first call."""
 
     def log(self, metrics: Sequence[Metric]) -> None:
-        """Write numbers, at most 1,000."""
+        """Write at most 1,000 numbers."""
         raise NotImplementedError
 
     def log_data(self, data: Mapping[str, Any]) -> None:
-        """Write where the training rows come from: "rows", "columns", "digest", "tables"; see `TorchModel.training_data`."""
+        """Write a description of the training rows, see `TorchModel.training_data`."""
 
     def log_model(self, model: Any) -> None:
         """Write the trained `TorchModel`."""
 
     def finish(self, state: str, files: Mapping[str, bytes]) -> None:
-        """End the fit; the last call.
+        """End the fit; this is the last call.
 
         Args:
             state: "finished", "failed" or "interrupted".
-            files: report of the fit by name, possibly {}.
+            files: name -> content of the files of the fit's report; may be {}.
         """
 
     def is_refused(self, error: Exception) -> bool:
-        """Whether another try would fail in the same way."""
+        """Whether the destination refuses the entry, so that a retry would fail in the same way."""
         return True
 
 
 class Logger(abc.ABC):
-    """Logger of fits: give `TorchEstimator(loggers=[...])` an instance of a subclass. It holds no state of a fit, and can be
-    copied and pickled.
+    """Base class of loggers of fits, for `TorchEstimator(loggers=[...])`.
+
+    A logger holds no state of a fit, and can be copied and pickled.
 
     Attributes:
-        patience_s: seconds that a fit waits at its end for undelivered numbers.
+        patience_s: longest wait in s for undelivered numbers at the end of a fit.
     """
 
     patience_s: float = 60.0
 
     def bound(self) -> Logger:
-        """Return this logger with the state of the calling thread, for fits of a grid in other threads."""
+        """Return a logger that remembers the state of the calling thread, for fits of a grid in other threads."""
         return self
 
     @abc.abstractmethod
     def begin(self, fit: Fit) -> Sink:
-        """Make the sink of a fit in the thread that calls `fit`, without contacting a server."""
+        """Make the sink of a fit; runs in the thread that calls `fit`, and must not contact a server."""
 
 
 # ----------------------------------------------------------------------------------------------------
-# Delivery of a fit's numbers to a sink, in the background.
-# Threads: one per fit and sink; `put` and `call` are called from any other and never wait. Ownership: only the thread calls the
-# sink. Shutdown: `close`
-# waits for the rest, at most `patience_s`; a call that does not return by then continues in a daemon thread.
+# Deliver a fit's numbers to a sink in the background.
+# Threads: one thread per fit and sink. Other threads call `put` and `call`, which never wait. Ownership: only the
+# delivery thread calls the sink. Shutdown: `close` waits at most `patience_s` for the remaining entries. A call of the
+# sink that does not return by then continues in a daemon thread.
 
-# Numbers per call; the limit of MLflow.
+# Maximum of numbers per call, which is the limit of MLflow.
 _MOST = 1000
-# Seconds before another try: doubled from the first to the second.
+# Seconds before a retry: the first pause, which is doubled up to the longest pause.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
-# Longest wait for calls without an error, such as the upload of a model, beyond the patience.
+# Longest wait at the end of a fit for calls that do not fail, such as the upload of a model; `patience_s` does not
+# limit them.
 _LONGEST_CALL_S = 1800.0
 
-# Calls a sink's method.
+# Function that calls a method of the sink.
 Call = Callable[[Sink], None]
 
 
@@ -124,41 +126,41 @@ def _start(sink: Sink) -> None:
 
 
 class Delivery:
-    """Queue of numbers and calls before a sink."""
+    """Queue of numbers and calls for a sink, with a thread that delivers them."""
 
     def __init__(self, sink: Sink, patience_s: float, say: Callable[[str], object]) -> None:
-        """Begin; the first call is the sink's `start`.
+        """Start the thread, whose first call is the sink's `start`.
 
         Args:
-            sink: receives them.
+            sink: destination.
             patience_s: longest wait of `close`.
-            say: shows a line to the user.
+            say: function that shows a line to the user.
         """
         self._sink, self._patience_s, self._log = sink, patience_s, say
         self._queue: deque[Metric | Call] = deque([_start])
         self._changed = threading.Condition()
         self._is_closing = self._is_over = False
-        self._down_since: float | None = None  # by time.monotonic
+        self._down_since: float | None = None  # time.monotonic() of the first failed delivery
         self._thread = threading.Thread(target=self._run, name="sparkhvd-logger", daemon=True)
         self._thread.start()
 
     def put(self, metrics: Sequence[Metric]) -> None:
-        """Deliver numbers."""
+        """Add numbers to the queue."""
         with self._changed:
             self._queue.extend(metrics)
             self._changed.notify()
 
     def call(self, function: Call) -> None:
-        """Call a function with the sink, after everything before it."""
+        """Add a call of a function with the sink to the queue."""
         with self._changed:
             self._queue.append(function)
             self._changed.notify()
 
     def close(self, patience_s: float | None = None) -> None:
-        """Wait until everything is delivered; warn about losses.
+        """Wait until the queue is delivered, and warn about lost entries.
 
         Args:
-            patience_s: another longest wait for an unresponsive sink.
+            patience_s: longest wait for a sink that does not respond; None uses the logger's own.
         """
         patience_s = self._patience_s if patience_s is None else patience_s
         began = time.monotonic()
@@ -172,19 +174,19 @@ class Delivery:
             if is_down_long or time.monotonic() > began + patience_s + _LONGEST_CALL_S:
                 break
         with self._changed:
-            self._is_over = True  # a call that returns later is the last one
+            self._is_over = True  # if a call of the sink is still running, it is the last call
             self._changed.notify()
             numbers = sum(isinstance(each, Metric) for each in self._queue)
             others = len(self._queue) - numbers
         if numbers or others:
             warnings.warn(
-                f"{self._sink.place} does not answer since {patience_s:g} s, and the fit has ended: {numbers:,} numbers and {others} other "
-                "entries are lost there. The report of the fit has the numbers.",
+                f"{self._sink.place} has not responded for {patience_s:g} s, and the fit has ended: {numbers:,} numbers and {others} other "
+                "entries are missing there. The report of the fit has the numbers.",
                 stacklevel=2,
             )
 
     def abandon(self) -> None:
-        """End silently; does nothing after `close`."""
+        """End the delivery without a wait or a warning; does nothing after `close`."""
         with self._changed:
             self._is_closing = self._is_over = True
             self._changed.notify()
@@ -211,7 +213,7 @@ class Delivery:
                     self._queue.popleft()
 
     def _next(self) -> list[Metric | Call]:
-        """Wait for the head of the queue: one call, or numbers; empty at the end."""
+        """Wait for the next entries of the queue: one call, or several numbers; [] at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closing)
             if self._is_over or not self._queue:
@@ -230,7 +232,7 @@ class Delivery:
                 each(self._sink)
 
     def _pause(self, pause_s: float) -> None:
-        """Wait before another try, shorter once the fit waits."""
+        """Wait before a retry; the wait is shorter when the fit waits for the delivery."""
         with self._changed:
             if not self._is_closing:
                 self._changed.wait_for(lambda: self._is_closing, pause_s)
@@ -241,13 +243,13 @@ class Delivery:
         if self._down_since is None:
             self._down_since = time.monotonic()
             self._log(
-                f"{self._sink.place} does not answer ({_first_line(error)}). Training continues; undelivered numbers are kept."
+                f"{self._sink.place} does not respond ({_first_line(error)}). Training continues; undelivered numbers are kept."
             )
 
     def _record_up(self) -> None:
         if self._down_since is not None:
             self._down_since = None
-            self._log(f"{self._sink.place} answers again; what has waited is logged.")
+            self._log(f"{self._sink.place} responds again; the waiting entries are logged.")
 
     def _refused(self, part: Sequence[Metric | Call], error: Exception) -> None:
         place = self._sink.place
@@ -259,7 +261,7 @@ class Delivery:
 
 
 class _Nowhere(Sink):
-    """Discards the rest of a fit whose start was refused."""
+    """Sink that discards the numbers of a fit whose start was refused."""
 
     def start(self) -> None:
         pass

@@ -1,6 +1,6 @@
-"""Loggers of one fit or one call of `run`, fed from the driver's own data: records of epochs, the report, the model.
+"""Send the driver's data to the loggers of a fit or a call of `run`: records of epochs, the report, the model.
 
-Failure: every error is a warning; nothing here ends a fit.
+Failure: every error becomes a warning; a logger never ends a fit.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class LoggerFanout:
         """Attach loggers to a fit.
 
         Args:
-            loggers: those of the estimator; MLflow's autologging adds one.
-            fit: describes the fit, called if there is a logger.
-            say: shows a line to the user.
+            loggers: loggers of the estimator, to which MLflow's autologging adds a logger.
+            fit: function that describes the fit; it is called only if there is a logger.
+            say: function that shows a line to the user.
         """
         self._deliveries: list[Delivery] = []
-        self._known_until: dict[int, float] = {}  # by rank, the time of the last load sample
+        self._known_until: dict[int, float] = {}  # rank -> time of its last load sample
         self._began = math.inf
-        self._epoch = self._load_epoch = 0  # of the last record, and of the last known load
+        self._epoch = self._load_epoch = 0  # epoch of the last record, and of the last known load
         known: Fit | None = None
         for logger in (*loggers, *_of_autolog(loggers)):
             try:
                 known = known or fit()
                 delivery = Delivery(logger.begin(known), logger.patience_s, say)
-            except Exception as e:  # noqa: BLE001 - of a package, or of the user's logger
+            except Exception as e:  # noqa: BLE001 - a package or the user's logger may raise any class
                 warnings.warn(
-                    f"{logger!r} does not follow this fit: {type(e).__name__}: {e}", stacklevel=4
+                    f"{logger!r} does not log this fit: {type(e).__name__}: {e}", stacklevel=4
                 )
             else:
                 self._deliveries.append(delivery)
@@ -60,7 +60,7 @@ class LoggerFanout:
         )
 
     def data(self, origin: Mapping[str, Any]) -> None:
-        """Log where the training rows come from."""
+        """Log the description of the training rows."""
         for each in self._deliveries:
             each.call(lambda sink: sink.log_data(origin))
 
@@ -71,14 +71,14 @@ class LoggerFanout:
 
     @property
     def is_behind(self) -> bool:
-        """True if a logger lacks the load of the ranks in finished epochs."""
+        """True if there is a logger, and the load of the ranks in finished epochs is not logged yet."""
         return bool(self._deliveries) and self._load_epoch < self._epoch
 
     def load(self, profile: Mapping[str, Any]) -> None:
         """Log the ranks' load samples since the last call.
 
         Args:
-            profile: of the training so far; see `Profile.state`.
+            profile: profile of the training so far; see `Profile.state`.
         """
         if epochs := profile.get("epochs"):
             self._load_epoch = epochs[-1]["epoch"] + profile["every"] - 1
@@ -102,7 +102,7 @@ class LoggerFanout:
             each.put(found)
 
     def finished(self, model: object, document: Mapping[str, Any]) -> None:
-        """Log model and report, or None and {}, and wait until everything is logged."""
+        """Log the model (or None) and the report (or {}), and wait until everything is logged."""
         for each in self._deliveries if model is not None else ():
             each.call(lambda sink: sink.log_model(model))
         self._end("finished", document, None)
@@ -117,7 +117,7 @@ class LoggerFanout:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End silently if no end was logged, because of an error after the training."""
+        """End the loggers without a warning if an error after the training prevented the log of the end."""
         for each in self._deliveries:
             each.abandon()
 
@@ -130,26 +130,28 @@ class LoggerFanout:
         for each in self._deliveries:
             try:
                 each.close(patience_s)
-            except Exception as e:  # noqa: BLE001 - of the user's sink
+            except Exception as e:  # noqa: BLE001 - the user's sink may raise any class
                 warnings.warn(f"A logger failed: {type(e).__name__}: {e}", stacklevel=4)
 
 
 def bound(loggers: Sequence[Logger]) -> list[Logger]:
-    """Give the loggers the state of the calling thread, for fits in other threads."""
+    """Bind the loggers to the state of the calling thread, for fits in other threads."""
     try:
         return [logger.bound() for logger in (*loggers, *_of_autolog(loggers))]
-    except Exception as e:  # noqa: BLE001 - of a package, or of the user's logger
-        warnings.warn(f"A logger does not know the run that is active here: {e}", stacklevel=3)
+    except Exception as e:  # noqa: BLE001 - a package or the user's logger may raise any class
+        warnings.warn(
+            f"A logger cannot find the run that is active in this thread: {e}", stacklevel=3
+        )
         return list(loggers)
 
 
 def _of_autolog(loggers: Sequence[Logger]) -> Sequence[Logger]:
-    """The logger of MLflow's autologging, if that is on and the estimator has no MLflow logger."""
+    """Make the logger of MLflow's autologging, if it is on and the estimator has no MLflow logger."""
     if any(isinstance(logger, MLflowLogger) for logger in loggers):
         return ()
     try:
         found = MLflowLogger.of_autolog()
-    except Exception as e:  # noqa: BLE001 - of another version of MLflow
-        warnings.warn(f"This fit does not follow mlflow.pyspark.ml.autolog(): {e}", stacklevel=5)
+    except Exception as e:  # noqa: BLE001 - another version of MLflow may raise any class
+        warnings.warn(f"mlflow.pyspark.ml.autolog() does not log this fit: {e}", stacklevel=5)
         return ()
     return () if found is None else (found,)

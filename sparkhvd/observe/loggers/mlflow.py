@@ -1,4 +1,4 @@
-"""MLflow: a run per fit, with Params, numbers of each epoch, the report, and the model in the flavours `spark` and `pytorch`."""
+"""Log to MLflow: a run per fit with Params, numbers of each epoch, the report, and the model in two flavours."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Names of the model in the flavours.
+# Names of the logged model in the flavours `spark` and `pytorch`.
 SPARK_NAME, PYTORCH_NAME = "model", "pytorch-model"
-# Tag that identifies the run of a resumed fit.
+# Tag by which a resumed fit finds its run of MLflow.
 _RUN_TAG = "sparkhvd.run_id"
 # Limits of MLflow's servers.
 _MOST_PARAMS, _LONGEST_TEXT = 100, 500
 # Characters that MLflow rejects in names.
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /:]", re.ASCII)
-# Seconds for the server to answer an availability check.
+# Longest wait in s for the server's answer to an availability check.
 _ANSWER_S = 5.0
 
 
 class MLflowLogger(Logger):
-    """Logs to MLflow: into the run active at the call of `fit`, or a new run.
+    """Logger that writes to MLflow: to the run that is active when `fit` is called, or to a new run.
 
-    A fit of a grid or of folds has its own run, below the active one.
+    Each fit of a grid or of folds has its own run below the active run.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class MLflowLogger(Logger):
         registered_model_name: str | None = None,
         patience_s: float = 60.0,
     ) -> None:
-        """Log with MLflow's settings, or the given ones.
+        """Log with MLflow's settings, or with the given settings.
 
         Args:
-            experiment: name of the experiment, created if missing; default MLflow's active one.
-            tracking_uri: of the server; default `mlflow.get_tracking_uri()` at the call of `fit`.
-            run_name: default the name of the run in the store.
-            run_id: of a run of MLflow to log into.
-            tags: of the run.
+            experiment: name of the experiment, created if missing; default MLflow's active experiment.
+            tracking_uri: URI of the server; default `mlflow.get_tracking_uri()` when `fit` is called.
+            run_name: name of the run; default the name of the run in the store.
+            run_id: id of an existing run of MLflow to log to.
+            tags: tags of the run.
             log_model: also log the model.
-            registered_model_name: also register the logged model (flavour `spark`) under this name, created if missing, as a
-                new version that knows the tables of the training.
+            registered_model_name: also register the logged model (flavour `spark`) under this name, created if missing,
+                as a new version that knows the tables of the training.
             patience_s: seconds that a fit waits at its end for an unresponsive server.
 
         Raises:
-            InvalidArgumentError: the package mlflow is missing, or a model is to be registered and not logged.
+            InvalidArgumentError: the package mlflow is missing, or a model is to be registered but not logged.
         """
         if util.find_spec("mlflow") is None:
             raise InvalidArgumentError(
@@ -77,24 +77,24 @@ class MLflowLogger(Logger):
         self.run_name, self.run_id, self.tags = run_name, run_id, dict(tags or {})
         if registered_model_name is not None and not log_model:
             raise InvalidArgumentError(
-                f"MLflowLogger: registered_model_name is {registered_model_name!r}, and log_model is False: there is no model to "
-                "register. Leave one out."
+                f"MLflowLogger: registered_model_name is {registered_model_name!r}, but log_model is False, so there is no model to "
+                "register. Leave one of them out."
             )
         self.log_model, self.patience_s = log_model, patience_s
         self.registered_model_name = registered_model_name
-        self._parent = ""  # of runs of a grid
+        self._parent = ""  # id of the parent run for the runs of a grid
 
     def __repr__(self) -> str:
         return f"MLflowLogger({self.experiment!r})" if self.experiment else "MLflowLogger()"
 
     def bound(self) -> Self:
-        """Copy the logger, with runs below the active run."""
+        """Copy the logger; the copy makes its runs below the run that is active now."""
         that = copy.copy(self)
         that._parent = self._parent or self._active()
         return that
 
     def _active(self) -> str:
-        """This thread's active run, if the logger would use it; else ""."""
+        """Return the id of this thread's active run, if the logger would use it; else ""."""
         import mlflow
 
         is_elsewhere = self.run_id or self.tracking_uri or self.experiment
@@ -102,7 +102,7 @@ class MLflowLogger(Logger):
         return "" if active is None else str(active.info.run_id)
 
     def begin(self, fit: Fit) -> Sink:
-        """Choose the run here, because the active run belongs to the calling thread."""
+        """Make the sink; the run is chosen here, because the active run belongs to the calling thread."""
         import mlflow
 
         active = self._parent or self._active()
@@ -113,7 +113,7 @@ class MLflowLogger(Logger):
 
     @classmethod
     def of_autolog(cls) -> Self | None:
-        """The logger for `mlflow.pyspark.ml.autolog()`; None if it is off, or no run is active."""
+        """Make the logger for `mlflow.pyspark.ml.autolog()`; None if it is off, or no run is active."""
         if "mlflow.pyspark.ml" not in sys.modules:
             return None
         import mlflow
@@ -133,7 +133,7 @@ class _Run(Sink):
     ) -> None:
         address = urlsplit(uri)
         self._server = uri if address.scheme in ("http", "https") else ""
-        # Without user name and password.
+        # The message shows the host without user name and password.
         host = address.netloc.rpartition("@")[2]
         self.place = f"MLflow at {host}" if self._server else "MLflow"
         self._logger, self._fit, self._uri = logger, fit, uri
@@ -156,7 +156,7 @@ class _Run(Sink):
         params = [
             Param(name, text[:_LONGEST_TEXT])
             for name, text in self._fit.params.items()
-            if name not in known  # a run's Params cannot change
+            if name not in known  # MLflow does not allow changes of a run's Params
         ]
         tags = {**self._fit.tags, _RUN_TAG: self._fit.run_id, **self._logger.tags}
         marks = [RunTag(name, text) for name, text in tags.items()]
@@ -178,14 +178,14 @@ class _Run(Sink):
             return str(found.experiment_id)
         try:
             return str(self._client.create_experiment(name))
-        except mlflow.MlflowException:  # another fit was faster
+        except mlflow.MlflowException:  # another fit may have created the experiment meanwhile
             found = self._client.get_experiment_by_name(name)
             if found is None:
                 raise
             return str(found.experiment_id)
 
     def _interrupted(self) -> str:
-        """The run of MLflow started by an interrupted fit, or "". The run is active again."""
+        """Find the run of MLflow that an interrupted fit has started, and make it active again; "" without it."""
         if not self._fit.epochs_done:
             return ""
         wanted = f"tags.`{_RUN_TAG}` = '{self._fit.run_id}'"
@@ -217,7 +217,7 @@ class _Run(Sink):
         self._client.log_batch(self._run_id, metrics=numbers)
 
     def log_data(self, data: Mapping[str, Any]) -> None:
-        """Log each table of the training, or the rows if they come from no table, as an input of the run."""
+        """Log each table of the training as an input of the run, or the rows if they do not come from a table."""
         self._data = data
         self._ask()
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -251,10 +251,10 @@ class _Run(Sink):
         self._client.log_inputs(self._run_id, inputs)
 
     def log_model(self, model: Any) -> None:
-        """Log the model in both flavours, each once, and register it.
+        """Log the model in both flavours, once each, and register it.
 
         Raises:
-            InvalidArgumentError: MLflow cannot save one of them.
+            InvalidArgumentError: MLflow cannot save the model in a flavour.
         """
         if not self._logger.log_model:
             return
@@ -279,7 +279,7 @@ class _Run(Sink):
                 folder = str(Path(parent, "saved"))
                 try:
                     save(folder)
-                except Exception as e:  # noqa: BLE001 - another try would not help
+                except Exception as e:  # noqa: BLE001 - a retry would not help, so the error becomes a warning
                     problems.append(f"{name}: {type(e).__name__}: {e}")
                 else:
                     self._client.log_artifacts(self._run_id, folder, name)
@@ -311,7 +311,7 @@ class _Run(Sink):
         self._registered = True
 
     def finish(self, state: str, files: Mapping[str, bytes]) -> None:
-        """Log the report, and end the run if the fit began it."""
+        """Log the report, and end the run if this fit started it."""
         self._ask()
         with tempfile.TemporaryDirectory(prefix="sparkhvd-mlflow-") as folder:
             for name, data in files.items():
@@ -323,10 +323,10 @@ class _Run(Sink):
             self._client.set_terminated(self._run_id, ends.get(state, "FAILED"))
 
     def _ask(self) -> None:
-        """Check that the server is available: MLflow's own calls retry for minutes.
+        """Check that the server is available, because MLflow's own calls retry for minutes.
 
         Raises:
-            ConnectionError: it is not.
+            ConnectionError: the server is not available.
         """
         if not self._server:
             return
@@ -336,12 +336,12 @@ class _Run(Sink):
         try:
             requests.get(f"{self._server.rstrip('/')}/health", timeout=_ANSWER_S)
         except requests.exceptions.SSLError:
-            return  # it is available; MLflow has its own settings of certificates
+            return  # the server is available; MLflow has its own settings for certificates
         except gone as e:
             raise ConnectionError(type(e).__name__) from None
 
     def is_refused(self, error: Exception) -> bool:
-        """True for an answer of the server, except a server error."""
+        """True if the server has answered with an error that is not an error of the server itself."""
         if isinstance(error, (ConnectionError, TimeoutError)):
             return False
         status = getattr(error, "get_http_status_code", None)
@@ -351,13 +351,13 @@ class _Run(Sink):
 
 
 def _short_digest(table: Mapping[str, Any]) -> str:
-    """Digest a version of a table, within MLflow's 36 characters."""
+    """Make a digest of a table's version of at most 36 characters, MLflow's limit."""
     parts = [table["uuid"], table["version"], table["where"]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _as_pickle() -> dict[str, str]:
-    """The argument by which MLflow saves any module: newer versions would export it and need an example input."""
+    """Make the argument that lets MLflow pickle the module; by default newer versions need an example input."""
     import mlflow.pytorch
 
     name = "serialization_format"

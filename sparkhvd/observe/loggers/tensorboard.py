@@ -1,4 +1,4 @@
-"""TensorBoard: a file of events per fit, which `tensorboard --logdir` shows."""
+"""Log to TensorBoard: a file of events per fit, which `tensorboard --logdir` shows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sparkhvd.observe.loggers.base import Fit, Logger, Metric, Sink
 
 
 class TensorBoardLogger(Logger):
-    """Writes the numbers of each epoch for TensorBoard, into a folder per run below `log_dir`."""
+    """Logger that writes the numbers of each epoch for TensorBoard into a folder per run below `log_dir`."""
 
     def __init__(self, log_dir: str | os.PathLike[str] = "runs") -> None:
         """Write below a folder visible to the driver.
 
         Args:
-            log_dir: of all fits; each has a folder with the name of its run.
+            log_dir: folder for all fits, in which each fit has a folder with the name of its run.
 
         Raises:
             InvalidArgumentError: the package tensorboard is missing.
@@ -33,12 +33,12 @@ class TensorBoardLogger(Logger):
         return f"TensorBoardLogger({self.log_dir!r})"
 
     def begin(self, fit: Fit) -> Sink:
-        """Name the folder of a fit."""
+        """Make the sink, which writes into the folder of the fit."""
         return _Events(os.path.join(self.log_dir, fit.run_id), fit)
 
 
 class _Events(Sink):
-    """Events of one fit."""
+    """File of the events of one fit."""
 
     def __init__(self, folder: str, fit: Fit) -> None:
         self.place = f"TensorBoard's folder {folder}"

@@ -1,4 +1,4 @@
-"""Charts as SVG, using the colours of the page's style: `--c0` and so on."""
+"""Draw charts as SVG in the colours of the page's style: `--c0`, `--c1`, ..."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 34
 _HALF_LETTER = 3.3
 # Ratio of the largest to the smallest value above which an axis is logarithmic.
 _LOGARITHMIC = 100.0
-# No markers beyond this many points, because they would cover the line.
+# Lines with more points than this have no markers, because markers would cover the line.
 _MOST_MARKERS = 60
 
 
 @dataclass(frozen=True)
 class Series:
-    """Line of a chart: `ys[i]` at `xs[i]`; a non-finite value is a gap."""
+    """Line of a chart through the points (xs[i], ys[i]); a non-finite value makes a gap."""
 
     name: str
     xs: Sequence[float]
@@ -52,13 +52,13 @@ def format_seconds(value: float) -> str:
 
 
 def is_logarithmic(values: Iterable[float]) -> bool:
-    """Whether finite values are positive and span more than two orders of magnitude."""
+    """Whether the finite values are positive and span more than two orders of magnitude."""
     known = [value for value in values if math.isfinite(value)]
     return bool(known) and min(known) > 0 and max(known) / min(known) > _LOGARITHMIC
 
 
 def _ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers from `low` to `high`."""
+    """Choose about `count` round numbers from `low` to `high`."""
     step = 10 ** math.floor(math.log10((high - low) / count))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -88,7 +88,7 @@ def lines(
 ) -> str:
     """Draw lines over epochs or another `axis`, with a legend for several lines; "" without a finite value.
 
-    Positive values of more than two orders of magnitude have a logarithmic axis.
+    The vertical axis is logarithmic if values are positive and span more than two orders of magnitude.
 
     Args:
         label: describes the chart.
@@ -151,18 +151,18 @@ def lines(
 
 
 def legend(names: Sequence[str]) -> str:
-    """Build the names with their colours."""
+    """Build the legend: the names with their colours."""
     keys = (f'<span><i class="b{i}"></i>{escape(name)}</span>' for i, name in enumerate(names))
     return f'<div class="legend">{"".join(keys)}</div>' if names else ""
 
 
 def histogram(label: str, counts: Sequence[float], edges: Sequence[float]) -> str:
-    """Draw counts between durations in seconds, on a logarithmic axis; "" without a count.
+    """Draw a histogram of durations in seconds on a logarithmic axis; "" if all counts are 0.
 
     Args:
         label: describes the chart.
-        counts: of the bins.
-        edges: one more than `counts`.
+        counts: counts of the bins.
+        edges: edges of the bins; one more than `counts`.
     """
     used = [i for i, count in enumerate(counts) if count]
     if not used:
@@ -190,10 +190,10 @@ def histogram(label: str, counts: Sequence[float], edges: Sequence[float]) -> st
 
 
 def bars(names: Sequence[str], parts: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
-    """Draw a bar per row, divided into parts in seconds, with a legend; "" if all are 0.
+    """Draw a bar per row, divided into parts in seconds, with a legend; "" if all parts are 0.
 
     Args:
-        names: of the rows.
+        names: names of the rows.
         parts: names of the parts.
         rows: (rows, parts) seconds.
     """
@@ -217,7 +217,7 @@ def _row(name: str, cells: str, text: str) -> str:
 
 
 def waterfall(parts: Sequence[tuple[str, float]]) -> str:
-    """Draw consecutive parts in seconds, a row for each; "" if all are 0."""
+    """Draw consecutive parts in seconds, one row per part; "" if all parts are 0."""
     whole = sum(seconds for _, seconds in parts)
     if not whole > 0:
         return ""

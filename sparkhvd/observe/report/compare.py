@@ -1,4 +1,4 @@
-"""Comparison of the reports of two runs: settings that differ, final metrics, times."""
+"""Compare the reports of two runs: settings that differ, final metrics and times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def compare(first: Document, second: Document) -> str:
-    """Show the differences of two runs as text: one table per subject with differences."""
+    """Format the differences of two runs as text, with a table for each subject that differs."""
     names = [str(each.get("run_id") or "") for each in (first, second)]
     tables = (
         ("settings that differ", _different),
@@ -26,7 +26,7 @@ def compare(first: Document, second: Document) -> str:
         try:
             if rows := build(first, second):
                 parts.append(format_table([title, *names], rows))
-        except _DAMAGED as error:  # one of the documents was written by hand or damaged
+        except _DAMAGED as error:  # a document may be damaged, or written by hand
             problem = f"{type(error).__name__}: {str(error)[:200]}"
             parts.append(visible(f"{title}: cannot be shown: {problem}"))
     return "\n\n".join(parts)
@@ -46,7 +46,7 @@ def _different(first: Document, second: Document) -> list[list[str]]:
 def _row(
     name: str, values: Sequence[object], form: Callable[[float], str] = format_number
 ) -> list[str]:
-    """Show both numbers, and the relative change. A missing value is None."""
+    """Make a row with both numbers and the relative change; None stands for a missing value."""
     shown = [form(number(v)) if is_number(v) else _MISSING for v in values]
     first, second = map(number, values)
     if math.isfinite(first) and math.isfinite(second) and first:
@@ -79,7 +79,7 @@ def _times(first: Document, second: Document) -> list[list[str]]:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Align the columns."""
+    """Format a table as text with aligned columns."""
     cells = [[visible(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     padded = (

@@ -1,4 +1,4 @@
-"""Page of a report: `render` makes HTML only from a document."""
+"""Render a report's document as an HTML page; read and write documents as JSON."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _HEAD = (
 
 
 def render(document: Document) -> str:
-    """Omit missing parts."""
+    """Make the HTML page of a document, without parts that the document lacks."""
     name = escape(str(document.get("run_id") or "fit"))
     parts: list[tuple[str, Callable[[Document], str], str]] = [
         ("Time of the fit", _phases, ""),
@@ -80,7 +80,7 @@ def render(document: Document) -> str:
 
 
 def _built(build: Callable[[Document], str], document: Document) -> str:
-    """Build a part of the page. A document that was written by hand or damaged loses this part alone."""
+    """Build a part of the page; if the document is damaged there, only this part shows an error."""
     try:
         return build(document)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -98,7 +98,7 @@ def _section(title: str, content: str, kind: str = "") -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Numbers are right-aligned and formatted by `format_number`."""
+    """Build a table, in which numbers are right-aligned and formatted by `format_number`."""
     body = list(rows)
     if not body:
         return ""
@@ -121,14 +121,14 @@ def _history(document: Document) -> list[Mapping[str, Any]]:
 
 
 def measures(document: Document) -> list[str]:
-    """Names of losses, metrics and logged numbers in the history, including validation, finite or not."""
+    """List the losses, metrics and logged numbers in the history, also of validation and also non-finite."""
     history = _history(document)
     names = dict.fromkeys(name for record in history for name in record if name not in OF_EPOCH)
     return [name for name in names if any(is_number(r.get(name)) for r in history)]
 
 
 def paired(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Pair the training and validation names of the same measure, by the measure's name; "" for a missing name.
+    """Pair the training and the validation name of each measure; "" for a missing name.
 
     `val_loss` pairs with `loss`, or with `train_loss` as logged by Lightning modules.
     """
@@ -153,7 +153,7 @@ def _header(document: Document) -> str:
     tiles = [("epochs", format_number(len(history)))]
     last = history[-1] if history else {}
     found = measures(document)
-    # A measure of the validation rows says more than that of the training rows.
+    # The value on validation rows is preferred, because it says more than the value on training rows.
     pairs = list(paired(found).items())[:3]
     tiles += [
         (name, format_number(number(last.get(name))))
@@ -180,7 +180,7 @@ def _header(document: Document) -> str:
 
 
 def _best(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[str, str]]:
-    """The tile of the epoch with the least loss, of the validation rows if there are any."""
+    """Make the tile of the epoch with the smallest loss; validation loss is preferred."""
     name = next((name for name in ("val_loss", "loss") if name in names), None)
     losses = [(number(r.get(name or "")), number(r.get("epoch"))) for r in history]
     finite = [(loss, epoch) for loss, epoch in losses if math.isfinite(loss)]
@@ -227,7 +227,7 @@ def _throughput(document: Document) -> str:
         [rows / seconds if seconds > 0 else math.nan for rows, seconds in zip(*both, strict=True)]
         for both in ((e["rows"], e["seconds"]) for e in kept)
     ]
-    num_ranks = max(map(len, rates), default=0)  # elastic jobs vary
+    num_ranks = max(map(len, rates), default=0)  # the number of ranks of an elastic job varies
     if num_ranks > NUM_COLOURS:
         found = [("fastest rank", max), ("slowest rank", min)]
         series = [Series(name, epochs, [choose(row) for row in rates]) for name, choose in found]
@@ -255,7 +255,7 @@ def _throughput(document: Document) -> str:
 
 
 def _quantile(counts: Sequence[float], edges: Sequence[float], share: float) -> float:
-    """The upper edge of the bin that holds a quantile."""
+    """Find the upper edge of the bin that holds a quantile."""
     seen, wanted = 0.0, share * sum(counts)
     for count, edge in zip(counts, edges[1:], strict=True):
         seen += count
@@ -265,9 +265,10 @@ def _quantile(counts: Sequence[float], edges: Sequence[float], share: float) -> 
 
 
 def _split_time(epochs: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    """Seconds of each rank computing, waiting for data, for other ranks, and for gradients: (ranks, 4).
+    """Split each rank's seconds into computing and waiting for data, slower ranks and gradients: (ranks, 4).
 
-    The rank that waits least for reduced gradients waits only for their bytes; the others' extra wait is for this rank.
+    The rank that waits least for reduced gradients waits only for the transfer. The additional wait of other ranks is a
+    wait for this rank.
     """
     split = [[0.0] * 4 for _ in range(max((len(epoch["rows"]) for epoch in epochs), default=0))]
     for epoch in epochs:
@@ -285,7 +286,7 @@ def _waits(document: Document) -> str:
     split = _split_time(document.get("epochs") or ())
     if not split or not any(map(sum, split)):
         return ""
-    # Stragglers first.
+    # The slowest ranks are shown first.
     order = sorted(range(len(split)), key=lambda rank: split[rank][2])
     shown = order[:_MOST_RANKS]
     slowest = order[0]
@@ -295,11 +296,11 @@ def _waits(document: Document) -> str:
     text = f"All ranks together: {', '.join(shares)}."
     if len(split) > 1:
         longest = max(row[2] for row in split)
-        text += f" The others waited most for rank {slowest}, up to {format_seconds(longest)}."
+        text += f" The other ranks waited most for rank {slowest}, up to {format_seconds(longest)}."
         own = split[slowest]
         text += f" It spent {own[0] / max(sum(own), 1e-12):.0%} computing and {own[1] / max(sum(own), 1e-12):.0%} waiting for data."
     if len(split) > len(shown):
-        text += f" {len(shown)} of {len(split)} ranks are shown, those that others waited for most first."
+        text += f" {len(shown)} of {len(split)} ranks are shown, starting with the rank that other ranks waited for most."
     names = [f"rank {rank}" for rank in shown]
     return f"<p>{escape(text)}</p>" + bars(names, parts, [split[rank] for rank in shown])
 
@@ -400,20 +401,27 @@ def _names(values: Mapping[str, object] | None) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Document of a report: JSON values, with these entries, each of which may be missing.
+# The document of a report is JSON with these entries, each of which may be missing.
 #     run_id, store, state, error    which run; "finished", "failed" or "interrupted", and why
 #     began, seconds                 time of the start (ISO, UTC); seconds of the whole fit on the driver
 #     phases                         [{"name", "seconds"}], in order; their sum is `seconds`
 #     history                        the records of the epochs, as `TorchModel.history`
-#     epochs                         [{"epoch", "rows", "seconds", "data_wait_s", "gradient_wait_s"}], each a list by rank
-#     load                           [{"host", "time", "cpu_percent", "rss_megabytes", "gpu_percent", "gpu_megabytes"}] by rank, each a list by
-#                                    sample, one per second or less; `time` in seconds since 1970, null for what is not known
-#     steps                          steps of all ranks by duration: `counts[i]` of at least `first_s` * 2 ** (i / `per_octave`) seconds
-#     collectives, buckets           counters of rank 0's engine, see docs/monitoring.md; [{"name", "kind", "parameters", "bytes"}]
+#     epochs                         [{"epoch", "rows", "seconds", "data_wait_s", "gradient_wait_s"}], each a list by
+# rank
+#     load                           [{"host", "time", "cpu_percent", "rss_megabytes", "gpu_percent", "gpu_megabytes"}]
+# by rank, each a list by
+#                                    sample, one per second or less; `time` in seconds since 1970, null for what is not
+# known
+#     steps                          steps of all ranks by duration: `counts[i]` of at least `first_s` * 2 ** (i /
+# `per_octave`) seconds
+#     collectives, buckets           counters of rank 0's engine, see docs/monitoring.md; [{"name", "kind",
+# "parameters", "bytes"}]
 #     ranks                          [{"host", "device", "phases", "peak_rss_bytes", ...}], by rank
 #     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
-#     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an elastic job: how long after
-#                                    the start, from how many to how many; rows of the epoch that are trained on again. The last two may be missing
+#     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an
+# elastic job: how long after
+#                                    the start, from how many to how many; rows of the epoch that are trained on again.
+# The last two may be missing
 #     data                           texts by name: rows, columns, table and version
 #     params, settings, versions     texts by name; those that were given, or differ from the default
 #
@@ -424,7 +432,7 @@ Document: TypeAlias = "Mapping[str, Any]"
 JSON_NAME, HTML_NAME = "report.json", "report.html"
 _FORMAT = 1
 _NOT_FINITE = ("nan", "inf", "-inf")
-# Entries of an epoch's record about its execution, not its results.
+# Entries of an epoch's record that describe its execution, not its results.
 OF_EPOCH = (
     "epoch",
     "seconds",
@@ -445,7 +453,7 @@ OF_EPOCH = (
 
 
 def dumps(document: Document) -> bytes:
-    """Write a document as JSON."""
+    """Encode a document as JSON."""
     values = {"format": _FORMAT, **document}
     return json.dumps(_plain(values), allow_nan=False, indent=1).encode()
 
@@ -461,10 +469,10 @@ def _plain(value: object) -> object:
 
 
 def loads(data: bytes, place: str) -> dict[str, Any]:
-    """Read the document of `dumps`.
+    """Decode the document that `dumps` encoded.
 
     Raises:
-        InvalidArgumentError: it is no document, or of a newer format; `place` names it.
+        InvalidArgumentError: the data are not a document, or have a newer format; the message names `place`.
     """
     try:
         values = read_json(data)
@@ -473,25 +481,25 @@ def loads(data: bytes, place: str) -> dict[str, Any]:
             raise TypeError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidArgumentError(
-            f"{place} is no report of a fit. Give a run's folder, or its {JSON_NAME}."
+            f"{place} is not a report of a fit. Give the folder of a run, or its {JSON_NAME}."
         ) from None
     if version != _FORMAT:
         raise InvalidArgumentError(
-            f"{place} has format version {version}; this sparkhvd reads {_FORMAT}. Read it with the sparkhvd that wrote it."
+            f"{place} has format version {version}, but this sparkhvd reads {_FORMAT}. Read it with the sparkhvd that wrote it."
         )
     return dict(values)
 
 
 def is_number(value: object) -> TypeGuard[float | str]:
-    """Whether a value is a number of a document, finite or not."""
+    """Whether a value is a number in a document, finite or not."""
     return isinstance(value, (int, float)) or value in _NOT_FINITE
 
 
 def number(value: object) -> float:
-    """Read a number of a document; NaN for a text or None."""
+    """Convert a number in a document to float; NaN for other text or None."""
     try:
         return float(value) if is_number(value) else math.nan
-    except OverflowError:  # hundreds of digits
+    except OverflowError:  # the whole number has hundreds of digits
         return math.inf
 
 
@@ -501,9 +509,9 @@ def total(values: Sequence[object]) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Load of the ranks over the time of a training, as charts.
+# Draw the load of the ranks over the time of a training.
 
-# Numbers of the load, in the order of their charts.
+# Entry of the load -> title of its chart, in the order of the charts.
 _TITLES = {
     "cpu_percent": "CPU of each rank, percent of one",
     "rss_megabytes": "memory of each rank, MB",
@@ -513,7 +521,7 @@ _TITLES = {
 
 
 def load_charts(document: Document) -> list[tuple[str, str]]:
-    """Title and chart of each known number; only the first of many ranks."""
+    """Make title and chart of each known number of the load; of many ranks only the first are shown."""
     ranks = list(document.get("load") or ())[:NUM_COLOURS]
     began = min((number(t) for rank in ranks for t in rank["time"]), default=math.nan)
     charts = []
@@ -532,5 +540,5 @@ def load_charts(document: Document) -> list[tuple[str, str]]:
     return charts
 
 
-# Limits of epochs and ranks shown in a table or chart.
+# Maximum of epochs and of ranks in a table or chart.
 _MOST_EPOCHS, _MOST_RANKS = 40, 16

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 
 _READ_BYTES = 1 << 20
-# How long to wait for further tasks once one has connected: Spark starts them together if it can.
+# Time to wait for further tasks after the first has connected: Spark starts them together if it can.
 _TOGETHER_S = 1.0
 
 
@@ -136,7 +136,7 @@ class Tasks:
         self._driver = driver
         self._first: RankFacts | None = None
         self._tasks: list[_Task] = []
-        self._idle: list[socket.socket] = []  # of tasks that are not slots
+        self._idle: list[socket.socket] = []  # connections of tasks that are not slots
         self._is_open = self._is_over = False
         self._service = CoordinatorThread("sparkhvd-tasks")
         acceptor = Acceptor(
@@ -220,7 +220,7 @@ class Tasks:
     def _post(self, sock: socket.socket, kind: str, **values: object) -> None:
         try:
             send(sock, frame_of(pack(kind, b"", values)))
-        except OSError:  # it is gone or stopped: its reader cleans up
+        except OSError:  # it is gone or stopped: `_serve` sees the shutdown and cleans up
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -255,7 +255,7 @@ class Tasks:
             return None
         known = [facts] if self._first is None else [self._first, facts]
         if problem := preflight.check_ranks(self._driver, known):
-            # Keep it, or Spark would start others in its place.
+            # Keep the connection: Spark would start other tasks in place of an ended task.
             if self._first is None:
                 self._refuse(problem)
             else:
@@ -331,7 +331,7 @@ _SHOWN = 200
 
 def end_of(outcome: Outcome) -> RankEnded:
     assert outcome.rank is not None
-    # A replacement would raise the same before it is a rank.
+    # A replacement would raise the same error before it is a rank, so such an end is final.
     is_final = outcome.kind in (OutcomeKind.EXCEPTION, OutcomeKind.EXIT, OutcomeKind.PREFLIGHT)
     status = 0 if outcome.kind == OutcomeKind.OK else _FAILED
     return RankEnded(outcome.rank, status, _how(outcome), is_final)
@@ -390,7 +390,7 @@ class ProcessOutcomes:
         return max(len(self._members), 1, *(1 + (each.rank or 0) for each in self._failed))
 
     def failure(self, problem: str) -> JobFailure:
-        """Call it for a job that has not finished.
+        """Make the failure of an unfinished job.
 
         Args:
             problem: why it could not continue; "" if only its processes have failed.
@@ -474,8 +474,9 @@ class AttemptResult:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Coordinator, launcher and task port of one elastic attempt, in the driver or in a task. **Threads**: the caller's runs
-# the launcher; the coordinator and the tasks have one each. **Shutdown**: the end of the block releases every task.
+# Coordinator, launcher and task port of one elastic attempt, in the driver or in a task. **Threads**: the caller's
+# thread runs the launcher; the coordinator and the tasks have a thread each. **Shutdown**: the end of the block
+# releases every task.
 
 # How long interrupted ranks may take, beyond their grace, to be killed and reported.
 MARGIN_S = 2.0
@@ -584,7 +585,7 @@ LOOK_S = 1.0
 _DIGEST = "sha256"
 _PROOF_BYTES = 32
 _ADDRESS, _INTERRUPT, _RESULT = "coordinator", "interrupt", "result"
-# Between two looks for a file.
+# Pause between two polls for a file.
 _POLL_S = 0.25
 # How late the file of another host may be visible.
 _LATE_S = 3.0
@@ -629,10 +630,10 @@ class CoordinatorFiles:
     # --- For other tasks. ---
 
     def address(self) -> tuple[str, int] | None:
-        """None before it is published. It stays available after the coordinator's end."""
+        """Read the coordinator's address, also after its end; None before it is published."""
         if (content := self._read(_ADDRESS)) is None:
             return None
-        host, port = read_json(content)  # its proof is checked
+        host, port = read_json(content)  # `_read` has checked the proof
         return str(host), int(port)
 
     def await_address(self, limit_s: float) -> tuple[str, int] | None:
@@ -685,7 +686,7 @@ class CoordinatorFiles:
         proof, data = content[:_PROOF_BYTES], content[_PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._proof(path, data)):
             raise StoreError(
-                f"{path} in {describe_shared(self._files)} was not written by this job: its proof is wrong. Look who else writes there, and "
+                f"{path} in {describe_shared(self._files)} was not written by this job: its proof is wrong. Find out who else writes there, and "
                 "start the job again."
             )
         return data
@@ -708,11 +709,11 @@ _PAUSE_S = 0.5
 def run_task(
     batches: Iterable[pa.RecordBatch], text: str, program: Payload, shared: bytes
 ) -> Iterator[pa.RecordBatch]:
-    """Serve until the job is over; yield an outcome as a row if this task could not."""
+    """Serve until the job is over; if this fails, yield an outcome as a row."""
     import pyarrow as pa
     from pyspark import TaskContext
 
-    for _ in batches:  # unread input would cost Spark the Python worker
+    for _ in batches:  # Spark discards a Python worker that leaves input unread
         pass
     context = TaskContext.get()
     spec = TaskSpec.from_json(text)

@@ -1,6 +1,6 @@
 """Elastic training of a function without Spark: on this host, or on several over ssh.
 
-**Threads**: the caller's decides; the coordinator, each process (on its host) and each agent (here) have one.
+**Threads**: the caller's thread decides. The coordinator, each process (on its host) and each agent (here) have one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class HostsOfFunction:
         return self.given is None and not self.script
 
     def discovery(self) -> DiscoveryScript | None:
-        """None if the hosts are fixed.
+        """Runner of the discovery script; None if the hosts are fixed.
 
         Raises:
             InvalidArgumentError: hosts are given, too.
@@ -230,7 +230,7 @@ class _Job:
         return [launching.load_result(self.results[number]) for number in ends.order()]
 
     def _processes(self, stack: contextlib.ExitStack, address: str) -> ElasticProcesses:
-        """The processes end with the stack."""
+        """Make the processes of the job; they end with the stack."""
         group = self.group
         if group.others:
             return stack.enter_context(
@@ -322,7 +322,7 @@ class HostGroup:
         )
 
     def checked(self, found: Discovered) -> Discovered:
-        """Merge names of this host in what was discovered, or return a problem."""
+        """Merge the discovered names of this host; return a problem if hosts cannot be used."""
         if found.hosts is not None:
             found = replace(found, hosts=tuple(merged(found.hosts, self.reach.is_here)))
         new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]
@@ -330,5 +330,5 @@ class HostGroup:
             return found
         return Discovered(
             None,
-            f"{new[0]} cannot be used: the ranks of this host listen where only this host reaches them. Begin with several hosts.",
+            f"{new[0]} cannot be used: the ranks of this host listen at an address that only this host reaches. Start the job with several hosts.",
         )

@@ -4,8 +4,8 @@ The stage is not a barrier stage: it has a task for each possible rank, and Spar
 coordinator is here, or, for a client of Spark Connect with a store, in the first task. It receives results when ranks
 end, so a later loss of another executor loses no result.
 
-**Threads**: the caller's decides, or waits for the coordinator; one waits for Spark. **Shutdown**: the end of the block
-releases the tasks, and cancels those that do not leave.
+**Threads**: the caller's thread decides, or waits for the coordinator; another thread waits for Spark. **Shutdown**:
+the end of the block releases the tasks, and cancels tasks that do not leave.
 """
 
 from __future__ import annotations
@@ -262,18 +262,18 @@ class _Attempt:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Spark stages of an elastic job, in threads beside the deciding one.
+# Spark stages of an elastic job, in threads beside the thread that decides.
 
 # Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
 _CANCEL_WAIT_S = 10.0
-# Between two looks for the end of a cancelled stage.
+# Interval between two calls of `poll`.
 _LOOK_S = 1.0
 
 Future = concurrent.futures.Future[list[Any]]
 
 
 class Stages:
-    """Stages whose tasks are slots; a context manager that cancels the remaining ones.
+    """Stages with a task per slot; a context manager that cancels running stages at its end.
 
     The first stage has all tasks. Further stages replace tasks that have left, because Spark does not restart a
     successful task.
@@ -472,7 +472,7 @@ class CoordinatorInDriver:
 
 
 class CoordinatorInTask:
-    """Coordinator in a task, which this client of Spark Connect reaches only through the store.
+    """Coordinator in a task; this client of Spark Connect reaches it only through the store.
 
     Args:
         shim: session.
@@ -540,7 +540,7 @@ class CoordinatorInTask:
 # ----------------------------------------------------------------------------------------------------
 # Store of an elastic function, for a client of Spark Connect that executors may not reach.
 
-# Between two looks for the ranks' output.
+# Pause between two polls for the ranks' output.
 _POLL_S = 0.25
 # How long the final deletion may take, if it is a Spark task.
 _DELETE_S = 10.0
@@ -557,11 +557,11 @@ class SharedStore(SharedFiles, Protocol):
         ...
 
     def seen_by(self, spark: SparkSession) -> SharedStore:
-        """The same files, as the process of a session reaches them."""
+        """Return the store as the process of a session reaches it."""
         ...
 
     def waiting(self, limit_s: float) -> SharedStore:
-        """The same files, with another timeout per access."""
+        """Return the store with another timeout per access."""
         ...
 
     def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
@@ -577,7 +577,7 @@ class SharedStore(SharedFiles, Protocol):
 def sharing(
     options: LaunchOptions, store: SharedStore | None, shim: SparkShim
 ) -> Iterator[LaunchOptions]:
-    """Yield options with a folder of a store, deleted at the end; unchanged options without a store or on classic Spark.
+    """Yield options with a folder of a store, deleted at the end; on classic Spark or without a store unchanged.
 
     Raises:
         InvalidArgumentError: `store` is not a store.

@@ -29,7 +29,7 @@ from sparkhvd.runner.supervisor import (
 
 # An excluded process has this long to end by itself, once it runs again.
 LEFT_OUT_S = 30.0
-# When processes that have started and not joined are first logged, and how often then.
+# Time after which processes that have not joined are first logged, and time between the later lines.
 WAITING_S, WAITING_AGAIN_S = 30.0, 60.0
 # How long a line waits for the exit statuses of the processes that it names.
 _REPORT_S = 0.5
@@ -111,7 +111,7 @@ class ElasticLauncher:
 
     Args:
         options: limits of the job.
-        slots: the initial ones.
+        slots: initial slots.
         processes: starts processes.
         coordinator: of the job.
         issue_token: creates the join token of a process, by its number.
@@ -170,7 +170,7 @@ class ElasticLauncher:
         self._write_lines(at_once=True)
         if self._has_finished and self._have_joined and (late := self._awaited()):
             named = listed(late, self._places, time.monotonic())
-            self._log(f"the job has finished, and ends those that had not joined: {named}")
+            self._log(f"the job has finished, and ends the processes that had not joined: {named}")
         return JobResult(
             self._has_finished,
             bool(self._places),
@@ -192,7 +192,7 @@ class ElasticLauncher:
     def _holds(self, number: int, process: _Process) -> bool:
         """Whether the job waits for the end of a process. The other processes end with the launcher."""
         if self._has_finished and self._have_joined and number not in self._have_joined:
-            return False  # if none has joined, the program has no ranks
+            return False  # if no process has joined, the program has no ranks
         if process.refusal is None:
             return True
         return self._is_ending and process.refusal.kind != "left out"
@@ -261,7 +261,7 @@ class ElasticLauncher:
         seconds = self._cooldown.fail(host, time.monotonic())
         if seconds > self._options.cooldown_s[0]:
             self._log(
-                f"{host} is left out for {seconds:.0f} s: process {number} there {how}, and others before."
+                f"{host} is left out for {seconds:.0f} s: process {number} there {how}, and other processes before."
             )
 
     def _record_refusal(self, refused: MemberRefused) -> None:
@@ -314,7 +314,7 @@ class ElasticLauncher:
             )  # the last process stays until another one has the state
         free = slots_to_fill(self._slots, set(taken.values()), most, left_out)
         new = dict(enumerate(free, len(self._places)))
-        for number in new:  # before one of them asks, or it would not wait for the others
+        for number in new:  # before one of them asks to join: it must wait for the others
             self._coordinator.expect(number)
         for number, slot in new.items():
             self._start(number, slot, count[slot.host])
@@ -357,7 +357,7 @@ class ElasticLauncher:
             return
         since = self._awaited()
         if late := {number: at for number, at in since.items() if now >= at + WAITING_S}:
-            self._log(f"still waiting for these to join: {listed(late, self._places, now)}")
+            self._log(f"still waiting for processes to join: {listed(late, self._places, now)}")
         next_at = now + WAITING_AGAIN_S if late else math.inf
         first = min(
             (at + WAITING_S for at in since.values() if at + WAITING_S > now), default=math.inf

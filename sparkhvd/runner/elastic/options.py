@@ -21,7 +21,7 @@ from sparkhvd.settings import check_seconds, is_number
 
 # Effectively no limit.
 _MOST = 1 << 20
-# Added to a member's wait, so that the coordinator's own limit, which has a reason, ends first.
+# Added to a member's wait, so that the coordinator's own limit ends first: its refusal has a reason.
 _MARGIN_S = 60.0
 _FLAGS = (
     "-np",
@@ -31,7 +31,7 @@ _FLAGS = (
     "--elastic-timeout",
     "--blacklist-cooldown-range",
 )
-# The same in a call.
+# Names of the same limits as arguments of a call.
 _ARGUMENTS = (
     "num_proc",
     "min_num_proc",
@@ -58,7 +58,7 @@ class ElasticOptions:
         wait_to_start_s: the same before the first generation; `timeout_s` by default.
         reset_limit: changes of the ranks after the first generation; one more ends the job (`--reset-limit`).
         cooldown_s: shortest and longest exclusion of a host after failures (`--blacklist-cooldown-range`).
-        names: of these in errors.
+        names: names of these limits in errors.
 
     Raises:
         InvalidArgumentError: a limit is wrong, or two contradict each other.
@@ -135,14 +135,14 @@ class ElasticOptions:
     def join_token(
         self, key: bytes, job_id: str, number: int, coordinator: Endpoint, patience_s: float
     ) -> JoinToken:
-        """The arguments are those of `JoinToken`."""
+        """Make the token of a process; the arguments are those of `JoinToken`."""
         wait_s = max(self.timeout_s, self.start_timeout_s) + patience_s + _MARGIN_S
         return JoinToken(key, job_id, number, coordinator, wait_s, patience_s)
 
 
 @dataclass(frozen=True)
 class CoordinatorTerms:
-    """Terms of a coordinator of tasks; travel as JSON.
+    """Limits of a job for the coordinator of its tasks, sent as JSON.
 
     Attributes:
         limits: of the job.
@@ -219,7 +219,7 @@ class RankRange:
 
 # Timeout of the script.
 LIMIT_S = 10.0
-# Between its end and its next start.
+# Pause between the script's end and its next start.
 EVERY_S = 1.0
 _SHOWN = 300
 

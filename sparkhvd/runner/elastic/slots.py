@@ -30,7 +30,7 @@ def slots_of(hosts: Sequence[Host]) -> tuple[Slot, ...]:
 def slots_to_fill(
     slots: Sequence[Slot], taken: Collection[Slot], most: int, left_out: Collection[str]
 ) -> list[Slot]:
-    """Free slots in order, for at most `most` processes in total.
+    """List the free slots in order, for at most `most` processes in total.
 
     Args:
         slots: the available ones.
@@ -57,7 +57,7 @@ class Cooldown:
 
     Attributes:
         shortest_s: exclusion after the first failure.
-        longest_s: after many. A host without a failure for as long starts over.
+        longest_s: longest exclusion. A host without a failure for this time after its exclusion starts over.
     """
 
     shortest_s: float
@@ -66,7 +66,7 @@ class Cooldown:
     _until: dict[str, float] = field(default_factory=dict)
 
     def fail(self, host: str, now: float) -> float:
-        """Record a failure; return the remaining exclusion of the host in seconds. Failures during it are not counted."""
+        """Record a failure; return the host's remaining exclusion in seconds. Failures during it do not count."""
         until = self._until.get(host, now)
         if now < until:
             return until - now

@@ -7,8 +7,8 @@
     task -> coordinator   result  a part of the process's result
     task -> coordinator   ended   the outcome of the process
 
-**Threads**: the task's own reads; one per process waits for its end. **Failure**: a process that dies does not end its
-task, which waits for the next start. Both end with the coordinator.
+**Threads**: the task's own thread reads messages; a thread per process waits for its end. **Failure**: a process that
+dies does not end its task, which waits for the next start. Both end with the coordinator.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from pyspark import TaskContext
 
 
-# Of the coordinator's port for tasks; every task is number 1 there.
+# Purpose of the proof at the coordinator's port for tasks; every task is number 1 there.
 PURPOSE = "elastic tasks"
-# From a Python worker to the JVM: its daemon, and possible wrappers.
+# Most processes from a Python worker up to the JVM: its daemon, and possible wrappers.
 _ANCESTORS = 3
-# How long to wait for the thread of a killed process, which is a daemon.
+# How long to wait for the thread of a killed process; it is a daemon thread.
 _KILLED_S = 30.0
 
 
@@ -76,7 +76,7 @@ class TaskSlot:
         self._program = program
         self._files = files
         self._chosen = JobSettings.from_json(spec.settings)
-        # This address reaches the coordinator, so it reaches the others.
+        # The connection to the coordinator uses this address, so the other tasks reach it, too.
         own = str(sock.getsockname()[0])
         choice = self._chosen.values.interfaces
         self._address = address_on(choice) if choice else own
@@ -183,7 +183,7 @@ class TaskSlot:
             visible = prologue.env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
             gpu = self._gpu(trainer, slot, visible)
             join_token = dict(values["join_token"])
-            # This host may not know the coordinator's own name for its host.
+            # The coordinator's own address may not lead to it from this host, so use the address of the connection.
             join_token["coordinator"] = {**join_token["coordinator"], "address": self._coordinator}
             trainer.send(
                 JobFrame(

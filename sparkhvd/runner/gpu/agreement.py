@@ -99,7 +99,7 @@ def own_gpu(
     seen: Sequence[str],
     base: str | None,
 ) -> OwnGpu:
-    """If possible the ordinal is the local rank, as in scripts for Horovod.
+    """Choose a rank's GPU; if possible its ordinal is the local rank, as in scripts for Horovod.
 
     The rank's process then sees the GPUs of all ranks of its host, in order. It sees only its own if it cannot see the
     others', if they are unknown, and if ranks have several, which are then cuda:0, cuda:1, ... of each rank.
@@ -149,7 +149,7 @@ def _describe_missing(rank: int, gpus: RankGpus) -> str:
     who = f"use_gpu is True, and rank {rank} on host {gpus.host}"
     seen = "" if gpus.visible is None else f" (CUDA_VISIBLE_DEVICES={gpus.visible!r})"
     if not gpus.uuids:
-        why = gpus.error or "CUDA's driver counts none"
+        why = gpus.error or "CUDA's driver counts no GPU"
         return (
             f"{who} sees no GPU{seen}: {why}. Run on hosts with a GPU and its driver, or leave use_gpu out to train on "
             "the CPU."
@@ -185,6 +185,6 @@ def unknown_warning(ranks: Sequence[RankGpus]) -> str:
         if not gpus.uuids:
             return (
                 f"Spark gave rank {rank} on host {gpus.host} a GPU, and its process sees none "
-                f"({gpus.error or 'CUDA counts none'}); whether ranks share a GPU is not known."
+                f"({gpus.error or 'CUDA counts no GPU'}); whether ranks share a GPU is not known."
             )
     return ""

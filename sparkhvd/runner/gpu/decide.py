@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 EXECUTOR_AMOUNT = "spark.executor.resource.gpu.amount"
 TASK_AMOUNT = "spark.task.resource.gpu.amount"
 DYNAMIC = "spark.dynamicAllocation.enabled"
-# Tasks that share a GPU if the cores of an executor are unknown.
+# Tasks per GPU if the cores of an executor are unknown.
 _UNKNOWN_SLOTS = 4
 
 
@@ -70,7 +70,7 @@ class GpuPlan:
         reason: its reason, in the user's own conf names.
         profile: resources that a profile of the stage must request; None for no profile.
         is_required: whether a rank without a GPU is an error.
-        leaves_gpus: whether executors have GPUs that ranks do not get, without a request for that.
+        leaves_gpus: whether executors have GPUs and ranks get no GPU, although the caller has not asked for that.
     """
 
     mode: str
@@ -97,7 +97,7 @@ def decide(
 
     Raises:
         InvalidArgumentError: `use_gpu` is not a bool, or contradicts the user's own profile.
-        PreflightError: several ranks would share a GPU, or none can get one.
+        PreflightError: several ranks would share a GPU, or no rank can get a GPU.
     """
     if use_gpu is not None and not isinstance(use_gpu, bool):
         raise InvalidArgumentError(
@@ -140,7 +140,7 @@ def decide(
     if amount:
         raise PreflightError(
             f"{TASK_AMOUNT} is {amount:g}, so Spark would put {int(1 / amount)} ranks on one GPU, and this stage cannot ask for "
-            f"whole ones: {refused}. Set {TASK_AMOUNT}=1, or give use_gpu=False."
+            f"whole GPUs: {refused}. Set {TASK_AMOUNT}=1, or give use_gpu=False."
         )
     if required:
         raise PreflightError(
@@ -171,7 +171,7 @@ def _of_profile(given: TaskShare, required: bool) -> GpuPlan:
 
 
 def share_of_a_gpu(conf: Mapping[str, str]) -> TaskShare | None:
-    """A task of a stage of Python workers must request this share, so that as many tasks run at once as without it.
+    """Share of a GPU for a task of Python workers, so small that as many tasks run at once as without it.
 
     None if the tasks get GPUs without a request, or cannot get them.
 
@@ -206,7 +206,7 @@ def _number(conf: Mapping[str, str], key: str) -> float:
 def variables(
     mode: str, addresses: Sequence[str], visible: str | None, order: str | None
 ) -> dict[str, str]:
-    """These environment variables decide which GPUs a rank's process sees.
+    """Environment variables for a rank's process, which choose its visible GPUs.
 
     Args:
         mode: of `GpuMode`.
@@ -253,7 +253,7 @@ def _seen(address: str, visible: str | None) -> str:
 
 
 def views(mode: str, visible: str | None) -> list[dict[str, str | None]]:
-    """A rank's process reports the GPUs that it sees under each of these changes to `variables`.
+    """Changes to `variables`; a rank's process reports its visible GPUs under each of them.
 
     The first is no change. The second, if different, is the executor's value: a GPU that this process does not
     see, as in a container, would also hide those after it in the list.
@@ -285,7 +285,7 @@ def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> N
         )
     if is_local(conf.get("spark.master", "")):
         raise InvalidArgumentError(
-            f"profile is given, and Spark takes none on master {conf['spark.master']!r}. Leave profile out."
+            f"profile is given, and Spark takes no profile on master {conf['spark.master']!r}. Leave profile out."
         )
 
 
@@ -301,7 +301,7 @@ def no_profiles() -> str:
 def plan_gpus(
     shim: SparkShim, conf: Mapping[str, str], use_gpu: bool | None, given: ResourceProfile | None
 ) -> tuple[GpuPlan, ResourceProfile | None]:
-    """Decide how ranks get GPUs, and choose the profile of the stage: the caller's, or one if it is needed.
+    """Decide how ranks get GPUs, and choose the profile of the stage: the caller's, or a new profile if needed.
 
     Raises:
         InvalidArgumentError: see `decide`.
@@ -325,7 +325,7 @@ _sharing = threading.Lock()
 
 
 def profile_to_share_gpus(shim: SparkShim) -> ResourceProfile | None:
-    """Tasks of an ordinary stage with this profile share the GPUs of their executors. None without GPUs.
+    """Resource profile for an ordinary stage, to share the executors' GPUs among its tasks; None without GPUs.
 
     The same object for an application (on Connect: a session) during this process. The first call costs a few requests
     to the server.
@@ -350,13 +350,13 @@ def _profile_to_share(shim: SparkShim) -> ResourceProfile | None:
 
 
 def _first_line(error: Exception) -> str:
-    """Leave out the JVM's stack of Spark's message."""
+    """First line of a Spark error's message, without the JVM's stack."""
     text = str(getattr(error, "java_exception", None) or error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def slots_of(conf: Mapping[str, str], plan: GpuPlan, given: ResourceProfile | None = None) -> Slots:
-    """Each slot has the share of `given`, else of the plan, else of the configuration."""
+    """Configured slots, each with the share of `given`, else of the plan, else of the configuration."""
     share = share_of(given) or plan.profile or TaskShare()
     return configured_slots(conf, jvm_processors(), share.cpus, share.gpus)
 

@@ -116,7 +116,7 @@ def ask(
 
     Args:
         library: the driver's library; "" for `LIBRARY`.
-        views: variables to change before counting; None unsets one.
+        views: variables to change before counting; a value of None unsets the variable.
         notify: called once with a list of {"uuids": [...], "error": ""}, in the order of `views`.
     """
     asked = [_fork(library, view) for view in views]

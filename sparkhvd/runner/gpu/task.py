@@ -28,7 +28,7 @@ def variables(context: TaskContext, mode: str) -> dict[str, str]:
 
 
 def views(mode: str) -> list[dict[str, str | None]]:
-    """See `decide.views`."""
+    """Views of a trainer on the GPUs; see `decide.views`."""
     return decide.views(mode, inherited(VISIBLE))
 
 
@@ -61,7 +61,7 @@ def own_gpu(
     """GPU of one rank; see `agreement.own_gpu`.
 
     Args:
-        mode: of `decide.Mode`.
+        mode: of `decide.GpuMode`.
         rank: this rank.
         ranks: `rank_gpus(...)`.
         endpoints: by rank.

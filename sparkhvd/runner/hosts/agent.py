@@ -44,7 +44,7 @@ from sparkhvd.settings import JobSettings, Settings
 from sparkhvd.wire import Message, rebuild
 
 # One line for `python -c`: prints the version of this Python before any import, and takes the module path from the
-# first line. Leaves out the working directory, a login's home, whose `json.py` is not Python's.
+# first line. It removes the working directory from that path: a `json.py` in the login's home would hide Python's.
 MARK = b"sparkhvd-agent "
 BOOTSTRAP = (
     "import sys;sys.path=[p for p in sys.path if p];import json,os;"
@@ -58,7 +58,7 @@ REACH_S = 5.0
 BEAT_S = 5.0
 # Silence of the launcher after which the agent checks the launcher's host.
 SILENCE_S = 15.0
-# Between two looks for functions that outlive an interrupt.
+# Pause between two polls for functions that outlive an interrupt.
 _POLL_S = 1.0
 
 
@@ -219,13 +219,13 @@ def _receive(channel: Channel) -> Message | None:
 
 
 def _is_there() -> bool:
-    """Whether the launcher's host answers. It does not if it is down, or the network is cut.
+    """Whether the launcher's host answers; False if the host is down or the network is cut.
 
     A launcher that is only stopped sends no heartbeats either, but its host's kernel answers.
     """
-    came = os.environ.get("SSH_CONNECTION", "").split()  # noqa: TID251 - sshd's
+    came = os.environ.get("SSH_CONNECTION", "").split()  # noqa: TID251 - sshd's variable
     if len(came) != 4:
-        return True  # a child process of the launcher, whose end closes the pipe
+        return True  # a child process of the launcher: the launcher's end closes the pipe
     try:
         # ssh's client port there, which accepts no connection.
         socket.create_connection((came[0], int(came[1])), timeout=REACH_S).close()
@@ -251,8 +251,8 @@ def _address(order: StartRequest, settings: Settings) -> str:
         return address_on(settings.interfaces)
     if order.address:
         return order.address
-    # The client's address and port, then the server's.
-    came = os.environ.get("SSH_CONNECTION", "").split()  # noqa: TID251 - sshd's
+    # SSH_CONNECTION has the client's address and port, then the server's.
+    came = os.environ.get("SSH_CONNECTION", "").split()  # noqa: TID251 - sshd's variable
     if len(came) == 4 and not is_loopback(came[2]):
         return came[2].removeprefix("::ffff:")
     return own_address("", order.towards)

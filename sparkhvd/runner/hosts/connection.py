@@ -27,14 +27,14 @@ from sparkhvd.wire import Message
 CONNECT_S = 9.5
 # How long an agent may take to end with its connection, before ssh is killed.
 END_S = 2.0
-# ssh's own part of this, so that it reports why it does not reach a host.
+# ssh's own, shorter limit, so that ssh reports why it does not reach a host.
 _SSH_S = 8.0
 _SAID_LINES = 5
 _OF_RANKS = ("line", "ended", "outcome")
 
 
 class HostError(Exception):
-    """Why a host cannot run its ranks."""
+    """A host cannot run its ranks; the text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Reach:
         options = {
             "BatchMode": "yes",  # there is no user to type a password
             "ConnectTimeout": f"{_SSH_S:g}",
-            "ControlMaster": "no",  # a master would stay and hold the pipes
+            "ControlMaster": "no",  # a master process would stay and keep the pipes open
             "ServerAliveInterval": "5",
             "ServerAliveCountMax": "3",
         }
@@ -105,7 +105,7 @@ class HostConnection:
         self.host = place.host
         command = reach.command(place.host)
         try:
-            # This process forwards a terminal's Ctrl-C.
+            # The process has its own session, so a terminal's Ctrl-C reaches it only through this process.
             started = FreshProcess(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
@@ -144,7 +144,7 @@ class HostConnection:
         return " ".join([text, *([" | ".join(self._said)] if self._said else [])])
 
     def greet(self, timeout_s: float) -> None:
-        """Compare versions.
+        """Compare the versions of Python and sparkhvd on both hosts.
 
         Raises:
             HostError: there is no answer, or the host has other versions.
@@ -153,7 +153,7 @@ class HostConnection:
         try:
             line = self._channel.read_line(MARK, CONNECT_S)
         except TimeoutError:
-            text = f"no answer within {CONNECT_S:g} s. Its shell reads files of its own first (.bashrc), one of which may wait."
+            text = f"no answer within {CONNECT_S:g} s. Its shell runs start-up files first (.bashrc), and one of them may wait."
             raise HostError(self._silence(text)) from None
         if line is None:
             raise HostError(self.said())
@@ -163,7 +163,7 @@ class HostConnection:
             raise HostError(
                 f"{executable} there is Python {version}, and {sys.executable} here is {own}; ranks need the same minor version."
             )
-        path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]  # noqa: TID251 - Python's own
+        path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]  # noqa: TID251 - Python's own variable
         with contextlib.suppress(BrokenPipeError):
             self._writer.write(json.dumps(path).encode() + b"\n")
             self._writer.flush()
@@ -183,7 +183,7 @@ class HostConnection:
 
     def send(self, kind: str, data: bytes = b"", **values: object) -> None:
         """Send a message; nothing happens if the agent is gone, which `receive` reports."""
-        with contextlib.suppress(OSError, ValueError):  # broken, or closed
+        with contextlib.suppress(OSError, ValueError):  # the pipe is broken or closed
             self._channel.send(kind, data, **values)
 
     def receive(self) -> Message | None:

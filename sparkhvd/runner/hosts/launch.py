@@ -203,7 +203,7 @@ class Hosts:
 
 
 def loopback_addresses(hosts: Sequence[str], reach: Reach) -> dict[str, str]:
-    """Empty unless all hosts are names of this machine."""
+    """Loopback address by host, if all hosts are names of this machine; otherwise empty."""
     found = {}
     for host in hosts:
         if reach.is_here(host):

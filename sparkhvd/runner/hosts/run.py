@@ -62,7 +62,7 @@ class HostsOptions:
         """Read `hosts` or `hostfile`.
 
         Raises:
-            InvalidArgumentError: they are given not at all, or twice.
+            InvalidArgumentError: neither or both are given.
         """
         if (self.hosts is None) == (self.hostfile is None):
             raise InvalidArgumentError(

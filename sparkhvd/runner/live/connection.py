@@ -27,7 +27,7 @@ _GATHER_S = 0.2
 
 
 class LiveConnection:
-    """TCP carrier of records, for one thread that delivers and another that aborts."""
+    """TCP carrier of records; one thread delivers, and another thread may abort."""
 
     def __init__(self, address: tuple[str, int], job: Job) -> None:
         self._address = address
@@ -35,7 +35,7 @@ class LiveConnection:
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
-        # None once the driver has been reached.
+        # Time of the first attempt to connect; infinity before it, None once the driver has been reached.
         self._tried_since: float | None = math.inf
 
     def deliver(self, backlog: Backlog) -> None:

@@ -60,7 +60,7 @@ def folder_of(run_dir: str, attempt: int, job_id: str) -> str:
 
 
 class ChunkWriter:
-    """File carrier of records, for one thread that delivers and another that aborts."""
+    """File carrier of records; one thread delivers, and another thread may abort."""
 
     def __init__(self, files: Chunks, folder: str, rank: int) -> None:
         self._files = files
@@ -77,7 +77,7 @@ class ChunkWriter:
                 if self._has_room():
                     path = f"{self._folder}/{self._rank:06d}-{records[-1].number:010d}"
                     self._files.write_bytes(path, pack(records))
-                    if path not in self._written[-1:]:  # progress rewrites it
+                    if path not in self._written[-1:]:  # a line of progress rewrites the file
                         self._written.append(path)
                     backlog.acknowledge(records[-1].number)
                     continue
@@ -130,7 +130,7 @@ class ChunkReader:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it did not end in time, because the stream blocks or the store does not answer."""
+        """Whether the reader did not end in time, because the stream blocks or the store does not answer."""
         return self._thread.is_alive()
 
     def _run(self) -> None:

@@ -9,7 +9,7 @@ from sparkhvd import wire
 
 # The driver refuses longer records.
 MAX_RECORD_BYTES = 1 << 20
-# Of the driver's port, where rank r is number r + 1, as the driver is 0.
+# Purpose of the proof at the driver's port. There rank r is number r + 1, because the driver is 0.
 PURPOSE = "live output"
 
 
@@ -62,7 +62,7 @@ def record_of(payload: bytes) -> Record:
 
 
 def unpack(data: bytes) -> Iterator[Record]:
-    """Yield the records of `pack`."""
+    """Yield the records in bytes of `pack`."""
     came = bytearray(data)
     while (payload := wire.take_frame(came)) is not None:
         yield record_of(payload)

@@ -114,7 +114,7 @@ class Receiver:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it did not end in time, because the stream blocks."""
+        """Whether the receiver did not end in time, because the stream blocks."""
         return self._thread.is_alive()
 
     # --- the thread
@@ -178,7 +178,7 @@ class Receiver:
         """Show the records of a rank, and acknowledge them."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if rank in self._of_rank:  # the old connection is dead, or the rank would not open another
+        if rank in self._of_rank:  # a rank opens another connection only if the old one is dead
             with contextlib.suppress(OSError):
                 self._of_rank[rank].shutdown(socket.SHUT_RDWR)
         self._of_rank[rank] = sock

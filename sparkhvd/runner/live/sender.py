@@ -15,7 +15,7 @@ from sparkhvd.runner.live.frames import Record, left_out
 
 # How long the end of a rank may be delayed for its last lines.
 FLUSH_S = 2.0
-# The part of it for the end of the thread.
+# Part of `FLUSH_S` that is left for the end of the thread.
 _ABORT_S = 0.2
 
 
@@ -32,7 +32,7 @@ class Carrier(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the driver was never reached, for so long that the end need not wait."""
+        """Whether the driver was unreachable for so long that the end need not wait for it."""
         ...
 
 
@@ -44,7 +44,7 @@ class OutputRoute:
         address: host and port of the driver; None if it reads files.
         folder: of these files; "" without them.
         shows_lines: whether ordinary lines take this route, or messages only.
-        on_terminal: whether the task's stderr is the driver's, so that nothing may take both routes.
+        on_terminal: whether the task's stderr is the driver's, so that a line must take one route only.
         is_shown: whether left out lines may appear on that stderr.
         at_once: whether a rank connects before its first line, because the driver reports missing connections.
     """
@@ -57,7 +57,7 @@ class OutputRoute:
     at_once: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """`wire.rebuild` reads it."""
+        """JSON object for `wire.rebuild`."""
         return asdict(self)
 
     @property
@@ -84,7 +84,7 @@ class Sender:
         self._backlog = Backlog(
             rank, way.elsewhere, shows_lines=way.shows_lines, is_limited=not way.on_terminal
         )
-        # Guards the start.
+        # Guards the start of the thread.
         self._lock = threading.Lock()
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -94,7 +94,7 @@ class Sender:
         return self._started(self._backlog.line(line))
 
     def message(self, text: str) -> bool:
-        """Send a message of such lines, with a rate of its own; return False if it is left out."""
+        """Send a message of some lines, at the rate of messages; return False if it is left out."""
         return self._started(self._backlog.message(text))
 
     def metrics(self, entry: str) -> bool:
@@ -130,7 +130,7 @@ class Sender:
         return self._backlog.rest()
 
     def __enter__(self) -> Sender:
-        if self._at_once:  # the first poll drops progress, and connects for it
+        if self._at_once:  # the carrier connects for this line, and drops it
             self.progress("begins")
         return self
 
@@ -159,7 +159,7 @@ class Rate:
 
 
 LINES = Rate(2000.0, float(1 << 20), 2.0)
-# For `log_to_driver`.
+# Rate of `log_to_driver` messages.
 MESSAGES = Rate(100.0, float(1 << 20), 2.0)
 
 
@@ -313,7 +313,7 @@ class Backlog:
             self._open, self._open_bytes, self._open_lines = [], 0, 0
 
     def take(self, gather_s: float) -> list[Record]:
-        """Wait for lines; return the first unacknowledged records, or an empty list once the queue has ended and is empty.
+        """Wait for lines; return the first unacknowledged records, or an empty list after the end of an empty queue.
 
         The wait has no deadline: a task always calls `end`, however its rank ends, and the thread is a daemon.
         Progress precedes the records, once, as a record with number 0.
@@ -345,7 +345,7 @@ class Backlog:
                 self._bytes -= len(self._records.popleft().text.encode(errors="replace")) + 1
 
     def end(self) -> None:
-        """Refuse further lines; existing ones can still be taken."""
+        """Refuse further lines; existing lines can still be taken."""
         with self._changed:
             self._count_left_out()
             self._has_ended = True

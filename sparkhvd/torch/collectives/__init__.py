@@ -11,7 +11,7 @@ Failure: arguments are checked before anything is sent. Ranks that disagree get 
 Each module imports only those above it:
 
     barriers        barrier, join
-    tensors         tensors as operands: types, checks, memory
+    tensors         checks, element types and memory of tensors
     cuda            Adasum of tensors on a GPU
     messages        send, recv
     allreduces      allreduce

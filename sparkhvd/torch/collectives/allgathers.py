@@ -29,10 +29,10 @@ from sparkhvd.torch.collectives.tensors import (
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
 
-# Smaller results are copied: a copy of 16 KiB costs less than keeping the operation alive.
+# Results up to this size are copied: a copy of 16 KiB costs less than keeping the operation alive.
 COPIED_BYTES = 16 << 10
 
-# Concatenated tensor and rows received from each rank, for each tensor of an operation.
+# For each tensor of an operation: the concatenated tensor, and the number of rows from each rank.
 Gathered = list[tuple[Tensor, tuple[int, ...]]]
 
 
@@ -52,10 +52,10 @@ def unpack(work: Work, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> G
     members = len(output.rows) // len(shapes)
     parts: Gathered = []
     first = 0
-    # The engine allocated this memory, and it lives as long as the work: the tensors' storages keep the buffer,
-    # and the buffer keeps the work. Without bytes the address is 0, and nothing is read.
+    # The engine allocated this memory, and frees it with the work. So the tensors' storages keep the buffer alive,
+    # and the buffer keeps the work alive. An empty result has the address 0, which is never read.
     buffer = (ctypes.c_char * output.num_bytes).from_address(output.address)
-    buffer.work = work  # type: ignore[attr-defined]  # instances of ctypes' arrays take attributes
+    buffer.work = work  # type: ignore[attr-defined]  # arrays of ctypes accept new attributes
     for index, shape in enumerate(shapes):
         rows = output.rows[index * members : (index + 1) * members]
         full = torch.Size((sum(rows), *shape[1:]))
@@ -102,9 +102,9 @@ def _start_one_type(
 def start_single_allgather(
     tensor: Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
 ) -> tuple[Handle[Tensor], list[int]]:
-    """Submit one tensor; after the handle's wait the list has every rank's rows.
+    """Submit one tensor; after the handle's wait the list has each rank's number of rows.
 
-    `is_awaited`: the caller waits at once.
+    `is_awaited` means that the caller waits at once.
     """
     ctx = context()
     number = set_id(process_set)
@@ -127,7 +127,7 @@ def start_single_allgather(
 
 
 def joined_by(work: Operation, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Gathered:
-    """As `unpack`, for a finished allgather on CPU or GPU."""
+    """Return the results of a finished allgather on CPU or GPU; see `unpack`."""
     if isinstance(work, DeviceGather):
         return work.outcome()
     assert isinstance(work, Work)
@@ -141,7 +141,7 @@ def start_grouped_allgather(
     *,
     is_awaited: bool = False,
 ) -> tuple[Handle[tuple[Tensor, ...]], list[tuple[int, ...]]]:
-    """Submit a group; after the handle's wait the list has every rank's rows of each tensor."""
+    """Submit a group; after the handle's wait the list has, for each tensor, each rank's number of rows."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("grouped_allgather", name, number)
@@ -227,12 +227,12 @@ def grouped_allgather(
 
 
 class _OwnRows(NamedTuple):
-    """Arguments of a backward pass.
+    """Arguments that `forward` saves for `backward`.
 
     Attributes:
-        name: of its collective.
+        name: the name of the collective of the backward pass.
         process_set: the ranks that take part.
-        rows: for each concatenated tensor the first of this rank's rows, and their number.
+        rows: for each concatenated tensor the index of this rank's first row, and the number of its rows.
     """
 
     name: str | None
@@ -241,7 +241,7 @@ class _OwnRows(NamedTuple):
 
 
 class Allgather(torch.autograd.Function):
-    """The gradient is this rank's rows of the average of the ranks' gradients (as in Horovod)."""
+    """`allgather` with a gradient: this rank's rows of the average of the ranks' gradients, as in Horovod."""
 
     @staticmethod
     def forward(
@@ -264,7 +264,7 @@ class Allgather(torch.autograd.Function):
 
 
 class GroupedAllgather(torch.autograd.Function):
-    """`Allgather` for several tensors, with the same gradients."""
+    """`grouped_allgather` with the gradients of `Allgather`."""
 
     @staticmethod
     def forward(

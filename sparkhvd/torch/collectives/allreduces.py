@@ -34,14 +34,14 @@ from sparkhvd.torch.compressors import Compressor, NoneCompressor
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
-# Looked up once: looking up a member of an enumeration costs time.
+# A constant, because the lookup of an enumeration's member would slow every call.
 _ALLREDUCE = Collective.ALLREDUCE
 
 
 def _operands(
     tensor: Tensor, request: ReductionRequest, *, in_place: bool
 ) -> tuple[Context, str, int, DType, Tensor, Tensor, object]:
-    """Check one tensor, fast, because every operation does this.
+    """Check one tensor and prepare its reduction. This is fast, because every operation does it.
 
     Returns:
         The context, the operation's name and process set, the element type, the tensors to read and to write, and the
@@ -55,10 +55,12 @@ def _operands(
     dtype = engine_dtype(name, tensor)
     if in_place:
         require_contiguous(name, tensor)
-        return ctx, name, number, dtype, tensor, tensor, tensor.untyped_storage()  # as `lend`
+        # `lend` explains why.
+        return ctx, name, number, dtype, tensor, tensor, tensor.untyped_storage()
     source = as_sent(tensor)
     target = torch.empty_like(source)
-    return ctx, name, number, dtype, source, target, (source, target)  # private to this call
+    # The user has no access to these.
+    return ctx, name, number, dtype, source, target, (source, target)
 
 
 def _run_one(tensor: Tensor, request: ReductionRequest, *, in_place: bool) -> Tensor:
@@ -93,7 +95,7 @@ def _one(tensor: Tensor, request: ReductionRequest, *, in_place: bool = False) -
 def _start(
     tensors: Iterable[Tensor], request: ReductionRequest, *, in_place: bool
 ) -> tuple[str, list[Operation], list[Tensor]]:
-    """Submit tensors, an operation per element type; usually a single operation.
+    """Submit tensors as one operation per element type.
 
     Returns:
         The name, the operations, and their output tensors: the caller's if `in_place`.
@@ -354,7 +356,7 @@ def grouped_allreduce_(
 
 
 class Allreduce(torch.autograd.Function):
-    """The gradient of a sum over ranks is the sum of the ranks' gradients, with the same factors."""
+    """`allreduce` with a gradient: the same reduction of the ranks' gradients, with the same factors."""
 
     @staticmethod
     def forward(
@@ -367,5 +369,5 @@ class Allreduce(torch.autograd.Function):
     def backward(ctx: Saved[ReductionRequest], *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         request = ctx.arguments
         check_linear("allreduce", request.reduction.op)
-        # With create_graph=True the gradients have gradients too.
+        # `_reduced` is differentiable, for second derivatives with create_graph=True.
         return None, *_reduced(gradients, request.of_gradient())

@@ -1,4 +1,4 @@
-"""`alltoall`: rows to every rank, rows from every rank."""
+"""`alltoall`: every rank sends rows to every rank."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def start_alltoall(
     *,
     is_awaited: bool = False,
 ) -> Handle[tuple[Tensor, Tensor]]:
-    """Submit a tensor, as `alltoall_async` does; `is_awaited`: the caller waits at once."""
+    """Submit a tensor as `alltoall_async` does; `is_awaited` means that the caller waits at once."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("alltoall", name, number)
@@ -141,13 +141,13 @@ def alltoall(
 
 
 class _Sent(NamedTuple):
-    """Arguments of a backward pass.
+    """Arguments that `forward` saves for `backward`.
 
     Attributes:
-        name: of its collective.
+        name: the name of the collective of the backward pass.
         process_set: the ranks that take part.
-        received: rows from each rank.
-        rows: of the sent tensor.
+        received: number of rows received from each rank.
+        rows: number of rows of the sent tensor.
     """
 
     name: str | None
@@ -157,14 +157,14 @@ class _Sent(NamedTuple):
 
 
 class _Context(Saved[_Sent], Protocol):
-    """Autograd's context as `forward` uses it."""
+    """The methods of autograd's context that `forward` uses."""
 
     def mark_non_differentiable(self, *args: Tensor) -> None:
         """Declare outputs that have no gradient."""
 
 
 class Alltoall(torch.autograd.Function):
-    """The gradient of rows returns to their senders."""
+    """`alltoall` with a gradient: each row's gradient returns to the sender of the row."""
 
     @staticmethod
     def forward(  # noqa: D102

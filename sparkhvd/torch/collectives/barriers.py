@@ -10,7 +10,7 @@ from sparkhvd.torch.process_sets import ProcessSet, ProcessSets, global_process_
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank has called this equally often."""
+    """Wait until every rank of the process set has reached the same call."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("barrier", None, number)
@@ -20,20 +20,20 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Announce that this rank has no more work, and wait until every rank has announced it.
 
-    For uneven work: the allreduces (Sum, Average) of the working ranks, on all ranks and on every process set
-    of this rank, count zeros for this rank; Average still divides by the set's size. Every other operation that they
-    start meanwhile, and Min, Max, Product and Adasum, raises a `MismatchError` on all of them.
-    This rank's tensors are neither read nor written.
+    For ranks with different numbers of batches. While this rank waits, it contributes zeros to the other ranks'
+    allreduces with Sum or Average, on all ranks and on every process set of this rank; Average still divides by the
+    set's size. Every other operation, and Min, Max, Product and Adasum, raises a `MismatchError` on the ranks that
+    started it. This rank's tensors are neither read nor written.
 
     Args:
-        device: this rank's GPU, if the others may reduce GPU tensors before this rank's first GPU tensor; -1 is torch's
-            current device, if CUDA has been used, or no GPU.
+        device: this rank's GPU, for a rank that has not used a GPU tensor yet while other ranks may reduce GPU tensors;
+            -1 means torch's current device if CUDA has been used, otherwise no GPU.
 
     Returns:
         The rank that joined last, whose state is the newest.
 
     Raises:
-        CollectiveTimeoutError, PeerLostError: as for `allreduce`; work of the others extends the wait.
+        CollectiveTimeoutError, PeerLostError: as for `allreduce`; operations of the other ranks extend the timeout.
     """
     ctx = context()
     _open_device(ctx, device)
@@ -42,18 +42,18 @@ def join(device: int = -1) -> int:
         each for each in list(ctx.part(ProcessSets).by_ranks.values()) if rank in (each.ranks or ())
     ]
     work = ctx.engine.join()
-    # They last as long as the join of all ranks, which work outside of a set extends.
+    # No timeout: a set's join lasts until all ranks of the job have joined, and ranks outside of the set still work.
     others = [ctx.engine.join(process_set=set_id(each), timeout_s=0) for each in sets]
     work.wait()
     ctx.joins += 1
-    # Now every rank has joined its sets too, and only their coordinators' answers are pending.
+    # Every rank has joined its process sets by now, so only the answers of the sets' coordinators are pending.
     for other in others:
         other.wait(ctx.engine.settings.stall_shutdown_s or None)
     return work.output().rows[0]
 
 
 def _open_device(ctx: Context, device: int) -> None:
-    """Open this rank's GPU for operations of other ranks: after `join` it takes part in them with zeros."""
+    """Open this rank's GPU, because a joined rank contributes zeros to other ranks' operations on GPUs."""
     gpu = ctx.part(RankGpu)
     if gpu.device is not None:
         return

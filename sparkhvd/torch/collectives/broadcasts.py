@@ -1,4 +1,4 @@
-"""`broadcast`: one rank's tensor, on every rank."""
+"""`broadcast`: one rank sends its tensor to every rank."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def broadcast_(
 
 
 class Broadcast(torch.autograd.Function):
-    """The gradient is the average of the ranks' gradients on the root, zero elsewhere (as in Horovod)."""
+    """`broadcast` with Horovod's gradient: the average of the ranks' gradients on the root, zero elsewhere."""
 
     @staticmethod
     def forward(  # noqa: D102

@@ -30,7 +30,8 @@ from sparkhvd.torch.context import Context, ContextPart
 from sparkhvd.torch.cuda import Device, copy_each, opened
 from sparkhvd.torch.process_sets import num_members
 
-# Types that NCCL does not reduce, and their types on the wire. Sums of the wider type wrap around to the same bits.
+# Types that NCCL does not reduce, and the types that are sent instead. Sums in the wider type, truncated to the
+# narrow type, have the same bits.
 _WIRES = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.bool: torch.uint8}
 _OF_BOOL = {
     ReduceOp.SUM: ReduceOp.MAX,
@@ -45,10 +46,10 @@ class DeviceWork:
 
     Args:
         device: the GPU.
-        work: the engine's.
-        stream: the current stream of the submission.
+        work: the engine's operation.
+        stream: the stream that was current at the submission.
         results: output tensors of the operation.
-        finish: the last steps, on the waiting stream.
+        finish: runs the remaining steps on the waiting stream.
     """
 
     __slots__ = ("_device", "_finish", "_results", "_stream", "_work")
@@ -68,11 +69,11 @@ class DeviceWork:
         self._finish = finish
 
     def done(self) -> bool:
-        """Whether the GPU has finished it."""
+        """Whether the GPU has finished the operation."""
         return self._work.done()
 
     def wait(self) -> None:
-        """Make the current stream wait; this thread waits only until every rank has submitted."""
+        """Make the current stream wait for the result; the host waits only until every rank has submitted."""
         stream = self._device.stream()
         self._work.wait_stream(stream)
         if stream != self._stream:
@@ -108,8 +109,8 @@ class Scheme(NamedTuple):
         wire: NCCL's type of the reduction.
         before: factor of the input.
         after: factor of the result.
-        divisor: of the result, after that.
-        digest: of arguments that must be equal on all ranks but are unknown to the engine.
+        divisor: divisor of the result, applied last.
+        digest: digest of arguments that the engine does not know, but that must be equal on all ranks.
     """
 
     op: ReduceOp
@@ -149,8 +150,8 @@ def scheme_of(what: str, dtype: torch.dtype, reduction: Reduction, size: int) ->
     divisor = 1.0
     if op is ReduceOp.AVERAGE:
         op, divisor = ReduceOp.SUM, float(size)
-        # A power of two is divided out before the sum, where it rounds nothing and copies are scaled anyway. Sums
-        # of 16-bit floats need it, because they stay in 16 bits and would overflow.
+        # Divide by a power of two before the sum: this does not round, and costs nothing because the copies are scaled
+        # anyway. 16-bit floats need it, because their sums stay in 16 bits and would overflow.
         power = 1 << (size - 1).bit_length()
         if dtype.is_floating_point and (power == size or dtype.itemsize < torch.float32.itemsize):
             before, divisor = before / power, size / power
@@ -158,19 +159,20 @@ def scheme_of(what: str, dtype: torch.dtype, reduction: Reduction, size: int) ->
 
 
 def divide_(tensors: Sequence[Tensor], divisor: float) -> None:
-    """Divide floating-point tensors of one type in place, each quotient correctly rounded."""
+    """Divide floating-point tensors of one type in place, with correct rounding."""
     if not tensors or divisor == 1.0:
         return
     by: float | Tensor = divisor
     if tensors[0].dtype.itemsize >= torch.float32.itemsize:
-        # On a GPU torch multiplies by a number's rounded reciprocal, but divides by a tensor. 16-bit floats are not
-        # affected: the product is of float32, and their quotients are further from rounding boundaries.
+        # On a GPU torch replaces the division by a Python number with a multiplication by its rounded reciprocal, but
+        # really divides by a tensor. 16-bit floats do not need this: torch multiplies them in float32, whose error is
+        # too small to change the rounding to 16 bits.
         by = tensors[0].new_full((), divisor)
     torch._foreach_div_(list(tensors), by)
 
 
 def _scale_(tensors: Sequence[Tensor], factor: float, divisor: float = 1.0) -> None:
-    """Multiply and divide in place like the CPU's reductions."""
+    """Multiply and divide in place, with the rounding of the CPU's reductions."""
     if (factor, divisor) == (1.0, 1.0) or not tensors:
         return
     if not tensors[0].dtype.is_floating_point:
@@ -183,18 +185,18 @@ def _scale_(tensors: Sequence[Tensor], factor: float, divisor: float = 1.0) -> N
 
 
 def _scaled_integers(tensor: Tensor, factor: float, divisor: float) -> Tensor:
-    """Scale in double, truncate and saturate; NaN becomes 0."""
+    """Scale integers in float64, then truncate and saturate; NaN becomes 0."""
     limits = torch.iinfo(tensor.dtype)
     values = tensor.to(torch.float64).mul_(factor)
     divide_([values], divisor)
     values = values.nan_to_num_(0.0, float("inf"), float("-inf"))
-    if limits.bits < 64:  # the limits are numbers of double
+    if limits.bits < 64:  # float64 represents the limits exactly
         return values.clamp_(limits.min, limits.max).to(tensor.dtype)
     beyond = 2.0 ** (64 if limits.min == 0 else 63)
     too_high = values >= beyond
-    # 2048 and 1024 are the distances between numbers of double just below the limits.
+    # Clamp to the largest float64 below the limit; the spacing there is 2048 (2**64) or 1024 (2**63).
     inside = values.clamp_(limits.min, beyond - (2048 if limits.min == 0 else 1024))
-    # As signed numbers of 64 bits, which torch has every operation for.
+    # Fill as int64, because torch lacks many operations for uint64.
     highest = -1 if limits.min == 0 else limits.max
     return (
         inside.to(tensor.dtype).view(torch.int64).masked_fill_(too_high, highest).view(tensor.dtype)
@@ -210,7 +212,7 @@ def start_allreduce(
     process_set: int,
     digest: tuple[int, ...] = (),
 ) -> DeviceWork:
-    """Submit contiguous tensors of one type, which may be their own outputs."""
+    """Submit contiguous tensors of one type; `outputs` may be the inputs themselves."""
     device = _of_all(ctx, name, (*inputs, *outputs))
     scheme = scheme_of(name, inputs[0].dtype, reduction, num_members(ctx, process_set))
     stream = device.stream()
@@ -233,7 +235,7 @@ def start_allreduce(
 def _to_send(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheme: Scheme
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return NCCL's input and output tensors. Autograd does not record their computation."""
+    """Return NCCL's input and output tensors, computed without autograd."""
     if scheme.before == 1.0 and scheme.wire is inputs[0].dtype:
         return inputs, outputs
     ins = [each.detach() for each in inputs]
@@ -249,7 +251,7 @@ def _to_send(
 
 
 def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
-    """Compute `targets = sources * factor`; a target may be its own source."""
+    """Compute `targets = sources * factor`; a target may be the source itself."""
     if sources[0].dtype.is_floating_point and len(sources) == 1:
         torch.mul(sources[0], factor, out=targets[0])
         return
@@ -262,7 +264,7 @@ def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) ->
 def _finish(
     scheme: Scheme, written: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Callable[[], None] | None:
-    """None if nothing remains to do after the operation."""
+    """Return the steps after the operation, or None if there are none."""
     is_converted = scheme.wire != outputs[0].dtype and outputs[0].dtype != torch.bool
     if scheme.after == scheme.divisor == 1.0 and not is_converted:
         return None
@@ -338,7 +340,7 @@ def start_broadcast(
 
 
 def _of_all(ctx: Context, name: str, tensors: Sequence[Tensor]) -> Device:
-    """The common device of the tensors."""
+    """Return the device of the tensors; all must be on the rank's GPU."""
     for tensor in tensors:
         device = opened(ctx, name, tensor)
     return device
@@ -355,19 +357,19 @@ def _joined(*digests: tuple[int, ...]) -> tuple[int, ...]:
 
 # ----------------------------------------------------------------------------------------------------
 # allgather and alltoall of tensors on a GPU, with results of any number of rows.
-# First the ranks exchange their numbers of rows over the CPU's plane. Then torch allocates the result and the operation
-# is submitted.
+# Step one: the ranks exchange their numbers of rows, with a collective on the CPU. Step two: torch allocates the
+# result and the operation is submitted.
 #
-# **Threads.** A caller that waits does both steps itself. For asynchronous calls one thread per context, which lives as
-# long as gathers are pending, begins the second steps, because a rank may run or wait for other operations while another
-# rank waits for this one.
+# **Threads.** A caller that waits does both steps itself. For asynchronous calls a thread begins the second step,
+# because another rank may wait for this operation while this rank's caller does something else. There is one thread
+# per context; it ends when no gather is pending.
 #
 # **Ownership.** A gather's state belongs to the thread that holds its lock.
 
 _INT64 = ctypes.c_int64
-# Time for which the thread drives the engine for one gather before it polls the others.
+# Time for which the thread waits for one gather before it polls the other gathers.
 _SLICE_S = 0.002
-# The same for a caller, before it checks for pending signals.
+# Time for which a caller waits before Python can handle pending signals.
 _WAIT_S = 0.05
 
 Outcome = list[tuple[Tensor, tuple[int, ...]]]
@@ -405,7 +407,7 @@ class DeviceGather:
                         return False
                 self._has_begun = True
                 self._work, self._outcome = self._begin(self._rows)
-                del self._begin, self._rows  # and what they keep alive
+                del self._begin, self._rows  # free the memory that they keep alive
             except Exception as error:  # noqa: BLE001 - the waiter raises it
                 self._has_begun = True
                 self._error = error
@@ -413,19 +415,19 @@ class DeviceGather:
 
     def _drive(self, timeout_s: float) -> None:
         if timeout_s > 0:
-            # Timeout of this wait or of the operation; `done` distinguishes them.
+            # Either this wait or the operation timed out. `done` raises the operation's error.
             with contextlib.suppress(CollectiveTimeoutError):
                 self._rows.wait(timeout_s)
 
     def done(self) -> bool:
-        """Whether the GPU has finished."""
+        """Whether the GPU has finished both steps."""
         if not self.advance(0):
             return False
         self._raise()
         return self._work is None or self._work.done()
 
     def wait(self) -> None:
-        """Make the current stream wait; this thread waits until every rank has submitted both steps."""
+        """Make the current stream wait for the result; the host waits until every rank has submitted both steps."""
         while not self.advance(_WAIT_S):
             pass
         self._raise()
@@ -433,7 +435,7 @@ class DeviceGather:
             self._work.wait()
 
     def outcome(self) -> Outcome:
-        """Return, after `wait`, each concatenated tensor and the number of rows from every rank."""
+        """Each concatenated tensor and its number of rows from every rank; complete after `wait`."""
         return self._outcome
 
     def _raise(self) -> None:
@@ -442,7 +444,7 @@ class DeviceGather:
 
 
 class GatherThread(ContextPart):
-    """Thread that begins second steps of asynchronous gathers."""
+    """Thread that begins the second steps of asynchronous gathers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -450,7 +452,7 @@ class GatherThread(ContextPart):
         self._is_running = False
 
     def add(self, gather: DeviceGather) -> None:
-        """Advance a gather until its second step has begun; starts the thread if it does not run."""
+        """Let the thread advance a gather until its second step has begun; start the thread if necessary."""
         with self._lock:
             self._pending.append(gather)
             if self._is_running:
@@ -467,7 +469,7 @@ class GatherThread(ContextPart):
                 if not pending:
                     self._is_running = False
                     return
-            # The other ranks may wait for any of them.
+            # Other ranks may wait for any of the gathers, so all are polled while the thread waits for one.
             waiting = pending[0]
             pending = [each for each in pending[1:] if not each.advance(0)]
             if not waiting.advance(_SLICE_S):
@@ -488,7 +490,7 @@ def start_device_allgather(
     *,
     is_awaited: bool = False,
 ) -> DeviceGather:
-    """Submit tensors of one type with at least one dimension; `is_awaited`: the caller waits at once."""
+    """Submit tensors of one type with at least one dimension; `is_awaited` means that the caller waits at once."""
     sources = [as_sent(tensor) for tensor in tensors]
     devices = [opened(ctx, name, source) for source in sources]
     device, here, stream = devices[0], devices[0].here(), devices[0].stream()
@@ -538,7 +540,7 @@ def start_device_alltoall(
     *,
     is_awaited: bool = False,
 ) -> DeviceGather:
-    """Submit a tensor with at least one dimension; `is_awaited`: the caller waits at once."""
+    """Submit a tensor with at least one dimension; `is_awaited` means that the caller waits at once."""
     source = as_sent(tensor)
     device = opened(ctx, name, source)
     here, stream = device.here(), device.stream()
@@ -577,7 +579,7 @@ def start_device_alltoall(
 def _checked_splits(
     name: str, source: Tensor, splits: Sequence[int] | None, members: int
 ) -> list[int]:
-    """Return the rows for each rank. Wrong splits are refused before any rank waits for them."""
+    """Return the number of rows for each rank; refuse wrong splits before other ranks wait for this rank."""
     if source.dim() == 0:
         raise InvalidArgumentError(
             f"{name}: a tensor without dimensions cannot be split. Give tensor.reshape(1)."
@@ -598,14 +600,14 @@ def _checked_splits(
 
 
 def _numbers(exchange: Work, name: str, members: int, each: int) -> list[list[int]]:
-    """Return the exchanged numbers, `each` per rank, by rank."""
+    """Return the exchanged numbers by rank, `each` numbers per rank."""
     output = exchange.output()
     if any(count != each for count in output.rows):
         raise MismatchError(
-            f"{name}: ranks disagree on the number of tensors; it is {list(output.rows)} by rank. Give equally many on every "
-            "rank."
+            f"{name}: ranks disagree on the number of tensors; it is {list(output.rows)} by rank. Give the same number of "
+            "tensors on every rank."
         )
-    # The engine's memory, which lives as long as `exchange`.
+    # This memory belongs to the engine and is valid while `exchange` exists.
     numbers = (_INT64 * (members * each)).from_address(output.address)
     return [[int(n) for n in numbers[r * each : (r + 1) * each]] for r in range(members)]
 
@@ -616,17 +618,17 @@ def _view(source: Tensor, target: Tensor) -> TensorView:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Adasum of tensors on a GPU, by the CPU's plane: NCCL has no such reduction, and it needs products of whole tensors.
+# Adasum of tensors on a GPU, computed on the CPU: NCCL does not have Adasum, which needs dot products of whole tensors.
 # The tensors are copied to the host, combined there, and copied back. This adds twice the bytes over PCIe, and the host
 # waits for the GPU at submission. Results have the same bits as the CPU's.
 
 
 class HostWork:
-    """An operation on copies.
+    """An operation on host copies of GPU tensors.
 
     Args:
-        work: the engine's.
-        copies: on the host.
+        work: the engine's operation.
+        copies: the copies on the host.
         outputs: tensors on the GPU for the results.
     """
 
@@ -659,7 +661,7 @@ def start_adasum(
     process_set: int,
     digest: tuple[int, ...] = (),
 ) -> HostWork:
-    """Submit contiguous tensors of one type on the rank's GPU, which may be their own outputs."""
+    """Submit contiguous tensors of one type on the rank's GPU; `outputs` may be the inputs themselves."""
     for tensor in (*inputs, *outputs):
         opened(ctx, name, tensor).stream()  # refuses a stream that is being captured
     copies = [each.detach().cpu() for each in inputs]

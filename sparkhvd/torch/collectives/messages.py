@@ -47,12 +47,12 @@ def send(
     """Send a tensor to one rank, which receives it with `recv`.
 
     Messages from one rank to another with one tag arrive in the order in which they were sent. `send` of a small message
-    (up to 64 KiB) returns when it is on its way, of a larger message when the receiver has its bytes. It runs beside
-    collectives, in any order.
+    (up to 64 KiB) may return before the receiver has it; of a larger message it returns when the receiver has its
+    bytes. Messages and collectives do not wait for each other, and may be submitted in any order.
 
     Args:
         tensor: on the CPU; not modified.
-        dst: the global rank of the receiver; this rank's own is allowed, if it receives asynchronously.
+        dst: the global rank of the receiver. It may be this rank, if it receives asynchronously.
         tag: from 0 to 2**31 - 1; must equal the receiver's.
         process_set: contains both ranks; messages of different sets never match.
         timeout_s: longest wait for the receiver; None is `Settings.stall_shutdown_s`.

@@ -33,7 +33,7 @@ from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members,
 
 
 def own_rows(rows: int, size: int, rank: int) -> int:
-    """The first ranks get one row more where `rows` is not divisible by `size`."""
+    """Number of rows of a rank; the first ranks get an extra row if `rows` is not divisible by `size`."""
     return rows // size + (rank < rows % size)
 
 
@@ -190,7 +190,10 @@ def grouped_reducescatter(
 
 
 class Reducescatter(torch.autograd.Function):
-    """The gradient is the ranks' gradients concatenated, with the same factors; with Sum times their number."""
+    """`reducescatter` with a gradient: the concatenated gradients of the ranks, with the same factors.
+
+    As in Horovod it is multiplied by the number of ranks with Sum.
+    """
 
     @staticmethod
     def forward(

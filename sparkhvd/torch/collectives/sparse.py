@@ -1,4 +1,4 @@
-"""Sparse tensors: gathered values and indices."""
+"""Allreduce of sparse tensors: gathers the values and the indices."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def sparse_allreduce_async(
         )
     if op not in (Sum, Average):
         raise InvalidArgumentError(
-            f"sparse_allreduce_async({name!r}): op={op.name.title()} is not possible: entries are joined and add "
-            "up. Use Sum or Average."
+            f"sparse_allreduce_async({name!r}): op={op.name.title()} is not possible, because the ranks' entries are "
+            "concatenated and entries of the same index add up. Use Sum or Average."
         )
     indices = allgather_async(tensor._indices().t(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
@@ -54,7 +54,7 @@ def sparse_allreduce_async(
     def wait() -> Tensor:
         joined = values.wait()
         if op is Average:
-            # Not `joined / size`, which on a GPU multiplies by a rounded reciprocal.
+            # `joined / size` would multiply by a rounded reciprocal on a GPU.
             (joined,) = torch._foreach_div([joined], process_set.size() or 1)
         return torch.sparse_coo_tensor(indices.wait().t(), joined, size, check_invariants=False)
 

@@ -1,4 +1,4 @@
-"""Tensors as operands of the engine: element types, checks, memory, autograd."""
+"""Prepare tensors for the engine: element types, checks, memory, autograd."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DTYPES: dict[torch.dtype, DType] = {
 
 
 class Saved(Protocol[_Arguments]):
-    """Autograd's context with the arguments from `forward` to `backward`."""
+    """Autograd's context, which carries the arguments from `forward` to `backward`."""
 
     arguments: _Arguments
 
@@ -51,7 +51,7 @@ def engine_dtype(what: str, tensor: Tensor) -> DType:
         InvalidArgumentError: the engine does not support the tensor.
     """
     if (
-        # The usual type first: this is part of every operation.
+        # Test for the usual type first, because every operation runs this.
         (type(tensor) is Tensor or (isinstance(tensor, Tensor) and not _is_dtensor(tensor)))
         and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
@@ -63,10 +63,10 @@ def engine_dtype(what: str, tensor: Tensor) -> DType:
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    """Check whether each rank holds a part of the tensor, as with FSDP2; needs no import."""
+    """Check whether each rank holds only a part of the tensor, as with FSDP2. Does not import DTensor."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
-    # torch 2.4 has it in the second place only.
+    # torch 2.4 has DTensor in the second module only.
     for module in ("torch.distributed.tensor", "torch.distributed._tensor"):
         if kind := getattr(sys.modules.get(module), "DTensor", None):
             return isinstance(tensor, kind)
@@ -78,24 +78,24 @@ def _refusal(what: str, tensor: object) -> str:
         return f"{what}: expected a torch.Tensor, got {type(tensor).__name__}. Wrap it with torch.as_tensor()."
     if _is_dtensor(tensor):
         return (
-            f"{what}: the tensor is a DTensor, of which each rank holds a part (FSDP2, tensor parallelism), and which reduces its "
-            "gradients itself. Give the plain model, before fully_shard() or parallelize_module(), or send "
+            f"{what}: the tensor is a DTensor (FSDP2, tensor parallelism). Each rank holds only a part of it, and torch "
+            "reduces its gradients. Give the plain model, before fully_shard() or parallelize_module(), or send "
             "tensor.to_local()."
         )
     if not (tensor.is_cpu or tensor.is_cuda):
         return (
-            f"{what}: the tensor is on {tensor.device}, and sparkhvd moves tensors of the CPU and of NVIDIA's GPUs. "
+            f"{what}: the tensor is on {tensor.device}, but sparkhvd supports only the CPU and NVIDIA GPUs. "
             "Move it with .cpu() or .cuda()."
         )
     if tensor.layout is not torch.strided:
         return (
-            f"{what}: the tensor has layout {tensor.layout}, and only dense tensors can be sent. "
+            f"{what}: the tensor has layout {tensor.layout}, but only dense tensors can be sent. "
             "Convert it with .to_dense()."
         )
     if tensor.is_complex():
         return (
-            f"{what}: dtype {tensor.dtype} is not supported, and no complex dtype is. Send its pairs of real "
-            "numbers, torch.view_as_real(tensor)."
+            f"{what}: dtype {tensor.dtype} is not supported, like every complex dtype here. Send its real and imaginary "
+            "parts, torch.view_as_real(tensor)."
         )
     return (
         f"{what}: dtype {tensor.dtype} is not supported. Convert the tensor to one of "
@@ -104,7 +104,7 @@ def _refusal(what: str, tensor: object) -> str:
 
 
 def by_dtype(what: str, tensors: Sequence[Tensor]) -> dict[tuple[DType, bool], list[int]]:
-    """Group tensors' indices by element type and plane (True: CPU, False: GPU): an operation has one type and plane."""
+    """Group tensors' indices by (element type, is on the CPU), because an operation has one type and one device."""
     parts: dict[tuple[DType, bool], list[int]] = {}
     for index, tensor in enumerate(tensors):
         parts.setdefault((engine_dtype(what, tensor), tensor.is_cpu), []).append(index)
@@ -115,14 +115,14 @@ def require_contiguous(what: str, tensor: Tensor) -> None:
     """Check that an in-place operation can write into the tensor's own memory."""
     if tensor.is_neg():
         raise InvalidArgumentError(
-            f"{what}: an in-place operation needs the tensor's own values, and its memory has them with the other "
+            f"{what}: an in-place operation needs the tensor's values in memory, but the memory has them with the opposite "
             "sign (torch's negative bit, as in z.conj().imag). Use the form without the final underscore, or "
             ".resolve_neg()."
         )
     if tensor.is_conj():
         raise InvalidArgumentError(
-            f"{what}: an in-place operation needs the tensor's own values, and its memory has their conjugates (torch's "
-            "conjugate bit, as in z.conj()). Use the form without the final underscore, or .resolve_conj()."
+            f"{what}: an in-place operation needs the tensor's values in memory, but the memory has their conjugates "
+            "(torch's conjugate bit, as in z.conj()). Use the form without the final underscore, or .resolve_conj()."
         )
     if not tensor.is_contiguous():
         raise InvalidArgumentError(
@@ -148,7 +148,7 @@ def as_pairs(what: str, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Tens
         raise InvalidArgumentError(_refusal(what, tensor))
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise InvalidArgumentError(
-            f"{what}: op is {op.name.title()}, which complex numbers do not have. Use Sum or Average, or send "
+            f"{what}: op={op.name.title()} is not defined for complex numbers. Use Sum or Average, or send "
             "torch.view_as_real(tensor)."
         )
     if in_place:
@@ -157,7 +157,7 @@ def as_pairs(what: str, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Tens
 
 
 def as_sent(tensor: Tensor) -> Tensor:
-    """Bring the values into the engine's layout: row-major, signs resolved. Copied only if necessary."""
+    """Return the tensor row-major and with its signs resolved, as the engine needs it; copies only if necessary."""
     return tensor.detach().contiguous().resolve_neg()
 
 
@@ -165,7 +165,7 @@ def view(source: Tensor, target: Tensor | None) -> TensorView:
     """Describe contiguous tensors of one shape to the engine; without a target the engine allocates the result."""
     address = source.data_ptr()
     output = address if target is source else 0 if target is None else target.data_ptr()
-    # A named tuple's own constructor takes twice the time.
+    # The constructor of the named tuple takes twice the time.
     return tuple.__new__(TensorView, (address, output, source.shape))
 
 
@@ -178,19 +178,19 @@ def lend(*tensors: Tensor) -> list[torch.UntypedStorage]:
 
 
 def wants_gradient(tensor: Tensor) -> bool:
-    """Check whether autograd must see the operation."""
+    """Check whether autograd must record the operation."""
     return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def written(tensors: Sequence[Tensor]) -> None:
-    """Notify autograd of the engine's writes into these tensors."""
+    """Tell autograd that the engine has written into these tensors."""
     for tensor in tensors:
         if not tensor.is_inference():
             increment_version(tensor)
 
 
 def gradient_name(name: str | None) -> str | None:
-    """Name the collective of the backward pass after the forward pass's."""
+    """Derive the backward collective's name from the forward collective's."""
     return None if name is None else f"{name}.gradient"
 
 
@@ -204,7 +204,7 @@ class Operation(Protocol):
     """An operation in flight: the engine's `Work`, or an operation on a GPU."""
 
     def done(self) -> bool:
-        """Whether it has finished, on the GPU too; raises its error."""
+        """Whether the operation has finished, on the GPU too; raises the operation's error."""
 
     def wait(self) -> None:
         """Wait until the host, or this thread's current stream of the GPU, may use the result."""
@@ -214,10 +214,10 @@ class Handle(Generic[_Result]):
     """An operation in flight, for `poll` and `synchronize`.
 
     Args:
-        name: of the operation.
-        works: the operations that must finish.
-        finish: returns the result after they have finished.
-        changed: the user's tensors that the engine writes.
+        name: name of the operation.
+        works: the engine's operations that must finish.
+        finish: returns the result after `works` have finished.
+        changed: the user's tensors that the engine overwrites.
     """
 
     __slots__ = ("_changed", "_finish", "_result", "_works", "name")
@@ -247,7 +247,7 @@ class Handle(Generic[_Result]):
         for work in self._works:
             work.wait()
         if self._finish is not None:
-            self._works = ()  # releases the memory that the operations kept alive
+            self._works = ()  # frees the memory that the operations kept alive
             written(self._changed)
             self._changed = ()
             self._result = self._finish()
@@ -287,17 +287,17 @@ def _checked(handle: Handle[_Result]) -> Handle[_Result]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Groups of tensors of several element types: one operation per type and plane (CPU, GPU), which all succeed or all fail.
-# Each operation carries a digest of the whole group. If the ranks' groups differ, every operation that all ranks have is
-# refused on all of them. At least one exists, because the first operation has the group's own name. An operation that
-# only some ranks have never runs, and stays in flight until its timeout.
+# A group of tensors becomes one operation per element type and device (CPU, GPU). All of them succeed or all fail.
+# Each operation carries a digest of the whole group. If the ranks' groups differ, the engine refuses every operation
+# that exists on all ranks. The first operation always does, because it has the group's own name. An operation that
+# exists on some ranks only never runs, and stays in flight until its timeout.
 
 _FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
 
-# Part of the digest: whether a tensor is on a GPU.
+# Added to a tensor's part of the digest, by whether the tensor is on a GPU.
 _GPU: tuple[tuple[str, ...], ...] = ((), ("gpu",))
 
-# Submits the tensors at these indices, all of one element type and plane, under a name and with a digest.
+# Function that submits a part of the group. Arguments: name, element type, indices of the tensors, digest.
 Start = Callable[[str, DType, list[int], tuple[int, ...]], Operation]
 
 
@@ -308,14 +308,14 @@ def start_group(
     reduction: Reduction | None = None,
     first_dimensions_differ: bool = False,
 ) -> list[Operation]:
-    """Submit a group, an operation per element type and plane; usually a single operation.
+    """Submit a group of tensors as one operation per element type and device.
 
     Args:
-        name: of the group.
+        name: name of the group.
         tensors: the group.
-        start: submits a part.
-        reduction: of the kinds that reduce.
-        first_dimensions_differ: True if they may, between ranks, as in an allgather.
+        start: submits a part of the group.
+        reduction: the reduction, for kinds of operations that reduce.
+        first_dimensions_differ: whether ranks may have different first dimensions, as in an allgather.
     """
     parts = by_dtype(name, tensors)
     digest: tuple[int, ...] = ()
@@ -338,22 +338,22 @@ def start_group(
 
 
 def _check(name: str, dtypes: Sequence[DType], reduction: Reduction) -> None:
-    """Refuse reductions that the engine would refuse for one part only, while the others are in flight."""
+    """Refuse a reduction that some of the types do not support, before any part of the group is in flight."""
     is_plain = reduction == Reduction(reduction.op) and reduction.op != ReduceOp.AVERAGE
     for dtype in dtypes:
         if dtype == DType.BOOL and not is_plain:
             raise InvalidArgumentError(
-                f"{name}: one of the tensors is bool, which has no Average and cannot be scaled. Use Sum or Max "
+                f"{name}: a tensor of the group is bool, which has no Average and cannot be scaled. Use Sum or Max "
                 'for "or", or convert it.'
             )
         if reduction.op == ReduceOp.ADASUM and dtype not in _FLOATS:
             raise InvalidArgumentError(
-                f"{name}: Adasum needs floating-point tensors, and one is {dtype.name.lower()}."
+                f"{name}: Adasum needs floating-point tensors, but a tensor of the group is {dtype.name.lower()}."
             )
 
 
 # ----------------------------------------------------------------------------------------------------
-# Arguments of reductions: checked once by the public functions, then passed on as one `ReductionRequest`.
+# Arguments of reductions. The public functions check them once and combine them into a `ReductionRequest`.
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -361,9 +361,9 @@ Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
-_NAMED = (Average, Sum, Adasum, Min, Max, Product)  # the engine has more
+_NAMED = (Average, Sum, Adasum, Min, Max, Product)  # a subset of the engine's reductions
 
-# Most reductions have no factors, so these objects are shared to save time.
+# Shared objects for reductions without factors, which are the usual case, to save time.
 _WITHOUT_FACTORS = {op: Reduction(op) for op in ReduceOp}
 
 
@@ -371,8 +371,8 @@ class ReductionRequest(NamedTuple):
     """A reduction as the caller requested it.
 
     Attributes:
-        kind: of operation, the prefix of its name: "allreduce", "grouped_allreduce", ...
-        name: the caller's; None numbers the operation.
+        kind: kind of operation and prefix of its name: "allreduce", "grouped_allreduce", ...
+        name: the caller's name; None numbers the operation.
         reduction: operation and factors.
         process_set: the ranks that take part.
     """
@@ -383,7 +383,7 @@ class ReductionRequest(NamedTuple):
     process_set: ProcessSet
 
     def of_gradient(self) -> ReductionRequest:
-        """The request of the backward pass, named after this one."""
+        """The request of the backward pass; its name derives from this request's."""
         return self._replace(name=gradient_name(self.name))
 
 
@@ -400,25 +400,26 @@ def to_request(
     Raises:
         InvalidArgumentError: a factor is not a number.
     """
-    # Usually both are floats, and calls cost time.
+    # Usually both are floats, and then the calls are not worth their time.
     if type(prescale_factor) is not float or type(postscale_factor) is not float:
         try:
             prescale_factor = to_factor(kind, "prescale_factor", prescale_factor)
             postscale_factor = to_factor(kind, "postscale_factor", postscale_factor)
         except InvalidArgumentError as error:
-            # The refused operation uses its number, or this rank's next operations would match earlier ones of the others.
+            # Use up a number for the refused operation. Otherwise this rank's next unnamed operation would match the
+            # other ranks' current operation.
             operation = context().name(kind, name, set_id(process_set))
             raise InvalidArgumentError(f"{operation}{str(error).removeprefix(kind)}") from None
     if prescale_factor == postscale_factor == 1.0:
         reduction = _WITHOUT_FACTORS[op]
     else:
         reduction = Reduction(op, prescale_factor, postscale_factor)
-    # A named tuple's own constructor takes twice the time.
+    # The constructor of the named tuple takes twice the time.
     return tuple.__new__(ReductionRequest, (kind, name, reduction, process_set))
 
 
 def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
-    """Read `op`, or its deprecated predecessor `average`."""
+    """Return the reduction that `op`, or the deprecated `average`, specifies."""
     if average is None:
         if op is None:
             return Average
@@ -436,7 +437,7 @@ def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
 
 
 def to_op(op: ReduceOp | int) -> ReduceOp:
-    """Accept `hvd.Average`, `hvd.Sum`, ... or their numbers."""
+    """Convert `hvd.Average`, `hvd.Sum`, ... or their numbers to a `ReduceOp`."""
     try:
         return ReduceOp(op)
     except ValueError:

@@ -14,12 +14,12 @@
 
     train(elastic.TorchState(model, optimizer, sampler=sampler, epoch=0))
 
-**Ownership**: a state owns two copies of its objects, in memory. **Failure**: see `run`.
+**Memory**: a state holds up to two copies of its objects. **Failure**: see `run`.
 
 Each module imports only those above it:
 
-    sampler  remaining rows of an epoch
-    state    state that all ranks share at a commit
+    sampler  divides the remaining rows of an epoch among the ranks
+    state    saves, restores and synchronizes the training state
     loop     `run`
 """
 

@@ -29,9 +29,9 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     In a job whose ranks cannot change (mpirun, `sparkhvd.runner.run`) it continues after failures that left all ranks alive.
 
     Raises:
-        LeftOutError: the others continued without this rank.
+        LeftOutError: the other ranks continued without this rank.
         ElasticError: the job cannot continue.
-        SystemExit: this rank should leave, or the others have finished.
+        SystemExit: this rank should leave, or the other ranks have finished.
         CollectiveError: a rank was lost, and the ranks of this job cannot change.
     """
     return run_fn(func, reset)
@@ -40,7 +40,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 def run_fn(
     func: Callable[Concatenate[S, P], R], reset: Callable[[], object]
 ) -> Callable[Concatenate[S, P], R]:
-    """Create the loop of `run` with another function for the new rendezvous."""
+    """Wrap a training function as `run` does, with `reset` as the function for the next rendezvous."""
 
     @functools.wraps(func)
     def loop(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -49,7 +49,7 @@ def run_fn(
         while True:
             try:
                 if must_reset:
-                    # Some ranks may have failed and others not, so they decide together.
+                    # All ranks must decide together whether to sync, because only some of them may have failed.
                     must_sync = bool(reset()) or must_sync
                     must_reset = False
                     if not is_new:
@@ -64,7 +64,7 @@ def run_fn(
                 must_sync = not interrupt.skip_sync
                 _record_end(state, must_sync, None)
             except CollectiveError as error:
-                if isinstance(error, NotInitializedError):  # a wrong call, by Horovod's name
+                if isinstance(error, NotInitializedError):  # the user's mistake, not a failure
                     raise
                 if must_reset and not isinstance(_former().rendezvous, ElasticRendezvous):
                     raise  # a rank is lost, and the ranks cannot change
@@ -96,18 +96,19 @@ def reset() -> bool:
     former.again()
     current = context()
     _left[:] = []
-    # All followers before any of them communicates: if that fails they follow to the next engine.
+    # Register all followers before any of them communicates. If that fails, they can follow to the next engine.
     current.followers[:0] = former.followers
     for reference in former.followers:
         if (follower := reference()) is not None:
             follower.follow(current)
-    # Buckets refer to it in cycles, which would keep its memory and descriptors until the next garbage collection.
+    # Free the old engine's memory and file descriptors now, because reference cycles with buckets keep the engine
+    # alive until the next garbage collection.
     former.engine.release()
     member = rendezvous()
     return member is None or member.must_sync
 
 
-# The last context while there is no current one, because `init()` may fail between two contexts.
+# The last context. `init()` may fail after a shutdown, and then there is no current context.
 _left: list[Context] = []
 
 
@@ -122,14 +123,14 @@ def _former() -> Context:
 
 
 def _stop_reducing() -> None:
-    """Reset the optimizers' gradients in flight, because these will never complete."""
+    """Reset the optimizers' operations in flight, because they will never complete."""
     for reference in _former().followers:
         if (follower := reference()) is not None:
             follower.detach()
 
 
 def _record_end(state: State, must_sync: bool, error: CollectiveError | None) -> None:
-    """Prepare this rank's report to the coordinator."""
+    """Record why this rank left the training function, for its report to the coordinator."""
     member = _former().rendezvous
     if not isinstance(member, ElasticRendezvous):
         return

@@ -1,4 +1,4 @@
-"""Rows of an epoch for the ranks of an elastic job: each exactly once, in spite of changes of the ranks."""
+"""`ElasticSampler`: gives each row of an epoch to one rank, also if the ranks change during the epoch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparkhvd.torch.context import context
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """Progress of the ranks since the rows were divided.
+    """Rows that the ranks have recorded as done since the rows were divided.
 
     Attributes:
-        counts: by rank, the number of its recorded rows, from the first row on.
-        places: indices into `remaining_indices` of rows that were recorded in another order.
+        counts: by rank, the number of its recorded rows, counted from the rank's first row.
+        places: indices into `remaining_indices` of rows that were recorded out of order.
     """
 
     counts: tuple[int, ...]
@@ -28,7 +28,7 @@ class EpochProgress:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """State of a sampler for `restore`; shared objects never change."""
+    """State of a sampler for `restore`; nobody changes the objects that it shares with the sampler."""
 
     epoch: int
     before: frozenset[int]
@@ -42,16 +42,18 @@ class _Snapshot:
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """Sampler that divides the remaining rows of an epoch among the ranks.
 
-    Rows are divided again when ranks join or leave: committed rows (`TorchState.commit`) are not repeated, and uncommitted rows of a
-    lost rank are. A loader with this sampler and a batch size has equally many rows on every rank, up to size - 1 of them twice, as
-    with Horovod. A loader with `batches(...)` has every row once. Then ranks may differ by a row, and `num_steps` is the number of
-    steps. Record every batch after its step.
+    When ranks join or leave, the rows are divided again. Rows recorded at a commit (`TorchState.commit`) are not
+    repeated, but a lost rank's rows since the last commit are. A loader with this sampler and a batch size has equally
+    many rows on every rank. For this up to size - 1 rows come twice, as with Horovod. A loader with `batches(...)` has
+    every row once. Then the ranks' numbers of rows may differ by one, and `num_steps` is the number of steps on every
+    rank. Record every batch after its step.
 
     Args:
         dataset: provides the length.
         shuffle: whether rows come in a random order, the same on every rank, different in each epoch.
-        seed: of that order.
-        repeat: whether up to size - 1 rows come twice, so that every rank has equally many; None: until `batches` is called.
+        seed: seed of the random order.
+        repeat: whether up to size - 1 rows come twice, so that every rank has equally many rows. None means True until
+            `batches` is called.
 
     Attributes:
         epoch: the current epoch.
@@ -72,7 +74,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     ) -> None:
         if not isinstance(dataset, Sized):
             raise InvalidArgumentError(
-                f"ElasticSampler: the dataset is {type(dataset).__name__}, which has no length. Give one with __len__."
+                f"ElasticSampler: the dataset is {type(dataset).__name__}, which has no length. Give a dataset with __len__."
             )
         self.dataset = dataset
         self.shuffle = shuffle
@@ -82,17 +84,18 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.num_replicas, self.rank = 1, 0
         self._repeat = repeat is not False
         self._repeats_always = repeat is True
-        self._before: frozenset[int] = frozenset()  # recorded before the rows were divided
-        self._marks = bytearray()  # of this rank's rows
-        self._agreed: EpochProgress | None = None  # of all ranks, since then
+        self._before: frozenset[int] = frozenset()  # rows recorded before the last division
+        self._marks = bytearray()  # 1 for each recorded row of this rank, else 0
+        # All ranks' rows recorded between the last division and the last commit.
+        self._agreed: EpochProgress | None = None
         self._share: list[int] = []
-        self._places: dict[int, int] | None = None  # in the share, by row
+        self._places: dict[int, int] | None = None  # index of each row in `_share`
         self.reset()
 
     # --- Horovod's names. ---
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, at the end of the last one or at its own start. Repeating the current epoch has no effect."""
+        """Begin an epoch; call this after the last epoch or before the new one. The current epoch has no effect."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._divide(frozenset())
@@ -103,8 +106,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         last = min(first + batch_size, len(self._share))
         if not 0 <= first <= len(self._share) or batch_size < 1:
             raise InvalidArgumentError(
-                f"ElasticSampler.record_batch({batch_idx}, {batch_size}): this rank has {len(self._share)} rows since they were divided "
-                "last. Count batches from 0 in each pass over the loader."
+                f"ElasticSampler.record_batch({batch_idx}, {batch_size}): this rank has only {len(self._share)} rows since the rows "
+                "were last divided. Count batches from 0 in each pass over the loader."
             )
         self.mark(first, last)
 
@@ -118,7 +121,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def processed_indices(self) -> set[int]:
-        """Rows of the epoch that are done, as this rank knows; other ranks' rows as of the last commit."""
+        """The epoch's done rows that this rank knows of: its own, and other ranks' rows up to the last commit."""
         done = set(self._before)
         size, rows = self.num_replicas, self.remaining_indices
         if self._agreed is not None:
@@ -130,9 +133,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def processed_num(self) -> int:
-        """Number of done rows of the epoch on all ranks, if each has done as much as this rank since the last commit.
+        """Estimate the number of done rows of the epoch on all ranks.
 
-        As with Horovod a batch counts `batch_size * num_replicas` when it is recorded, and a repeated row counts twice.
+        As with Horovod this assumes that every rank has done as many rows as this rank since the last commit: a
+        recorded batch counts as `batch_size * num_replicas` rows, and a repeated row counts twice.
         """
         agreed = self._agreed or EpochProgress((0,) * self.num_replicas)
         counts, places = agreed.counts, agreed.places
@@ -150,7 +154,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Resume from a `state_dict`, also of Horovod (`processed_num`), with the current ranks.
+        """Resume with the current ranks from a `state_dict` of this class or of Horovod (`processed_num`).
 
         Raises:
             InvalidArgumentError: it is not a sampler's state.
@@ -159,8 +163,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         number = state_dict.get("processed_num")
         if not isinstance(epoch, int) or (not isinstance(rows, Iterable) and number is None):
             raise InvalidArgumentError(
-                f"ElasticSampler.load_state_dict: it has {sorted(map(str, state_dict))}; it must have epoch and processed_indices (or "
-                "processed_num). Give what state_dict() returned."
+                f"ElasticSampler.load_state_dict: the state has the keys {sorted(map(str, state_dict))}; it must have epoch and "
+                "processed_indices (or processed_num). Give what state_dict() returned."
             )
         self.epoch = epoch
         if isinstance(rows, Iterable):
@@ -170,7 +174,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._divide(done)
 
     def batches(self, batch_size: int) -> ElasticBatches:
-        """Batches for a loader (`batch_sampler=`): equally many steps on every rank.
+        """Create batches for a loader (`batch_sampler=`), with the same number of steps on every rank.
 
         Raises:
             InvalidArgumentError: the size is not an integer of at least 1.
@@ -191,7 +195,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def __len__(self) -> int:
         return len(self._share)
 
-    # --- For batches, and the state with this sampler. ---
+    # --- For `ElasticBatches` and `TorchState`. ---
 
     def share(self) -> list[int]:
         """The rows of this rank."""
@@ -202,7 +206,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._marks[first:last] = b"\1" * (last - first)
 
     def progress(self) -> tuple[int, bool]:
-        """Return the number of this rank's recorded rows, and whether these are its first rows."""
+        """Return the number of this rank's recorded rows, and whether they were recorded in order, without gaps."""
         count = self._marks.count(1)
         gap = self._marks.find(0)
         return count, gap in (-1, count)
@@ -236,7 +240,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         )
 
     def restore(self, snapshot: _Snapshot) -> None:
-        """Restore a snapshot, with the division of its time until `reset`."""
+        """Restore a snapshot with its division of rows, which holds until `reset`."""
         self.epoch = snapshot.epoch
         self._before, self._agreed = snapshot.before, snapshot.agreed
         self.remaining_indices = snapshot.remaining
@@ -245,7 +249,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._marks = bytearray(snapshot.marks)
 
     def sync(self, epoch: int) -> None:
-        """Adopt rank 0's epoch, and the rows of it that any rank has recorded; every rank must call this."""
+        """Adopt rank 0's epoch and all ranks' recorded rows of that epoch; every rank must call this."""
         done = torch.zeros(len(self.dataset), dtype=torch.uint8)
         if epoch == self.epoch:
             done[list(self.processed_indices)] = 1
@@ -292,10 +296,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 class ElasticBatches(torch.utils.data.Sampler[list[int]]):
-    """Batches of an `ElasticSampler`: a rank's rows in batches of almost equal size, with the number of steps of the largest rank.
+    """Divides a rank's rows from an `ElasticSampler` into batches of almost equal size.
 
-    If the last step has rows for some ranks only, the others have a batch less. They take part in the last step without rows
-    (`optimizer.zero_grad(); optimizer.step()`), as in
+    All ranks have the same number of steps. If the last step has rows for some ranks only, the other ranks have a batch
+    less, and take part in this step without rows (`optimizer.zero_grad(); optimizer.step()`), as in
 
         rows = iter(loader)
         for step in range(batches.num_steps):
@@ -321,15 +325,15 @@ class ElasticBatches(torch.utils.data.Sampler[list[int]]):
 
     @property
     def num_steps(self) -> int:
-        """Largest number of batches of a rank; the same on every rank."""
+        """Number of steps, the largest number of batches of a rank; the same on every rank."""
         return -(-self.sampler.total_size // (self.sampler.num_replicas * self.batch_size))
 
     def record(self, step: int) -> None:
-        """Record a step since the last division as done."""
+        """Record a step as done; steps count from 0 since the rows were last divided."""
         if not 0 <= step < self.num_steps:
             raise InvalidArgumentError(
-                f"ElasticBatches.record({step}): there are {self.num_steps} steps since the rows were last divided. Count them from 0 in each "
-                "pass over the loader."
+                f"ElasticBatches.record({step}): there are only {self.num_steps} steps since the rows were last divided. Count steps "
+                "from 0 in each pass over the loader."
             )
         self.sampler.mark(*self._bounds(step))
 
@@ -344,7 +348,7 @@ class ElasticBatches(torch.utils.data.Sampler[list[int]]):
         return min(self.num_steps, len(self.sampler))
 
     def _bounds(self, step: int) -> tuple[int, int]:
-        """The range of a step's rows. Steps differ by at most one row, larger steps first."""
+        """Return the range of a step's rows. Sizes differ by at most one row, and larger steps come first."""
         size, extra = divmod(len(self.sampler), self.num_steps)
         first = step * size + min(step, extra)
         return first, first + size + (step < extra)

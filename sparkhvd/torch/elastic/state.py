@@ -27,7 +27,7 @@ from sparkhvd.torch.elastic.sampler import ElasticSampler, EpochProgress
 from sparkhvd.torch.optimizer.sharded import Sharded
 from sparkhvd.torch.optimizer.sharded_state import OwnState
 
-# Horovod's names of the kinds of `on_hosts_updated`.
+# Horovod's value of `update_res` in `on_hosts_updated` for removed hosts only.
 _REMOVED = 1
 
 
@@ -35,35 +35,35 @@ class State:
     """State of a training, in memory. A subclass defines what is saved, restored and sent."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        del args, kwargs  # Horovod's functions that send objects
+        del args, kwargs  # Horovod passes functions that send objects
         self._reset_callbacks: list[Callable[[], object]] = []
         self._updates: list[int] = []
-        self._version = 0  # of the last save; the same on all ranks after `sync`
+        self._version = 0  # number of the last save; the same on all ranks after `sync`
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Call functions whenever the ranks have changed, before the training continues: to change the learning rate, say.
+        """Register functions that run after each change of the ranks, such as a change of the learning rate.
 
-        They run on former ranks only, and must not communicate, because new ranks do not call them.
+        They run before the training continues, and only on ranks from before the change. They must not communicate,
+        because new ranks do not call them.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Follow a change of the ranks."""
+        """Call `reset` and the reset callbacks after a change of the ranks."""
         self._updates.clear()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: object = None, update_res: int = 0) -> None:
-        """Request a change at the next commit, as after new hosts (`update_res` 1: only removed hosts)."""
+        """Request a change of the ranks at the next commit; `update_res` 1 means that hosts were only removed."""
         del timestamp
         self._updates.append(update_res)
 
     def commit(self) -> None:
-        """Save the state, together with the other ranks, and follow changes of the hosts. Every rank must call this.
+        """Save the state together with the other ranks, and check for changes of the hosts; every rank must call this.
 
-        After a failure the training resumes here. A commit counts only if all ranks complete it: otherwise ranks restore
-        the commit before.
+        After a failure the training resumes from the last commit that all ranks completed.
 
         Raises:
             HostsUpdatedInterrupt: the ranks should change now; on every rank.
@@ -72,7 +72,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Follow changes of the hosts. Every rank must call this.
+        """Check for changes of the hosts, without a save; every rank must call this.
 
         Raises:
             HostsUpdatedInterrupt: the ranks should change now; on every rank.
@@ -100,14 +100,14 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Prepare for other ranks; called before the callbacks."""
+        """Prepare the state for the new ranks; runs before the reset callbacks."""
 
     def _samplers(self) -> list[ElasticSampler]:
         return []
 
 
 class ObjectState(State):
-    """State of plain objects, each an attribute.
+    """State of plain Python objects, which are attributes of the state.
 
     Args:
         bcast_object: sends an object from rank 0, as `hvd.broadcast_object`.
@@ -183,15 +183,15 @@ class TorchState(ObjectState):
         for name, value in given.items():
             if name.startswith("_") or hasattr(TorchState, name):
                 raise InvalidArgumentError(
-                    f"TorchState({name}=...): the class has that name itself. Give the object another one."
+                    f"TorchState({name}=...): the class has an attribute of that name. Give the object another name."
                 )
             if (handler := handler_of(name, value)) is not None:
                 handlers[name] = handler
             elif value is not None or name in kwargs:
                 plain[name] = value
-        self.__dict__["_handlers"] = handlers  # before the first attribute
+        self.__dict__["_handlers"] = handlers  # `__setattr__` needs it for the first attribute
         self._saved: dict[str, object] = {}
-        self._former: dict[str, object] = {}  # the next copy reuses their memory
+        self._former: dict[str, object] = {}  # older copies, whose memory the next copies reuse
         for name, value in given.items():
             self.__dict__[name] = value
         super().__init__(**plain)
@@ -229,14 +229,14 @@ class TorchState(ObjectState):
             self._settle()
             raise
         except BaseException:
-            # Some ranks are missing: the former copies count, and the new copies' memory is free.
+            # The commit is incomplete: return to the former copies, and reuse the memory of the new copies.
             self._former = self._saved
             self._saved, self._saved_state, self._version = before
             raise
         self._settle()
 
     def check_host_updates(self) -> None:
-        """Follow changes of the hosts; see `State.check_host_updates`."""
+        """Check for changes of the hosts; see `State.check_host_updates`."""
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
@@ -272,7 +272,7 @@ class TorchState(ObjectState):
         return [handler for handler in handlers if isinstance(handler, ShardedHandler)]
 
     def _settle(self) -> None:
-        """Complete this commit, with the exchanged progress of the samplers."""
+        """Complete this commit, and save the samplers again with the exchanged progress."""
         for sharded in self._sharded():
             sharded.settle()
         for name, handler in self._handlers.items():
@@ -281,21 +281,21 @@ class TorchState(ObjectState):
 
 
 # ----------------------------------------------------------------------------------------------------
-# State of a sharded optimizer in elastic training: every rank has a copy of its own part and of its neighbour's. After a loss
-# the survivors merge the parts and divide them again. If a rank and its neighbour are lost at once, that part is gone. Ranks that
-# leave at a commit send their parts to all others before.
+# State of a sharded optimizer in elastic training. Every rank has a copy of its own part and of the previous rank's
+# part. After a loss the remaining ranks merge the parts and divide them again. If a rank and the next rank are lost at
+# once, a part of the state is gone. Before ranks leave at a commit, all ranks exchange all parts.
 
 
 @dataclass(frozen=True)
 class _Copies:
-    """Parts of the state at one moment, by the ranks of that moment, and their number."""
+    """Copies of parts of the state from one commit, by rank, and the number of ranks at that commit."""
 
     size: int
     parts: dict[int, OwnState]
 
 
 class ShardedHandler:
-    """Saves, restores and sends a sharded optimizer; see `snapshots.Handler`.
+    """Saves, restores and sends a sharded optimizer; see `Handler`.
 
     Args:
         name: of the attribute.
@@ -313,7 +313,7 @@ class ShardedHandler:
             )
         self.value = value
         self._name = f"elastic.{name}"
-        # Moments: the optimizer's current one, and the last commit's.
+        # Numbers of the optimizer's last copies and of the last commit's copies.
         self._version, self._committed = 0, 0
         self._copies: dict[int, _Copies] = {}
         context().followers.append(weakref.ref(value))
@@ -321,17 +321,17 @@ class ShardedHandler:
         self.settle()
 
     def save(self, former: object) -> object:
-        """Do nothing: `exchange` and `settle` save, because one rank alone cannot."""
+        """Do nothing, because the ranks must save together: `exchange` and `settle` do it."""
         del former
         return None
 
     def restore(self, saved: object) -> None:
-        """Make the next `sync` restore the last commit, because this rank lacks the others' parts."""
+        """Let the next `sync` restore the last commit, because this rank does not have the other ranks' parts."""
         del saved
         self._version = self._committed
 
     def exchange(self) -> None:
-        """Copy this rank's part here and to the next rank; every rank must call this."""
+        """Keep a copy of this rank's part on this rank and on the next rank; every rank must call this."""
         place = context().engine.topology
         own = self._own()
         parts = {place.rank: own}
@@ -340,7 +340,7 @@ class ShardedHandler:
         self._keep_parts(parts)
 
     def gather(self) -> None:
-        """Copy all current parts to every rank, before some ranks leave; every rank must call this."""
+        """Copy all ranks' parts to every rank before some ranks leave; every rank must call this."""
         parts = allgather_object(self.value.own_state(), f"{self._name}.leave")
         self._keep_parts(dict(enumerate(parts)))
 
@@ -349,7 +349,7 @@ class ShardedHandler:
         self._committed = self._version
 
     def sync(self, name: str) -> None:
-        """Merge the parts of rank 0's state, and divide them among the current ranks; every rank must call this.
+        """Merge the parts of rank 0's last copies and divide them among the ranks; every rank must call this.
 
         Raises:
             ElasticError: a rank's part is gone.
@@ -373,8 +373,8 @@ class ShardedHandler:
         lost = [number for number in range(size) if number not in parts]
         if lost and any(state.parts for state in states):
             raise ElasticError(
-                f"The state of the sharded optimizer of rank {lost[0]} of {size} is gone: it was lost together with the next rank, which had the copy. "
-                "Restart from a checkpoint."
+                f"Rank {lost[0]}'s part (of {size}) of the sharded optimizer's state is gone: rank {lost[0]} and the next rank, which had "
+                "the copy, were lost together. Restart from a checkpoint."
             )
         self.value.load_own_states(states)
         self._copies = {self._version: _Copies(size, parts)}
@@ -384,7 +384,7 @@ class ShardedHandler:
         return copy.deepcopy(self.value.own_state())
 
     def _keep_parts(self, parts: dict[int, OwnState]) -> None:
-        """Add copies of this moment to the last and the committed copies: other ranks may continue from these."""
+        """Add new copies; keep the last and the committed copies, because other ranks may continue from them."""
         kept = {self._version, self._committed}
         self._copies = {each: some for each, some in self._copies.items() if each in kept}
         self._version += 1
@@ -392,7 +392,7 @@ class ShardedHandler:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Copies of a training's objects, by their type.
+# Handlers that copy the objects of a training, chosen by the objects' types.
 
 
 class Handler(Protocol):
@@ -401,7 +401,7 @@ class Handler(Protocol):
     value: Any
 
     def save(self, former: object) -> object:
-        """Copy the state; `former` is an unused earlier copy, whose memory may be reused."""
+        """Return a copy of the state, which may reuse the memory of the unused copy `former`."""
 
     def restore(self, saved: object) -> None:
         """Restore a copy."""
@@ -411,10 +411,10 @@ class Handler(Protocol):
 
 
 def handler_of(name: str, value: object) -> Handler | None:
-    """None for plain objects.
+    """Return the handler of an object; None for plain objects, which are pickled.
 
     Raises:
-        UnsupportedError: it is a sharded optimizer that excludes some ranks, or shares parameters.
+        UnsupportedError: a sharded optimizer excludes some ranks, or shares parameters.
     """
     if isinstance(value, Sharded):
         return ShardedHandler(name, value)
@@ -441,7 +441,7 @@ class _StatefulHandler:
         return copied(self.value.state_dict(), former)
 
     def restore(self, saved: object) -> None:
-        # An optimizer adopts the given tensors, and changes them in place.
+        # Load a copy, because an optimizer keeps the given tensors and changes them in place.
         self.value.load_state_dict(copied(saved, None))
 
     def sync(self, name: str) -> None:
@@ -457,7 +457,7 @@ class _OptimizerHandler(_StatefulHandler):
 
 class _ModuleHandler(_StatefulHandler):
     def restore(self, saved: object) -> None:
-        self.value.load_state_dict(saved)  # which copies
+        self.value.load_state_dict(saved)  # copies the tensors
 
     def sync(self, name: str) -> None:
         del name
@@ -480,7 +480,7 @@ class _SamplerHandler:
 
 
 def copied(value: Any, former: object) -> Any:
-    """Copy deeply, into the tensors of `former` if they fit."""
+    """Copy a value deeply, and reuse the tensors of `former` where shapes and types fit."""
     if isinstance(value, Tensor):
         source = value.detach()
         if (
@@ -497,7 +497,7 @@ def copied(value: Any, former: object) -> Any:
         made = {key: copied(each, others.get(key)) for key, each in value.items()}
         if type(value) is dict:
             return made
-        result = copy.copy(value)  # with a module's versions, which are part of its state
+        result = copy.copy(value)  # keeps the version metadata of a module's state dict
         result.clear()
         result.update(made)
         return result
@@ -509,20 +509,21 @@ def copied(value: Any, former: object) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Exchange at a commit: each rank's progress, and whether the ranks should change.
+# Exchange of the ranks' progress and requests for a change, at a commit.
 
-# Columns of a rank's row: 1, whether it requests a change, whether that is more than removals; then three per sampler.
+# Columns of a rank's row: 1 for a present rank; whether it requests a change; whether ranks should join, too. Then
+# three columns for each sampler.
 _PRESENT, _CHANGE, _JOIN, _FIRST = 0, 1, 2, 3
 _EPOCH, _COUNT, _IRREGULAR, _WIDTH = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
 class StateAgreement:
-    """Result of an agreement, the same on every rank.
+    """Result of `agree`, the same on every rank.
 
     Attributes:
         should_change: whether the ranks should change now.
-        only_removals: whether no rank would join.
+        only_removals: whether ranks only leave.
     """
 
     should_change: bool
@@ -530,7 +531,7 @@ class StateAgreement:
 
 
 def rendezvous() -> ElasticRendezvous | None:
-    """This member's rendezvous; None outside of an elastic job."""
+    """Return this process's rendezvous; None outside of an elastic job."""
     current = context().rendezvous
     return current if isinstance(current, ElasticRendezvous) else None
 
@@ -538,9 +539,10 @@ def rendezvous() -> ElasticRendezvous | None:
 def agree(
     samplers: Sequence[ElasticSampler], should_change: bool, only_removals: bool
 ) -> StateAgreement:
-    """Exchange the ranks' progress and requests for a change; every rank must call this with equally many samplers.
+    """Exchange the ranks' progress and requests for a change; every rank must call this.
 
-    A rank that has joined (`hvd.join()`) has recorded all of its rows.
+    The number of samplers must be the same on every rank. A rank that waits in `hvd.join()` counts as done with its
+    rows.
 
     Raises:
         MismatchError: a sampler is in different epochs on different ranks.
@@ -572,8 +574,9 @@ def _check_epochs(columns: Tensor, present: Tensor) -> None:
     for rank, epoch in epochs.items():
         if epoch != epochs[first]:
             raise MismatchError(
-                f"ElasticSampler: rank {first} is in epoch {epochs[first]}, rank {rank} in epoch {epoch}. One had a batch more than the "
-                "other: give the loader batch_sampler=sampler.batches(...) and take its num_steps on every rank, or give it the sampler and a batch size."
+                f"ElasticSampler: rank {first} is in epoch {epochs[first]}, but rank {rank} is in epoch {epoch}, because the ranks had "
+                "different numbers of batches. Give the loader batch_sampler=sampler.batches(...) and run its num_steps on every rank, "
+                "or give the loader the sampler and a batch size."
             )
 
 

@@ -55,13 +55,13 @@ class Buckets:
         self._two_rounds = _low_rank(self._all)
 
     def assign_memory(self, *, is_registered: bool) -> None:
-        """Allocate missing memory of buckets on the GPU; waits for the other ranks if it is registered."""
+        """Allocate memory for buckets on the GPU that have none; waits for the other ranks if `is_registered`."""
         self._planner.assign_memory(self._all, is_registered=is_registered)
 
     def submit(self, bucket: Bucket) -> None:
-        """Submit the present gradients, and zeros for missing ones."""
+        """Submit this rank's gradients, and zeros for missing gradients."""
         for entry in bucket.entries:
-            # A gradient may have been replaced: by a hook behind the reducer's own, or in the first cycle.
+            # A later hook of the user may have replaced the gradient, or it arrived in the first cycle.
             if entry.grad is None or entry.param.grad is not entry.grad:
                 bucket.take(entry)
         bucket.start(self._engine)
@@ -70,7 +70,7 @@ class Buckets:
                 entry.version = entry.grad._version
 
     def find_changed(self) -> GradientSlot | None:
-        """Find a parameter with a gradient changed or replaced since its submission."""
+        """Find a parameter whose gradient was changed or replaced after its submission."""
         for bucket in self._all:
             for entry in bucket.entries:
                 if entry.is_changed:
@@ -85,7 +85,7 @@ class Buckets:
             bucket.wait()
 
     def wait_for_engine(self) -> None:
-        """Wait until the engine no longer writes gradients; the results are lost."""
+        """Wait until the engine no longer writes into gradients, and ignore the results."""
         for bucket in self._all:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -96,7 +96,7 @@ class Buckets:
             bucket.reset()
 
     def reduce_late(self, indices: Sequence[int]) -> None:
-        """Reduce the gradients of these parameters at once, in permanent buckets."""
+        """Reduce the gradients of these parameters now, in new buckets that stay for later cycles."""
         late = self._planner.divide(indices)
         self._planner.assign_memory(late, is_registered=True)
         for bucket in late:
@@ -109,7 +109,7 @@ class Buckets:
             bucket.wait()
 
     def reduce_once(self, named: Mapping[str, GradientSlot]) -> None:
-        """Reduce the gradients of these parameters at once, each in a temporary bucket."""
+        """Reduce the gradients of these parameters now, each in a bucket for this cycle only."""
         once = [self._planner.bucket(name, [entry]) for name, entry in named.items()]
         self._planner.assign_memory(once, is_registered=False)
         for bucket in once:

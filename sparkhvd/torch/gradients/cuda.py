@@ -1,7 +1,7 @@
-"""Bucket of gradients on a GPU: packed into flat memory and reduced, without the host waiting.
+"""Bucket of gradients on a GPU, packed into flat memory and reduced while the host continues.
 
-**The flat memory** comes from the engine: allocated and registered for NCCL, in the type on the wire. Behind the
-gradients it has one flag per parameter: whether this rank has its gradient.
+**The flat memory** comes from the engine, which registers it with NCCL. It has the type that is sent. After the
+gradients it has one flag per parameter that says whether this rank has a gradient.
 
 **A cycle.** Gradients are copied into the flat memory, all at once, on the stream that produced the last of them, and
 scaled there. The sum runs on the engine's stream while backward continues. `wait` makes the caller's stream wait, does the
@@ -45,8 +45,8 @@ from sparkhvd.torch.gradients.dense import (
 )
 from sparkhvd.torch.gradients.layout import Slices, flat, offsets_of
 
-# Gradients from this size on are scaled while they are copied: a GPU of 3 TB/s moves their bytes again in the time of a
-# launch on the host, about 5 us.
+# Gradients of at least this size are scaled while they are copied, with one launch per gradient. A launch takes the
+# host about 5 us, and in this time a GPU of 3 TB/s could scale about this many bytes in a separate pass.
 _LARGE_BYTES = 8 << 20
 
 
@@ -54,12 +54,12 @@ class DeviceBucket(GradientBucket):
     """Bucket of gradients of one type on the rank's GPU.
 
     Args:
-        name: of the operation.
+        name: name of the operation.
         entries: the parameters.
-        flagged: send a flag for each gradient that this rank has.
-        options: of the reducer.
+        flagged: whether to send a flag for each gradient that this rank has.
+        options: options of the reducer.
         device: the GPU.
-        context: whose engine reduces.
+        context: the context whose engine reduces.
     """
 
     __slots__ = (
@@ -103,7 +103,7 @@ class DeviceBucket(GradientBucket):
         self._as_views = options.as_views
         self._resparsify = options.sparse_as_dense and not (options.sharded or options.as_views)
         wire = entries[0].wire_dtype
-        # No predivide factor: sums of 16-bit floats stay in range without it.
+        # The predivide factor is not needed, because `scheme_of` keeps sums of 16-bit floats in range.
         scheme = scheme_of(name, wire, Reduction(options.op), len(options.ranks))
         self._factor, self._divisor = scheme.before, scheme.divisor
         num_flags = (1 + self._resparsify) * len(entries) if flagged else 0
@@ -114,8 +114,8 @@ class DeviceBucket(GradientBucket):
             ones = entries[0].param.new_ones(self._num_copies, num_flags)
             ones[:, len(entries) :].zero_()
             self._ones = ones
-        self._flags: Tensor | None = None  # of this rank, as often as they are sent
-        self._sums: Tensor | None = None  # of the flags of all ranks
+        self._flags: Tensor | None = None  # copies of this rank's flags, shape (_num_copies, flags)
+        self._sums: Tensor | None = None  # sums of all ranks' flags
         self._memory: FlatGradients | None = None
         self._part: Tensor | None = None  # the part of the gradients' memory with this rank's sums
         self._takers: set[int] = set()  # entries whose gradients receive copies of the results
@@ -125,7 +125,10 @@ class DeviceBucket(GradientBucket):
     _num_copies = 1
 
     def _arrange(self, num_flags: int, options: ReduceOptions, op: ReduceOp) -> Call:
-        """Arrange gradients and flags, in elements; return the operation. `_put` sets its memory."""
+        """Compute the positions of gradients and flags, in elements; return the operation, without memory.
+
+        `_put` sets its memory.
+        """
         entries, wire = self.entries, self.entries[0].wire_dtype
         counts = [entry.param.numel() for entry in entries]
         *self._offsets, self._num_values = offsets_of(counts, wire.itemsize)
@@ -192,11 +195,11 @@ class DeviceBucket(GradientBucket):
 
     @torch.no_grad()
     def start(self, engine: Engine) -> None:
-        """Pack `grad` of every entry, and submit the pack."""
+        """Pack `grad` of every entry into the flat memory, and submit the operation."""
         stream = self._device.stream()
         await_streams(self._device, self.entries)
         self._pack()
-        # The sources of packing are read on this stream, as torch expects; the flat memory is the engine's.
+        # Only the flat memory needs protection: the gradients are read on the current stream, as torch expects.
         self.work = submit(
             self._context,
             self._device,
@@ -209,7 +212,7 @@ class DeviceBucket(GradientBucket):
 
     def _divide(self) -> None:
         assert self._part is not None
-        divide_([self._part], self._divisor)  # one launch
+        divide_([self._part], self._divisor)  # all gradients with one launch
 
     def _pack(self) -> None:
         factor, memory = self._factor, self._flat
@@ -251,7 +254,7 @@ class DeviceBucket(GradientBucket):
             self._flag_dimensions(flags[:, len(self.entries) :])
 
     def _flag_dimensions(self, dimensions: Tensor) -> None:
-        """Write the number of sparse dimensions of each gradient, beside the flags."""
+        """Write the number of sparse dimensions of each sparse gradient into `dimensions`."""
         for number, entry in enumerate(self.entries):
             if entry.grad is not None and entry.grad.layout is not torch.strided:
                 dimensions[:, number].fill_(entry.grad.sparse_dim())
@@ -263,13 +266,13 @@ class DeviceBucket(GradientBucket):
         if grad.get_device() != self._device.ordinal:
             raise InvalidArgumentError(
                 f"DistributedOptimizer: {entry.name!r} was on cuda:{self._device.ordinal} when the optimizer was "
-                f"built, and its gradient is on {grad.device} now. Build DistributedOptimizer after moving the model."
+                f"built, but its gradient is on {grad.device} now. Build DistributedOptimizer after moving the model."
             )
         dense = grad  # autograd records nothing here
         if grad.layout is not torch.strided:
             if not self._takes_sparse:
                 raise InvalidArgumentError(
-                    f"DistributedOptimizer: the gradient of {entry.name!r} is sparse and the planned one dense. Build "
+                    f"DistributedOptimizer: the gradient of {entry.name!r} is sparse, but a dense gradient was agreed. Build "
                     "the layer with the same sparse= on every rank, or give sparse_as_dense=True."
                 )
             dense = dense.to_dense()
@@ -309,26 +312,26 @@ class DeviceBucket(GradientBucket):
             drop_unused(self.entries, self._sums.tolist(), resparsify=self._resparsify)
 
     def _becomes_view(self, entry: GradientSlot) -> bool:
-        """Whether `.grad` becomes a view of the reduced gradient, instead of a copy.
+        """Whether `.grad` becomes a view of the flat memory, instead of receiving a copy of the result.
 
-        A gradient without a hook is copied, because a captured graph keeps writing into its own memory.
+        A gradient that arrived without a hook gets a copy, because a captured graph writes into the same memory again.
         """
         if entry.wire_dtype is not entry.dtype or not self._casts:
             return False
         return entry.stream is not None or self._as_views
 
     def _reduced(self, number: int, gradient: Tensor) -> Tensor:
-        """The part of an entry's gradient with this rank's sums."""
+        """Return the part of an entry's gradient that holds this rank's sums."""
         del number
         return gradient
 
 
 def _can_take_result(entry: GradientSlot, grad: Tensor) -> bool:
-    """Whether a gradient has its planned form and its own memory."""
+    """Whether a result can be copied into the gradient: it has its planned form and its own memory."""
     return (
         grad.layout is torch.strided
         and grad.dtype is entry.dtype
-        and grad.stride() == entry.stride  # a rank's part of it is a part of its memory
+        and grad.stride() == entry.stride  # so that a rank's part is one range of its memory
         and not grad.is_neg()
         and owns_memory(grad)
     )
@@ -357,13 +360,13 @@ def assign_memory(
     process_set: int,
     is_registered: bool,
 ) -> None:
-    """Lay out buckets in one piece of memory.
+    """Allocate one piece of memory for several buckets.
 
     Args:
-        engine: allocates it.
-        device: of the memory.
+        engine: allocates the memory.
+        device: the GPU.
         buckets: the buckets without memory; the same on every rank.
-        name: of the allocation.
+        name: name of the allocation.
         process_set: the reducing ranks.
         is_registered: register the memory with NCCL, which waits for all ranks of the set.
     """
@@ -393,8 +396,8 @@ class FlatGradients:
     Args:
         flat: the memory, of one type; is set to zero.
         entries: the parameters.
-        offsets: first element of each.
-        num_values: number of elements of gradients; others may follow.
+        offsets: index of each gradient's first element.
+        num_values: number of elements of all gradients; flags may follow them.
 
     Attributes:
         flat: the memory.
@@ -411,16 +414,17 @@ class FlatGradients:
         self.flat = flat
         self._entries = entries
         self._values = flat[:num_values]
-        # Where the slots must lie.
+        # Tensors at the required addresses of the slots, to detect and repair slots with replaced memory.
         self._homes = [
             flat.as_strided(entry.shape, entry.stride, first + offset).detach()
             for entry, offset in zip(entries, offsets, strict=True)
         ]
         self._addresses = [home.data_ptr() for home in self._homes]
-        self.slots = [home.data for home in self._homes]  # each counts its own changes
+        # `.data` gives each a version counter of its own.
+        self.slots = [home.data for home in self._homes]
 
     def slot(self, number: int) -> Tensor:
-        """The slot of a parameter: the same tensor as before, unless its memory was replaced."""
+        """Return the slot of a parameter; a new tensor only if the slot's memory was replaced."""
         slot = self.slots[number]
         if slot.data_ptr() != self._addresses[number]:
             slot = self.slots[number] = self._homes[number].data
@@ -448,21 +452,21 @@ class FlatGradients:
             entry.param.grad = self.slot(number)
 
     def scale(self, slots: list[Tensor], factor: float) -> None:
-        """Multiply some slots with a factor."""
+        """Multiply these slots by a factor."""
         if len(slots) == len(self.slots):
-            self._values.mul_(factor)  # one launch
+            self._values.mul_(factor)  # all slots with one launch
         elif slots:
             torch._foreach_mul_(slots, factor)
 
 
 # ----------------------------------------------------------------------------------------------------
-# Bucket of gradients on a GPU with a slice per rank: a reducescatter of flat memory, in place.
+# Bucket of gradients on a GPU that gives each rank a slice of the sums: a reducescatter of the flat memory, in place.
 
 
 class ShardedDeviceBucket(DeviceBucket):
-    """Bucket on the rank's GPU that reduces this rank's part of each gradient; the rest is undefined.
+    """Bucket on the rank's GPU that reduces only this rank's part of each gradient; other parts are undefined.
 
-    A bucket has the parameters of one `Slices`, in its order, so the rank steps exactly these parts.
+    A bucket has the parameters of one `Slices`, in the same order. So the rank has sums for exactly the parts it steps.
     """
 
     __slots__ = ("_num_copies", "_place", "_slices")
@@ -471,7 +475,7 @@ class ShardedDeviceBucket(DeviceBucket):
         entries, wire = self.entries, self.entries[0].wire_dtype
         self._num_copies = len(options.ranks)
         self._place = options.ranks.index(self._context.engine.topology.rank)
-        # The optimizer's division of the parameters, for any type on the wire.
+        # Divide as the optimizer divides the parameters, also if the gradients are sent in another type.
         counts = [entry.param.numel() for entry in entries]
         self._slices = Slices.cut(counts, entries[0].dtype.itemsize, self._num_copies)
         self._offsets, self._num_values = list(self._slices.offsets), self._slices.total

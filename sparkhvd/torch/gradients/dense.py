@@ -1,7 +1,7 @@
-"""Bucket of dense gradients: a gather list over their own memory, reduced as one operation and in place.
+"""Bucket of dense gradients, reduced in place by one operation on a list of their memory.
 
 A gradient that cannot be reduced in place (compressed, sparse, of another type, with unplanned strides) is copied. The
-result is copied back into the gradient, or replaces it.
+result is then copied back into the gradient, or replaces the gradient.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from sparkhvd.torch.registered import over_buffer
 
 
 class GradientBucket:
-    """Base of the buckets of dense gradients: collects gradients, cycle by cycle.
+    """Base class of buckets of dense gradients; collects the gradients of each cycle.
 
     Args:
-        name: of the operation.
+        name: name of the operation.
         entries: the parameters.
     """
 
@@ -63,11 +63,11 @@ class DenseBucket(GradientBucket):
     """Bucket of gradients of one type, reduced in place.
 
     Args:
-        name: of the operation.
+        name: name of the operation.
         entries: the parameters.
-        flagged: send a flag for each gradient that this rank has.
-        options: of the reducer.
-        compression: of the gradients.
+        flagged: whether to send a flag for each gradient that this rank has.
+        options: options of the reducer.
+        compression: compression of the gradients.
         flat: the memory of all gradients, if they are views of it.
         neighbours: returns all parameters whose gradients are reduced, by any optimizer.
     """
@@ -116,7 +116,7 @@ class DenseBucket(GradientBucket):
             entry.address = -1
         self._flagged = flagged
         if flagged:
-            # Flags of a rank with all gradients; the sums are read only if this rank misses one.
+            # Flags of a rank that has all gradients. The sums are read only if this rank lacks a gradient.
             self.ones = torch.ones(len(entries), dtype=real)
             if self._resparsify:
                 self.ones = torch.cat([self.ones, torch.zeros_like(self.ones)])
@@ -149,12 +149,12 @@ class DenseBucket(GradientBucket):
             if address != entry.address:
                 entry.address = address
                 tensors[position].input = tensors[position].output = address
-            keep.append(memory)  # as `lend`
+            keep.append(memory)  # `lend` explains why
         if self._flagged:
             has_gradient = self._flags()
             tensors[-1].input = has_gradient.data_ptr()
             tensors[-1].output = self.flags.data_ptr()
-            # Not the bucket itself: it holds the work, and the work the engine, which holds the kept objects.
+            # Do not keep the bucket itself: bucket -> work -> engine -> kept objects would be a reference cycle.
             keep += (has_gradient, self.flags)
         self.work = engine.start(self.call, self.name, keep)
 
@@ -196,7 +196,7 @@ class DenseBucket(GradientBucket):
                 ours == theirs or length == 1
                 for ours, theirs, length in zip(strides, entry.stride, entry.shape, strict=True)
             ):
-                # The same memory: the stride of a dimension of length 1 is arbitrary.
+                # The same memory, because the stride of a dimension of length 1 is arbitrary.
                 entry.stride = strides
                 return grad
         dense = (
@@ -218,7 +218,7 @@ class DenseBucket(GradientBucket):
 
 
 class ViewBucket(DenseBucket):
-    """Bucket of gradients that are views of flat registered memory, reduced there."""
+    """Bucket of gradients that are views of flat registered memory, which is reduced in place."""
 
     __slots__ = ("_flat", "_memory", "_sparse_as_dense")
 
@@ -253,13 +253,13 @@ class ViewBucket(DenseBucket):
         require_same_shape(entry, grad)
         if grad.layout is not torch.strided and not self._sparse_as_dense:
             raise InvalidArgumentError(
-                f"DistributedOptimizer: the gradient of {entry.name!r} is sparse, and gradients that are views "
-                "(gradient_as_bucket_view=True) are dense. Leave that out, or give sparse_as_dense=True."
+                f"DistributedOptimizer: the gradient of {entry.name!r} is sparse, but gradient_as_bucket_view=True "
+                "supports only dense gradients. Leave it out, or give sparse_as_dense=True."
             )
 
 
 # ----------------------------------------------------------------------------------------------------
-# Reduced parameter, the protocol of its bucket, and the return of results into `.grad`.
+# Parameters with their gradients, the interface of buckets, and copies of results into `.grad`.
 
 
 @dataclass(frozen=True)
@@ -269,17 +269,17 @@ class ReduceOptions:
     Attributes:
         op: the reduction.
         predivide: divisor of every rank's gradient; the result is multiplied by it.
-        compression: of the gradients.
+        compression: compression of the gradients.
         passes: backward passes per cycle; their gradients add up locally and are not divided.
         sparse_as_dense: send sparse gradients as dense ones.
         bucket_bytes: size of a full bucket.
         device_bucket_bytes: size of a full bucket on a GPU.
         groups: parameter numbers that share a bucket.
-        process_set: the engine's number of the reducing ranks.
-        ranks: their global ranks, ascending.
-        as_views: gradients live in registered memory.
-        sharded: every rank gets its part of each gradient.
-        wait_in_backward: the end of the last backward pass waits for the reduced gradients.
+        process_set: the engine's number of the process set that reduces.
+        ranks: global ranks of this process set, ascending.
+        as_views: whether gradients are views of registered memory.
+        sharded: whether every rank gets only its part of each gradient.
+        wait_in_backward: whether the last backward pass of a cycle waits for the reduced gradients.
     """
 
     op: ReduceOp
@@ -301,7 +301,7 @@ class Bucket(Protocol):
     """Parameters whose gradients are reduced as one operation, once per cycle.
 
     Attributes:
-        name: of the operation.
+        name: name of the operation.
         entries: the parameters.
         pending: number of parameters without a complete gradient in this cycle.
         work: the operation, after its submission.
@@ -319,20 +319,20 @@ class Bucket(Protocol):
         """Wait until the reduced gradients lie in `.grad`."""
 
     def take(self, entry: GradientSlot) -> None:
-        """Use a gradient without a hook, or zeros in its place."""
+        """Use a gradient that did not come through the hook, or zeros without a gradient."""
 
     def reset(self) -> None:
         """Get ready for the next cycle."""
 
 
 class UnusedParameters:
-    """Sentinel bucket of parameters without a gradient on any rank; never complete."""
+    """Stands for the bucket of parameters without a gradient on any rank; it never becomes complete."""
 
     pending = -1
 
 
 class GradientSlot:
-    """Parameter with the gradient of the running cycle."""
+    """A parameter and its gradient in the running cycle."""
 
     __slots__ = (
         "address",
@@ -361,23 +361,23 @@ class GradientSlot:
         self.stride: tuple[int, ...] = _memory_layout(param)
         self.dtype = param.dtype
         self.wire_dtype = wire_dtype
-        self.sparse_dim = 0  # dimensions that are indices; 0 = the gradient is dense
+        self.sparse_dim = 0  # number of sparse dimensions; 0 for a dense gradient
         self.bucket: Bucket | UnusedParameters
         self.grad: Tensor | None = None  # the complete gradient of this cycle
         self.missing = False  # this rank has no gradient; zeros replace it
-        self.address = -1  # of the last submitted memory; a change updates the call
-        self.stream: int | None = None  # of the GPU, which completed the gradient
+        self.address = -1  # address of the last submitted memory; the call is updated if it changes
+        self.stream: int | None = None  # the GPU stream that completed the gradient
         self.place = -1  # address of the submitted gradient; -1 if it is sparse
-        self.version = 0  # of the submitted gradient; changes in place increase it
-        self.repeats = False  # gets several gradients in one backward pass
+        self.version = 0  # torch's version of the submitted gradient; changes in place increase it
+        self.repeats = False  # the parameter gets several gradients in one backward pass
 
     @property
     def num_bytes(self) -> int:
-        """Length of the dense gradient as it is sent."""
+        """Bytes of the dense gradient when it is sent."""
         return self.param.numel() * self.wire_dtype.itemsize
 
     def forget_stride(self) -> None:
-        """Send row-major gradients: other ranks have other strides."""
+        """Plan row-major gradients, because the ranks' strides differ."""
         self.stride = torch.empty(self.shape, device="meta").stride()
 
     @property
@@ -391,10 +391,10 @@ class GradientSlot:
         return grad._version != self.version or (self.place >= 0 and grad.data_ptr() != self.place)
 
     def make_zeros(self) -> Tensor:
-        """Create zeros in place of this rank's missing gradient, also as `.grad`."""
+        """Replace this rank's missing gradient by zeros, and set `.grad` to them."""
         require_same_dtype(self)
         require_same_shape(self, self.param)
-        # The optimizer's own tensor, so that a later backward pass is detected.
+        # Create a new tensor, so that a change by a later backward pass is detected.
         grad = self.param.detach().new_empty_strided(self.shape, self.stride).zero_()
         self.param.grad = grad
         self.missing = True
@@ -402,20 +402,20 @@ class GradientSlot:
 
 
 def _memory_layout(param: Tensor) -> tuple[int, ...]:
-    """Autograd's strides for the gradient of `param`: its own if its memory has no holes."""
+    """Return autograd's strides for the gradient of `param`: those of `param` if its memory has no gaps."""
     return tuple(torch.empty_like(param, device="meta").stride())
 
 
 def drop_unused(
     entries: Sequence[GradientSlot], flags: Sequence[float], *, resparsify: bool
 ) -> None:
-    """Convert this rank's missing gradients to the other ranks' layout, or drop them if no rank has a gradient.
+    """Drop the gradients that no rank has, and give gradients that only other ranks had their layout.
 
     Args:
         entries: the parameters of a bucket, with results in `.grad`.
-        flags: for each the number of ranks with a gradient, times any number; with `resparsify` then for each the sum of the
-            ranks' numbers of sparse dimensions, times the same number.
-        resparsify: whether sparse gradients were sent dense, and must become sparse again.
+        flags: for each parameter the number of ranks with a gradient, times a constant factor. With `resparsify` then
+            for each parameter the sum of the ranks' numbers of sparse dimensions, times the same factor.
+        resparsify: whether sparse gradients were sent dense and must become sparse again.
     """
     for number, (entry, used) in enumerate(zip(entries, flags, strict=False)):
         if not entry.missing:
@@ -423,14 +423,14 @@ def drop_unused(
         if not used:
             entry.param.grad = None
         elif resparsify and (dimensions := flags[len(entries) + number]):
-            # As on the other ranks, because some optimizers support sparse gradients only.
+            # Convert to sparse as on the other ranks, because some optimizers support sparse gradients only.
             assert entry.param.grad is not None
             dense = entry.param.grad
             entry.param.grad = dense.to_sparse(round(dimensions / used))
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """Whether no other tensor has this one's storage.
+    """Whether this tensor is the only user of its storage.
 
     Backward uses views as gradients: in `(p.view(-1) + q.view(-1)).backward()` both share the memory of one gradient,
     which backward may still read afterwards. The engine must not write memory of another tensor.
@@ -439,7 +439,7 @@ def owns_memory(tensor: Tensor) -> bool:
 
 
 def is_alone(memory: torch.UntypedStorage) -> bool:
-    """Whether at most one tensor has this memory, besides the object `memory`."""
+    """Whether at most one tensor uses this storage."""
     return bool(_use_count(memory._cdata) <= _ALONE)
 
 
@@ -452,15 +452,15 @@ def _uses_of_one_tensor() -> int:
     return int(_use_count(storage._cdata))
 
 
-# Use count of a storage with one tensor, during the check of this module.
+# Use count of a storage that one tensor uses, measured as `is_alone` measures it.
 _ALONE = _uses_of_one_tensor()
 
 
 def require_cpu(entry: GradientSlot, grad: Tensor) -> None:
-    """Refuse gradients on another device."""
+    """Refuse gradients that are not on the CPU."""
     if not grad.is_cpu:
         raise InvalidArgumentError(
-            f"DistributedOptimizer: {entry.name!r} was on the CPU when the optimizer was built, and its gradient is on "
+            f"DistributedOptimizer: {entry.name!r} was on the CPU when the optimizer was built, but its gradient is on "
             f"{grad.device} now. Build DistributedOptimizer after moving the model."
         )
 
@@ -469,27 +469,27 @@ def require_same_place(entry: GradientSlot, grad: Tensor) -> None:
     """Refuse gradients on another device than the parameter."""
     if grad.device != entry.param.device:
         raise InvalidArgumentError(
-            f"DistributedOptimizer: {entry.name!r} is on {entry.param.device} and its gradient on {grad.device}. Build "
+            f"DistributedOptimizer: {entry.name!r} is on {entry.param.device}, but its gradient is on {grad.device}. Build "
             "DistributedOptimizer after moving the model."
         )
 
 
 def require_same_dtype(entry: GradientSlot) -> None:
-    """Refuse parameters with another type than planned, which the reduction would lose."""
+    """Refuse parameters with another type than planned, because the reduction would convert them."""
     if entry.param.dtype is not entry.dtype:
         raise InvalidArgumentError(
-            f"DistributedOptimizer: {entry.name!r} was {entry.dtype} when the optimizer was built, and is "
-            f"{entry.param.dtype} now. Build DistributedOptimizer after the model has its type."
+            f"DistributedOptimizer: {entry.name!r} was {entry.dtype} when the optimizer was built, but is "
+            f"{entry.param.dtype} now. Build DistributedOptimizer after converting the model."
         )
 
 
 def require_same_shape(entry: GradientSlot, tensor: Tensor) -> None:
-    """Refuse a parameter or gradient with another shape than planned, which the engine would read and write out of bounds."""
+    """Refuse a parameter or gradient of another shape, because the engine would access memory out of bounds."""
     if tensor.shape != entry.shape:
         whose = "it" if tensor is entry.param else "its gradient"
         raise InvalidArgumentError(
-            f"DistributedOptimizer: {entry.name!r} had shape {entry.shape} when the optimizer was built, and "
-            f"{whose} has {tuple(tensor.shape)} now. Build DistributedOptimizer after the model has its shape."
+            f"DistributedOptimizer: {entry.name!r} had shape {entry.shape} when the optimizer was built, but "
+            f"{whose} has {tuple(tensor.shape)} now. Build DistributedOptimizer after the model has its final shapes."
         )
 
 
@@ -504,12 +504,12 @@ def release(
         entry.param.grad = dense.to_sparse(grad.sparse_dim()) if resparsify else dense
     elif _is_one_place_per_element(grad) and not neighbours.overlap(entry, grad):
         grad.detach().copy_(result)
-    else:  # an expanded gradient, for one: its elements share memory
+    else:  # elements share memory, as in an expanded gradient
         entry.param.grad = result.to(grad.dtype)
 
 
 class Neighbours:
-    """Memory of the gradients of all optimizers; read at the first query.
+    """Memory ranges of all optimizers' gradients, collected at the first query.
 
     Args:
         parameters: returns all reduced parameters.
@@ -541,32 +541,31 @@ class Neighbours:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and behind the last byte."""
+    """Return the address of the first byte and the address after the last byte."""
     places = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
     return first, first + (places + 1) * tensor.element_size()
 
 
 def _is_one_place_per_element(grad: Tensor) -> bool:
-    """True if certainly no two elements share memory."""
+    """True only if torch is certain that no two elements share memory."""
     return bool(torch._debug_has_internal_overlap(grad) == 0)
 
 
 # ----------------------------------------------------------------------------------------------------
-# Gradients that live in registered memory: `DistributedOptimizer(gradient_as_bucket_view=True)`.
+# Gradients as views of registered memory: `DistributedOptimizer(gradient_as_bucket_view=True)`.
 # All gradients of a reducer are in one flat piece of registered memory, bucket after bucket. `p.grad` is a view of
-# it, backward adds into it, and the ranks of a host reduce it in place, without copies. But gradients must be set to
-# zero and added to instead of being adopted from backward, which costs more than it saves if gradients are dropped
-# after every step (measured, 64 MiB of Linear gradients, two ranks: dropped and reduced from private memory 118 ms,
-# views 132 ms; kept and set to zero in private memory 155 ms). So it pays if gradients are kept anyway, and is off
-# by default.
+# it, backward adds into it, and the ranks of a host reduce it in place, without copies. The cost: gradients must be set
+# to zero, and backward must add to them instead of assigning its own tensors. This saves time only for programs that
+# keep their gradients between steps anyway, so it is off by default. Measured with 64 MiB of Linear gradients and two
+# ranks: gradients in private memory, dropped after each step 118 ms, kept and set to zero 155 ms; views 132 ms.
 
-# Every gradient begins on a cache line, for vector instructions and against false sharing.
+# Every gradient begins at a multiple of a cache line, for vector instructions and to avoid false sharing.
 _ALIGNMENT = 64
 
 
 class HasGradient(Protocol):
-    """Parameter with a gradient that is a view, as this module uses it."""
+    """The attributes of a parameter that the memory of gradient views uses."""
 
     param: Tensor
     shape: tuple[int, ...]
@@ -583,7 +582,7 @@ def _num_bytes(entry: HasGradient) -> int:
 
 
 def needed_bytes(entries: Sequence[HasGradient]) -> int:
-    """The length of memory for the gradients of these parameters, in any order."""
+    """Return the number of bytes for the gradients of these parameters, in any order."""
     return sum(_num_bytes(entry) for entry in entries)
 
 
@@ -592,7 +591,8 @@ class GradientMemory:
 
     def __init__(self, buffer: Buffer) -> None:
         self._bytes = over_buffer(buffer, torch.uint8, buffer.num_bytes)
-        # `.grad`, and its required memory: `model.to(...)` replaces the memory of the same `.grad`.
+        # The `.grad` tensors, and tensors at their required addresses: `model.to(...)` replaces the memory of a
+        # `.grad`.
         self._views: dict[int, Tensor] = {}
         self._places: dict[int, Tensor] = {}
 
@@ -608,7 +608,7 @@ class GradientMemory:
             flat = self._bytes[first : first + size].view(dtype)
             offset = 0
             for entry in entries:
-                # `.data`, so that each counts its own changes.
+                # `.data` gives each view a version counter of its own.
                 view = flat.as_strided(
                     entry.shape, entry.stride, flat.storage_offset() + offset // dtype.itemsize
                 ).data
@@ -649,7 +649,7 @@ class GradientMemory:
             entry.param.grad = self._view(entry)
 
     def _view(self, entry: HasGradient) -> Tensor:
-        """The tensor for `.grad`: the same as before, unless its memory was replaced."""
+        """Return the tensor for `.grad`; a new tensor only if the memory of the old one was replaced."""
         view, place = self._views[id(entry)], self._places[id(entry)]
         if view.data_ptr() != place.data_ptr():
             view = self._views[id(entry)] = place.data

@@ -1,7 +1,7 @@
-"""Lay tensors out in flat memory divided among the ranks: as equal slices, or with each tensor cut separately.
+"""Layout of tensors in flat memory that is divided among the ranks.
 
-NCCL's reducescatter and allgather move this memory as one operation, in place. Gradients, and stepped parameters, are in
-it during an operation; the tensors themselves may be elsewhere.
+NCCL's reducescatter and allgather work on this memory in place, as one operation for all tensors. Gradients and stepped
+parameters are in it during an operation; the tensors themselves may be elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def _aligned(count: int, itemsize: int) -> int:
 
 
 def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
-    """Offsets of tensors with these counts, in elements, and the total length."""
+    """Return the offset of each tensor, then the total length, in elements.
+
+    `counts` are the tensors' numbers of elements.
+    """
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + _aligned(count, itemsize))
@@ -32,12 +35,12 @@ def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Slices:
-    """Flat memory of tensors of one type, in slices; all numbers except the last count elements.
+    """Division of a flat memory with tensors of one type into equal slices, one for each rank.
 
     Attributes:
-        counts: of each tensor.
-        offsets: first element of each tensor.
-        length: of one slice.
+        counts: number of elements of each tensor.
+        offsets: index of each tensor's first element.
+        length: number of elements of a slice.
         num: number of slices.
     """
 
@@ -48,7 +51,7 @@ class Slices:
 
     @classmethod
     def cut(cls, counts: Sequence[int], itemsize: int, num: int) -> Slices:
-        """Lay out tensors one after the other; slices begin and end inside of them."""
+        """Lay out tensors in sequence; a slice may begin or end inside of a tensor."""
         *offsets, end = offsets_of(counts, itemsize)
         return cls(tuple(counts), tuple(offsets), _aligned(-(-end // num), itemsize), num)
 
@@ -66,11 +69,11 @@ class Slices:
 
     @property
     def total(self) -> int:
-        """Length of the memory."""
+        """Number of elements of the whole memory."""
         return self.length * self.num
 
     def part(self, number: int, place: int) -> tuple[int, int]:
-        """The range of a tensor's elements in a slice; (0, 0) if it is empty."""
+        """Return the range of a tensor's elements that lie in a slice; (0, 0) if there are none."""
         begin = self.offsets[number]
         first = max(0, place * self.length - begin)
         last = min(self.counts[number], (place + 1) * self.length - begin)
@@ -78,7 +81,7 @@ class Slices:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one range of memory, each once."""
+    """Whether the elements fill one range of memory, without gaps and without shared memory."""
     lengths = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     expected = 1
     for stride, length in lengths:
@@ -99,7 +102,10 @@ def cut_range(count: int, num_parts: int, part: int) -> tuple[int, int]:
 
 
 def same_places(strides: tuple[int, ...], tensor: Tensor) -> bool:
-    """Whether equal indices mean equal offsets; the stride of a dimension of length 1 is arbitrary."""
+    """Whether equal indices give equal memory offsets with `strides` and in `tensor`.
+
+    The stride of a dimension of length 1 is arbitrary.
+    """
     return all(
         a == b or n == 1 for a, b, n in zip(strides, tensor.stride(), tensor.shape, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Negotiation of the gradients to reduce, before the first reduction.
+"""Agreement of the ranks about the gradients to reduce, before the first reduction.
 
 **Parameters and options** are compared when the first backward pass ends. Gradients with different strides are sent row-major.
 
@@ -32,12 +32,12 @@ from sparkhvd.wire import read_json
 
 
 class GradientNegotiation:
-    """Negotiates the gradients to reduce with all ranks. Every rank of the process set creates one.
+    """Lets the ranks agree about the gradients to reduce. Every rank of the process set creates an object.
 
     Args:
-        context: of the comparing engine.
-        label: of the reducer.
-        planner: of the reducer, with its parameters.
+        context: the context whose engine compares.
+        label: name of the reducer.
+        planner: planner of the reducer, with its parameters.
 
     Attributes:
         is_negotiated: whether hooks may submit, because all ranks have agreed on the gradients to reduce.
@@ -57,7 +57,7 @@ class GradientNegotiation:
             self.undecided = list(self._entries)
         self._vote: LayoutVote | None = None
         self.is_negotiated = False
-        # Checked when the first backward ends.
+        # Its result is checked when the first backward pass ends.
         self._agreement: ParameterCheck | None = ParameterCheck(
             context,
             label,
@@ -69,11 +69,11 @@ class GradientNegotiation:
 
     @property
     def unused(self) -> set[int]:
-        """Numbers of the parameters without a bucket; before the negotiation all count as dense."""
+        """Numbers of the parameters without a bucket; before the ranks agree every parameter has a bucket."""
         return {entry.index for entry in self.undecided} if self.is_negotiated else set()
 
     def settle_views(self) -> None:
-        """Negotiate at once for dense views, whose memory depends only on parameters and strides.
+        """Finish the negotiation now for gradient views, which are dense on every rank.
 
         Raises:
             MismatchError: ranks have different parameters or options.
@@ -82,7 +82,7 @@ class GradientNegotiation:
         self.is_negotiated = True
 
     def begin(self) -> bool:
-        """Begin the negotiation when the first backward ends, without waiting for submissions of other ranks' `wait`.
+        """Begin the negotiation at the end of the first backward pass, without operations that wait for `negotiate`.
 
         Returns:
             True if `negotiate` will wait for other ranks.
@@ -91,7 +91,7 @@ class GradientNegotiation:
             self._agreement.check()  # every rank sent its digest when it built the optimizer
         if self.undecided and self._vote is None:
             self.start_vote()
-        # On a GPU all ranks first wait for the memory's allocation.
+        # On a GPU the allocation of the buckets' memory waits for all ranks.
         return bool(self.undecided) or self._is_on_gpu
 
     def negotiate(self) -> bool:
@@ -106,7 +106,8 @@ class GradientNegotiation:
             vote, self._vote = self._vote or self._new_vote(), None
             votes = vote.wait()
             if not votes.is_complete:
-                return False  # a rank has joined and misses the result; all vote again in the next cycle
+                # A rank in `join()` did not vote, so all ranks vote again in the next cycle.
+                return False
             decided = self._decide(votes.layouts)
         self.is_negotiated = True
         return bool(self.undecided) or any([entry.sparse_dim for entry in decided])
@@ -121,10 +122,10 @@ class GradientNegotiation:
             self._vote.wait()
 
     def reduce_late(self, buckets: Buckets) -> None:
-        """Reduce gradients that are the first of their parameter, if this cycle had a vote on them.
+        """Reduce the gradients of parameters that no rank used before, if this cycle had a vote on them.
 
         Args:
-            buckets: of the reducer; late parameters get separate, permanent buckets.
+            buckets: buckets of the reducer; the late parameters get separate, permanent buckets.
         """
         if self._vote is None:
             return
@@ -134,7 +135,7 @@ class GradientNegotiation:
             if late:
                 buckets.reduce_late([entry.index for entry in late])
             return
-        # A rank has joined and misses the layouts, so they hold for this cycle only.
+        # A rank in `join()` does not learn the layouts, so the ranks use them for this cycle only.
         layouts = zip(self.undecided, votes.layouts, strict=True)
         late = [entry for entry, layout in layouts if layout is not None]
         buckets.reduce_once({f"{self._label}.late.{entry.index}": entry for entry in late})
@@ -171,16 +172,17 @@ class GradientNegotiation:
         if self._options.sharded:
             name = self._entries[agreement.differing_strides()[0]].name
             raise MismatchError(
-                f"{self._label}: ranks disagree on the memory layout (strides) of {name!r}, and sharded=True divides "
-                "memory. Use the same memory format on every rank, or leave sharded out."
+                f"{self._label}: ranks disagree on the memory layout (strides) of {name!r}, but sharded=True needs the same "
+                "layout on every rank. Use the same memory format on every rank, or leave sharded out."
             )
-        # For all parameters, so that no rank queries the differences: a rank that has joined would not answer.
+        # Ignore the strides of all parameters. To find the different ones the ranks would have to exchange them, and a
+        # rank in `join()` does not answer.
         for entry in self._entries:
             entry.forget_stride()
 
 
 def _description(context: Context, planner: BucketPlanner) -> list[str]:
-    """Describe the options, then each parameter; ranks with different descriptions cannot reduce together."""
+    """Describe the options, then each parameter; ranks can reduce together only if their descriptions are equal."""
     options, entries = planner.options, planner.entries
     groups = f"groups {options.groups}" if options.groups else "no groups"
     states = [""] * len(entries)
@@ -205,7 +207,7 @@ def _description(context: Context, planner: BucketPlanner) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Comparison of parameters and options between ranks. Strides may differ, and are then ignored.
+# Comparison of parameters and options between ranks. If strides differ, gradients are sent row-major.
 
 _DIGEST_BYTES = 32
 
@@ -213,15 +215,16 @@ _T = TypeVar("_T")
 
 
 class ParameterCheck:
-    """Compares parameters and options with the other ranks', without waiting for them until `check`.
+    """Compares parameters and options of all ranks; the constructor sends, and `check` waits for the other ranks.
 
-    Every rank of the process set creates one. Two digests are compared. The texts follow only if digests differ.
+    Every rank of the process set creates an object. Each sends two digests. The ranks exchange the texts only if the
+    digests differ.
 
     Args:
-        context: of the comparing engine.
-        label: of the optimizer.
-        process_set: the engine's number of the ranks.
-        ranks: their global ranks, ascending.
+        context: the context whose engine compares.
+        label: name of the optimizer.
+        process_set: the engine's number of the process set.
+        ranks: global ranks of the process set, ascending.
         description: the options, then a sentence per parameter; must be equal on all ranks.
         strides: of every parameter's gradient.
     """
@@ -253,18 +256,18 @@ class ParameterCheck:
             MismatchError: parameters or options differ; on every rank, with the first difference.
         """
         if not bool(self._is_equal()[:, :_DIGEST_BYTES].all()):
-            if self._difference is None:  # every rank exchanges once, for any number of checks
+            if self._difference is None:  # exchange once, also if this rank checks again
                 texts = self._exchange("description", self._description)
                 self._difference = _difference(self._label, self._ranks, texts)
             raise MismatchError(self._difference)
 
     @property
     def has_equal_strides(self) -> bool:
-        """Whether all strides are the same on every rank, after `check`. Every rank gets the same answer."""
+        """Whether all strides are the same on every rank; call `check` first."""
         return bool(self._is_equal().all())
 
     def differing_strides(self) -> list[int]:
-        """Find different strides, after `check`; every rank must call this if there are any.
+        """Find the parameters whose strides differ between ranks; every rank must call this, after `check`.
 
         Returns:
             Numbers of the parameters whose strides differ between ranks; the same list on every rank.
@@ -285,7 +288,7 @@ class ParameterCheck:
         return by_rank == digests
 
     def _exchange(self, what: str, value: _T) -> list[_T]:
-        """The values of all ranks, by rank."""
+        """Return the values of all ranks, by rank."""
         text: Tensor = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         work = start_allgather(self._context, f"{self._label}.{what}", text, self._process_set)
         work.wait()
@@ -300,7 +303,7 @@ def _digest(value: object) -> bytes:
 
 
 def _difference(label: str, ranks: Sequence[int], descriptions: list[list[str]]) -> str:
-    """Describe the first difference between the set's first rank and another."""
+    """Describe the first difference between the first rank and another rank."""
     first = descriptions[0]
     place = next(place for place, texts in enumerate(descriptions) if texts != first)
     differing, rank = descriptions[place], ranks[place]
@@ -316,17 +319,19 @@ def _difference(label: str, ranks: Sequence[int], descriptions: list[list[str]])
 
 
 # ----------------------------------------------------------------------------------------------------
-# Ready order of gradients, observed by the first rank and adopted by all.
+# Order in which gradients become ready. All ranks adopt the first rank's order for their buckets.
 
 
 class ReadyOrder:
-    """Observes the order of a cycle's gradients and broadcasts the first rank's. Every rank creates one.
+    """Records the order of a cycle's gradients, and broadcasts the first rank's order.
+
+    Every rank of the process set creates an object.
 
     Args:
-        context: of the sending engine.
-        label: of the reducer.
-        options: of the reducer.
-        count: of its parameters.
+        context: the context whose engine sends.
+        label: name of the reducer.
+        options: options of the reducer.
+        count: number of its parameters.
 
     Attributes:
         seen: numbers of the parameters in the ready order of this cycle's gradients.
@@ -362,5 +367,6 @@ class ReadyOrder:
         try:
             work.wait()
         except MismatchError:
-            return None  # a rank has joined and missed this cycle; all retry in the next
+            # A rank in `join()` did not take part, so all ranks retry in the next cycle.
+            return None
         return order.tolist()

@@ -1,4 +1,4 @@
-"""Division of gradients into buckets: their members, kinds and memory."""
+"""Division of gradients into buckets: which parameters share a bucket, its kind and its memory."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def plan_buckets(
     bucket_bytes: int,
     groups: Sequence[Sequence[int]] = (),
 ) -> list[tuple[int, ...]]:
-    """Divide tensors into buckets of one kind each, at most `bucket_bytes` unless one tensor alone is larger.
+    """Divide tensors into buckets of at most `bucket_bytes`; a larger tensor has its own bucket.
 
     Args:
         sizes: bytes of each tensor.
-        kinds: of each tensor; equal within a bucket.
-        order: tensor numbers, in the expected ready order.
+        kinds: kind of each tensor; a bucket holds tensors of one kind.
+        order: tensor numbers, in the order in which the gradients are expected to become ready.
         bucket_bytes: size of a full bucket.
-        groups: tensor numbers that share a bucket of any size; the rest is divided as above.
+        groups: numbers of tensors that share a bucket of any size; the other tensors are divided as above.
 
     Returns:
         Tensor numbers per bucket; buckets in their expected ready order.
@@ -80,7 +80,7 @@ def make_entries(named: Sequence[tuple[str, Tensor]], options: ReduceOptions) ->
     """Create an entry for each parameter.
 
     Raises:
-        InvalidArgumentError: the engine cannot reduce its type, or the compression changes its shape.
+        InvalidArgumentError: the engine cannot reduce a parameter's type, or the compression changes its shape.
     """
     return [
         GradientSlot(index, name, param, _wire_dtype(name, param, options))
@@ -107,20 +107,20 @@ def _wire_dtype(name: str, param: Tensor, options: ReduceOptions) -> torch.dtype
 
 
 def _check_complex(name: str, param: Tensor, options: ReduceOptions) -> None:
-    """Refuse reductions, compression and devices without support for pairs of real numbers."""
+    """Refuse complex parameters with a reduction, compression or device that does not support them."""
     problem = ""
     if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         problem = (
             f"op={options.op.name.title()} is not defined for complex numbers. Use Average or Sum"
         )
     elif options.compression is not NoneCompressor:
-        problem = f"{describe(options.compression)} is for real ones. Leave compression out"
+        problem = f"{describe(options.compression)} is for real numbers. Leave compression out"
     elif not param.is_cpu:
-        problem = f"on {param.device} gradients must be real ones. Train it on the CPU"
+        problem = f"on {param.device} gradients must be real. Train it on the CPU"
     if problem:
         raise InvalidArgumentError(
-            f"DistributedOptimizer: {name!r} is {param.dtype}, and {problem}, or keep its real and imaginary parts as a "
-            "parameter, and join them in forward with torch.view_as_complex()."
+            f"DistributedOptimizer: {name!r} is {param.dtype}, but {problem}, or make a real parameter of its real and "
+            "imaginary parts, and convert it in forward with torch.view_as_complex()."
         )
 
 
@@ -129,7 +129,7 @@ class _Detachable(Protocol):
 
 
 class ParameterOwners(ContextPart):
-    """Reducers by their parameters; both are weak references."""
+    """Reducer of each parameter; refers weakly to reducers and parameters."""
 
     def __init__(self) -> None:
         self.reducers: MutableMapping[Tensor, Callable[[], _Detachable | None]] = (
@@ -137,7 +137,7 @@ class ParameterOwners(ContextPart):
         )
 
     def retire(self) -> None:
-        """Stop averaging gradients."""
+        """Detach all reducers."""
         reducers, self.reducers = self.reducers, WeakIdKeyDictionary()
         for find in reducers.values():
             reducer = find()
@@ -149,13 +149,13 @@ class BucketPlanner:
     """Creates the buckets of a reducer, the same on every rank.
 
     Args:
-        context: of the ranks.
+        context: context of the ranks.
         entries: the reducer's parameters, by index.
-        options: of the reducer.
+        options: options of the reducer.
         label: prefix of the names of its operations.
 
     Attributes:
-        options: of the reducer; may be replaced between two plans.
+        options: options of the reducer; may be replaced between two plans.
         entries: the reducer's parameters, by index.
         device: this rank's GPU, if it has parameters there.
         low_rank: the compression of large matrices, if any.
@@ -175,7 +175,7 @@ class BucketPlanner:
         self.is_flagged = (
             options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
             and (isinstance(compression, PowerSGD) or compression in BUILT_IN)
-            and not options.as_views  # every gradient exists
+            and not options.as_views  # with views every gradient exists
         )
         self._context = context
         self._prefix = self._label = label
@@ -194,7 +194,7 @@ class BucketPlanner:
     def _claim(self, compression: PowerSGD) -> PowerSGD:
         if not self.is_flagged:
             raise InvalidArgumentError(
-                f"DistributedOptimizer: {compression!r} is for sums of gradients, and op is "
+                f"DistributedOptimizer: {compression!r} supports op=Average and op=Sum, but op is "
                 f"{self.options.op.name.title()}. Use Average or Sum."
             )
         compression.claim(self.entries)
@@ -215,12 +215,16 @@ class BucketPlanner:
             self._memory.zero([entry for entry in self.entries if entry.param.is_cpu])
 
     def follow_joins(self) -> bool:
-        """Reset the common state of all ranks after a join, because ranks missed steps; return True if new buckets are needed."""
+        """After `hvd.join()`, reset the state that all ranks share, because ranks have missed steps.
+
+        Returns:
+            True if new buckets are needed.
+        """
         if self.low_rank is None or self._joins == self._context.joins:
             return False
         self._joins = self._context.joins
         self.low_rank.restart(self.entries)
-        # Ranks may have had different numbers of plans, so counting restarts under another name.
+        # The ranks may have made different numbers of plans, so the names of plans start again with a new prefix.
         self._prefix, self._plan_number = f"{self._label}.joined.{self._joins}", 0
         return True
 
@@ -229,7 +233,7 @@ class BucketPlanner:
         return self.low_rank is not None and self.low_rank.count_step(self.entries)
 
     def divide(self, order: Sequence[int]) -> list[Bucket]:
-        """Create buckets of these parameters."""
+        """Create buckets for the parameters with these numbers."""
         entries, options = self.entries, self.options
         dense = [index for index in order if not entries[index].sparse_dim]
         plan: list[tuple[int, ...]] = []
@@ -246,7 +250,7 @@ class BucketPlanner:
                 bucket_bytes,
                 [[index for index in group if index in among] for group in options.groups],
             )
-        # A new plan has new names, because the engine knows the old names with other shapes.
+        # Use new names for a new plan, because the engine remembers the shapes of the old names.
         prefix = f"{self._prefix}.{self._plan_number}"
         self._plan_number += 1
         named = [
@@ -273,9 +277,9 @@ class BucketPlanner:
         return buckets
 
     def bucket(self, name: str, entries: list[GradientSlot]) -> Bucket:
-        """Create a bucket of these parameters, which have one type and one device."""
+        """Create a bucket for these parameters, which must have the same type and device."""
         options, device = self.options, None if entries[0].param.is_cpu else self.device
-        # For all optimizers, because a reference to the reducer would keep it alive.
+        # Refer to the context instead of the reducer, because the bucket must not keep the reducer alive.
         neighbours = functools.partial(_reduced_parameters, self._context)
         if self.low_rank is not None:
             if self._is_low_rank(entries[0]):
@@ -293,7 +297,10 @@ class BucketPlanner:
         )
 
     def assign_memory(self, buckets: Sequence[Bucket], *, is_registered: bool) -> None:
-        """Allocate missing memory of buckets on the GPU, the same on every rank; waits for all ranks if it is registered."""
+        """Allocate memory for buckets on the GPU that have none; waits for all ranks if `is_registered`.
+
+        The buckets must be the same on every rank.
+        """
         if self.device is None:
             return
         lacking = [b for b in buckets if isinstance(b, DeviceBucket) and not b.has_memory]

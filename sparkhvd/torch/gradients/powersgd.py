@@ -41,12 +41,12 @@ from sparkhvd.torch.gradients.dense import (
     require_same_shape,
 )
 
-# Smallest compression factor that pays for the arithmetic.
+# A gradient is compressed only if this makes it at least this many times smaller; else the arithmetic costs more time.
 _WORTH = 4
 
 
 class SavedMatrix(TypedDict):
-    """`MatrixState` in a `state_dict`."""
+    """Form of a `MatrixState` in a `state_dict`."""
 
     steps: int
     q: Tensor
@@ -95,10 +95,10 @@ class PowerSGD(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> NoReturn:
-        """Refuse: a tensor alone has no state."""
+        """Raise an error, because a tensor without an optimizer has no state."""
         raise InvalidArgumentError(
-            f"Compression.powersgd keeps the unsent part of an optimizer's gradients; it cannot compress "
-            f"a tensor of shape {tuple(tensor.shape)} alone. Use Compression.fp16 or .bf16 here."
+            f"Compression.powersgd works only in a DistributedOptimizer, because it keeps the unsent part of gradients. It "
+            f"cannot compress a tensor of shape {tuple(tensor.shape)} alone. Use Compression.fp16 or .bf16 here."
         )
 
     @staticmethod
@@ -108,7 +108,7 @@ class PowerSGD(Compressor):
         PowerSGD.compress(tensor)
 
     def state_dict(self) -> dict[str, SavedMatrix]:
-        """The state for an exact resume. The errors are this rank's own, so save it on every rank.
+        """The state for an exact resume. Save it on every rank, because each rank has its own errors.
 
         Returns:
             By parameter name: steps, q and error (None before the first compressed step). The tensors are not
@@ -123,12 +123,13 @@ class PowerSGD(Compressor):
         """Load a saved state, before the optimizer is built. Every rank must load the state of the same step.
 
         Raises:
-            InvalidArgumentError: an optimizer uses this already. Its warm-up and its Q must equal the other
-                ranks', which is checked when it is built.
+            InvalidArgumentError: an optimizer uses this object already. The first backward pass checks that the steps
+                and Q equal the other ranks'.
         """
         if self._parameters:
             raise InvalidArgumentError(
-                f"{self!r}: load_state_dict() after the optimizer was built. Load first, then build it."
+                f"{self!r}: load_state_dict() was called after the optimizer was built. Load the state first, then build "
+                "the optimizer."
             )
         self._states = {
             name: MatrixState(
@@ -142,7 +143,7 @@ class PowerSGD(Compressor):
     # --- For the reducer. ---
 
     def claim(self, entries: Sequence[GradientSlot]) -> None:
-        """Register these parameters: their gradients are compressed from now on.
+        """Register parameters whose gradients are compressed from now on.
 
         Raises:
             InvalidArgumentError: a name belongs to another parameter, or the loaded state has other shapes.
@@ -151,24 +152,25 @@ class PowerSGD(Compressor):
             owner = self._parameters.get(entry.name)
             if owner is not None and owner() is not entry.param:
                 raise InvalidArgumentError(
-                    f"{self!r} is another optimizer's, which has a parameter {entry.name!r} too. Make one for each."
+                    f"{self!r} belongs to another optimizer, which also has a parameter {entry.name!r}. Create a separate "
+                    "Compression.powersgd() for each optimizer."
                 )
             self._parameters[entry.name] = weakref.ref(entry.param)
             if not self._is_worth(entry):
                 continue
             state = self._states.setdefault(entry.name, MatrixState(0, self._first_q(entry)))
-            state.q = _beside(entry, state.q)  # a loaded Q may come from a file
+            state.q = _beside(entry, state.q)  # a loaded Q may be on another device
             state.error = None if state.error is None else _beside(entry, state.error)
             _, columns = matrix_shape(entry)
             wanted = (columns, self._columns(entry))
             if tuple(state.q.shape) != wanted:
                 raise InvalidArgumentError(
                     f"{self!r}: the loaded state of {entry.name!r} has q of shape {tuple(state.q.shape)}; this "
-                    f"parameter of shape {entry.shape} needs {wanted}. Load the state of this model and rank=."
+                    f"parameter of shape {entry.shape} needs {wanted}. Load a state of the same model and the same rank=."
                 )
 
     def fingerprint(self, entries: Sequence[GradientSlot]) -> list[str]:
-        """Describe the state of every parameter, which must be the same on all ranks."""
+        """Describe the part of each parameter's state that must be the same on all ranks."""
         states = [self._states.get(entry.name) for entry in entries]
         return [
             ""
@@ -193,7 +195,7 @@ class PowerSGD(Compressor):
         return is_over
 
     def restart(self, entries: Sequence[GradientSlot]) -> None:
-        """Reset the common state of all ranks, Q and the number of steps, and end the warm-up."""
+        """Reset Q, end the warm-up, and keep the errors."""
         for entry in entries:
             if entry.name in self._states:
                 state = self._states[entry.name]
@@ -201,7 +203,7 @@ class PowerSGD(Compressor):
                 state.q = self._first_q(entry)
 
     def state_of(self, entry: GradientSlot) -> MatrixState:
-        """The state of a compressed parameter, with an error."""
+        """Return the state of a compressed parameter; the error of a new state is zero."""
         state = self._states[entry.name]
         if state.error is None:
             state.error = state.q.new_zeros(matrix_shape(entry))
@@ -219,7 +221,7 @@ class PowerSGD(Compressor):
         """A random Q, the same on every rank."""
         generator = torch.Generator().manual_seed(entry.index)
         _, columns = matrix_shape(entry)
-        # Not orthogonal: only its span matters.
+        # Q need not be orthogonal, because only its span matters.
         shape = (columns, self._columns(entry))
         return _beside(
             entry, torch.randn(shape, generator=generator, dtype=_arithmetic(entry.dtype))
@@ -231,16 +233,16 @@ def stateless(compression: type[Compressor] | Compressor) -> type[Compressor]:
     if isinstance(compression, type):
         return compression
     raise InvalidArgumentError(
-        f"DistributedOptimizer: op=Adasum combines steps, and {compression!r} is for gradients. Use Average, or "
-        "Compression.fp16 or .bf16."
+        f"DistributedOptimizer: {compression!r} compresses gradients, but op=Adasum combines the optimizer's steps. Use "
+        "Average, or Compression.fp16 or .bf16."
     )
 
 
 def describe(compression: type[Compressor] | Compressor) -> str:
-    """The compression's name, the same on every rank."""
+    """Return the compression's name, which is the same on every rank."""
     if isinstance(compression, PowerSGD):
         return repr(compression)
-    # An object's own `repr` may hold its address, which always differs between ranks.
+    # Do not use the object's `repr`: it may contain an address, which differs between ranks.
     return (compression if isinstance(compression, type) else type(compression)).__name__
 
 
@@ -252,7 +254,7 @@ def _beside(entry: GradientSlot, values: Tensor) -> Tensor:
 
 
 def matrix_shape(entry: GradientSlot) -> tuple[int, int]:
-    """Rows and columns of the gradient as a matrix: its first dimension, all others."""
+    """Return the gradient's shape as a matrix: its first dimension, and the product of all others."""
     rows = entry.shape[0]
     return rows, entry.param.numel() // rows
 
@@ -266,11 +268,11 @@ def _arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Matrix:
-    """Gradient during its reduction.
+    """A gradient while it is reduced.
 
     Attributes:
-        p: its part of the memory that the first round averages.
-        next_q: its part of the memory that the second round averages.
+        p: the gradient's P, a part of the memory that the first round averages.
+        next_q: the gradient's new Q, a part of the memory that the second round averages.
     """
 
     __slots__ = ("entry", "is_finite", "matrix", "next_q", "p", "state")
@@ -301,7 +303,7 @@ class _Matrix:
             and grad.is_contiguous()
             and owns_memory(entry.grad)
         ):
-            # In place, because the gradient's contents are undefined until the cycle ends.
+            # Add in place: the user must not read the gradient until the cycle ends.
             self.matrix = grad.detach().view(error.shape).add_(error)
         else:
             grad = grad.detach()
@@ -315,7 +317,7 @@ class _Matrix:
             self._project_back_unseen()
             return
         self.is_finite = bool(self.p.isfinite().all())
-        if not self.is_finite:  # on every rank, because P is the same on all of them
+        if not self.is_finite:  # the same on every rank, because P is
             self.next_q.zero_()
             return
         # Householder's QR completes a rank-deficient P with orthonormal columns, so a gradient of zeros does not leave a
@@ -330,13 +332,13 @@ class _Matrix:
         if not self.p.is_cpu:
             self._finish_unseen(factor)
         elif not (self.is_finite and bool(self.next_q.isfinite().all())):
-            # The optimizer, or GradScaler, must see it, but the error must not.
+            # The optimizer or GradScaler must see the NaN, but the error must stay finite.
             self.matrix.fill_(torch.nan)
         else:
             torch.addmm(self.matrix, self.p, self.next_q.t(), alpha=-1, out=state.error)
             torch.mm(self.p, (self.next_q * factor).t(), out=self.matrix)
             length = self.next_q.norm()
-            # Of length 1: the product with the next gradient keeps its range.
+            # Normalize Q, so that its product with the next gradient does not overflow.
             state.q = self.next_q / length if length > 0 else self.next_q.clone()
         grad = entry.grad
         assert grad is not None
@@ -344,13 +346,13 @@ class _Matrix:
             release(entry, self.matrix.view(entry.shape), neighbours, resparsify=resparsify)
         self.matrix = torch.empty(0)
 
-    # On a GPU the host does not read values, because it would have to wait for them.
+    # Variants for a GPU that never read values on the host, because the host would have to wait for them.
 
     def _project_back_unseen(self) -> None:
         is_finite = self.p.isfinite().all()
         self.p.copy_(torch.linalg.qr(self.p.masked_fill(~is_finite, 0.0))[0])
         torch.mm(self.matrix.t(), self.p, out=self.next_q)
-        # Every rank then detects in the second round that the gradient is not finite, and keeps its error.
+        # After the second round every rank then sees that the gradient is not finite, and does not change its error.
         self.next_q.masked_fill_(~is_finite, torch.nan)
 
     def _finish_unseen(self, factor: float) -> None:
@@ -370,10 +372,10 @@ class LowRankBucket:
     """Bucket of gradients reduced as P and Q, in two rounds: call `start_second_round` before `wait`.
 
     Args:
-        name: of the operation.
+        name: name of the operation.
         entries: the parameters, all of one type.
-        options: of the reducer: Average or Sum.
-        compression: owns their states.
+        options: options of the reducer, with Average or Sum.
+        compression: holds the states of the parameters.
         neighbours: returns all parameters whose gradients are reduced, by any optimizer.
         gpu: for parameters on a GPU: the context of the reducing engine, and the GPU.
     """
@@ -431,7 +433,7 @@ class LowRankBucket:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         dtype = engine_dtype(self.name, tensors[0])
         process_set = self._options.process_set
-        # On a GPU torch divides later.
+        # On a GPU NCCL sums, and torch divides later.
         op, device = ReduceOp.AVERAGE, DEVICE_CPU
         if self._gpu is not None:
             op, device = ReduceOp.SUM, self._gpu[1].ordinal
@@ -464,7 +466,7 @@ class LowRankBucket:
 
     @torch.no_grad()
     def start_second_round(self, engine: Engine) -> None:
-        """Wait for P and submit Q; on every rank, also if P is not finite."""
+        """Wait for P, then submit Q. Every rank must call this, also if P is not finite."""
         assert self.work is not None
         self.work.wait()
         for matrix in self._matrices:
@@ -482,11 +484,11 @@ class LowRankBucket:
         for matrix, used in zip(self._matrices, self._used(), strict=True):
             if used:
                 matrix.finish(factor, neighbours, resparsify=options.sparse_as_dense)
-            else:  # the error waits for a step in which some rank has a gradient
+            else:  # no rank has a gradient, so the error stays for a later step
                 matrix.entry.param.grad = None
 
     def _used(self) -> list[bool]:
-        """Whether any rank has a gradient, for each parameter."""
+        """Return for each parameter whether any rank has a gradient."""
         if not any([entry.missing for entry in self.entries]):
             return [True] * len(self.entries)
         return [flag > 0 for flag in self._flags.tolist()]
@@ -509,7 +511,7 @@ class LowRankBucket:
 
 
 def _flat(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Create flat memory, and a matrix of each shape in it."""
+    """Create flat memory for matrices of these shapes; return it, and a view of it for each matrix."""
     counts = [rows * columns for rows, columns in shapes]
     flat = like.new_zeros(sum(counts))
     parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]

@@ -1,30 +1,30 @@
-"""Gradients in buckets, submitted from autograd's hooks while backward still runs.
+"""Reduction of gradients in buckets, started by autograd's hooks while backward still runs.
 
-A bucket is reduced as one operation: `dense` (a gather list over the gradients' own memory),
-`sparse`, `powersgd`. `plan` decides which parameters share a bucket, this file when a bucket is submitted. `Cycle` holds the
-state of the reduction, `negotiation` the agreement of the ranks in the first cycle.
+A bucket is reduced as one operation (modules `dense`, `sparse`, `powersgd`). `plan` decides which parameters share a
+bucket, and this file decides when a bucket is submitted. `Cycle` holds the state of the reduction. In the first cycle
+the ranks agree on the gradients (`negotiation`).
 
-**Threads.** Hooks run on autograd's threads (for CPU parameters the thread that called `backward`, for GPU parameters
-another thread of autograd, so with both there are two at a time, each with separate buckets), everything else on the
-thread that calls the optimizer, never at the same time; all under the GIL.
+**Threads.** Hooks run on autograd's threads: for CPU parameters on the thread that called `backward`, for GPU
+parameters on another thread. With both kinds two threads run hooks at a time, each with its own buckets. Everything
+else runs on the thread that calls the optimizer, and never at the same time as hooks. All of it runs under the GIL.
 
 **Ownership.** From its submission until `wait` the engine reads and writes the memory of a gradient. The operation
 keeps that memory alive, also if the user drops the tensor or replaces its memory. Hooks refer to the reducer weakly,
 and the reducer has no reference to the optimizer, so a dropped optimizer removes its hooks.
 
 **One cycle** has `passes` backward passes. In the last pass every complete bucket is submitted by the hook that
-completes it (if cores are idle, or hosts wait for each other). When backward ends the other buckets follow, with
-zeros for parameters without a gradient. Then `wait` ends the cycle, before `backward()` returns. A rank without a
-gradient of these parameters, or without a last pass, joins the cycle in the optimizer's `step`. So all ranks submit the
-same operations for any part of the model that they used. With `Sum` and `Average` one flag per parameter is reduced,
-too, so that a parameter that no rank used ends without a gradient, exactly as in one process.
+completes it, if cores are idle or the ranks are on several hosts. When backward ends, the other buckets are submitted,
+with zeros for parameters without a gradient. Then `wait` ends the cycle, before `backward()` returns. A rank without a
+gradient of these parameters, or without a last pass, takes part in the cycle in the optimizer's `step`. So all ranks
+submit the same operations, even if they used different parts of the model. With `Sum` and `Average` one flag per
+parameter is reduced too. A parameter that no rank used then ends without a gradient, exactly as in one process.
 
-**Several reducers** may have gradients in one backward pass: first all submit, then all wait, in the order in which
-they were built, which is the same on every rank.
+**Several reducers** may have gradients in one backward pass. First all submit, then all wait, in the order in which
+they were built. This order is the same on every rank.
 
-**The first cycle** submits nothing from hooks. The ranks first agree on their sparse gradients, and each records the
-parameters with several gradients in one pass (a module in several reentrant checkpoints), which are never submitted
-before the pass has ended.
+**The first cycle** submits nothing from hooks. The ranks first agree on their sparse gradients. Each rank also records
+the parameters with several gradients in one pass (a module in several reentrant checkpoints). Later cycles submit these
+parameters only after the pass has ended.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ from sparkhvd.torch.gradients.negotiation import GradientNegotiation, ReadyOrder
 from sparkhvd.torch.gradients.plan import BucketPlanner, make_entries
 
 # ----------------------------------------------------------------------------------------------------
-# End of a backward pass with its enclosing passes, and whether reductions wait for it.
+# Detection of the end of a backward pass, and the decision whether reductions overlap with the pass.
 
 
 def in_backward() -> bool:
-    """Check whether this thread runs a node of a backward pass, or its hooks; not in callbacks at the end of a pass."""
+    """Check whether this thread runs a node of a backward pass or its hooks; False in callbacks after a pass."""
     return torch._C._current_autograd_node() is not None
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the running backward pass has ended, after earlier callbacks.
+    """Register a function to call when the running backward pass has ended, after earlier callbacks.
 
-    It is called in the thread that ends the pass, on a GPU with the caller's streams as the current streams. `backward()`
-    raises its exceptions.
+    The thread that ends the pass calls it. On a GPU the current streams are then those of the caller of `backward()`.
+    `backward()` raises the function's exceptions.
     """
     Variable._execution_engine.queue_callback(callback)
 
 
 class BackwardEnd:
-    """Calls a function when the outermost backward pass ends. Created on the thread of the pass.
+    """Calls a function when the outermost backward pass ends. Create it on the thread of the pass.
 
-    Reentrant checkpoints, and functions of the user, run a pass inside a node of another pass. torch reports the end of
-    the inner pass, and a hook of that node leads to the outer pass. Only autograd refers to this object, so it is freed
-    when the pass ends in an exception.
+    Reentrant checkpoints, and the user's autograd functions, run a pass inside a node of another pass. torch reports
+    the end of the inner pass. A hook on the outer pass's node then waits for the end of the outer pass. Only autograd
+    refers to this object, so it is freed when a pass ends in an exception.
 
     Args:
         callback: called with this object.
@@ -100,10 +100,10 @@ class BackwardEnd:
 
 
 def is_worth_overlapping(engine: Engine, ranks: Sequence[int]) -> bool:
-    """Whether reducing while backward runs saves time: if ranks wait for a network, or cores are idle.
+    """Whether reducing while backward runs saves time: with several hosts, or with idle cores.
 
-    Where the ranks of one host compute on all of its cores, the engine's threads would take cores from them in turn, and
-    every rank would wait for every other: a step of ResNet-50 with 2 ranks on 2 cores took 5 % longer.
+    If the ranks of one host compute on all of its cores, the engine's threads slow down each rank in turn, and every
+    rank waits for the slowest. A step of ResNet-50 with 2 ranks on 2 cores took 5 % longer.
     """
     topology = engine.topology
     if len({topology.hosts[rank] for rank in ranks}) > 1:
@@ -123,12 +123,12 @@ def is_worth_overlapping(engine: Engine, ranks: Sequence[int]) -> bool:
 # | SENT | all operations of the cycle have been submitted |
 # | REDUCED | `.grad` holds the reduced gradients, and the optimizer has not stepped with them |
 #
-# A rank without a gradient goes from IDLE to SENT. If a further pass may add to reduced gradients, or if the reducers of an
-# optimizer reduce again together, COLLECTING or SENT follows REDUCED. `reset` leads from every state to IDLE: after an error, when
-# the cycle is discarded, and before its result is used.
+# A rank without a gradient changes from IDLE to SENT. COLLECTING follows REDUCED if a further pass adds to reduced
+# gradients, and SENT follows REDUCED if another reducer of the optimizer reduces again. `reset` changes from every
+# state to IDLE: after an error, when the cycle is discarded, and at the end of a cycle before REDUCED.
 #
-# A cycle holds the state until its end: the number of remaining backward passes, and the running pass. The reducer has one
-# object, which `reset` prepares for the next cycle. `results` outlive the cycle, to recognize gradients that are kept after the step.
+# The reducer uses one `Cycle` for all its cycles; `reset` prepares it for the next. `results` outlive a cycle, to
+# recognize gradients that the user keeps after the step.
 
 
 class CycleState(Enum):
@@ -142,19 +142,21 @@ class CycleState(Enum):
 
 
 class Cycle:
-    """State of the running cycle; every transition is a method.
+    """State of the running cycle, with a method for each transition.
 
     Args:
         passes: backward passes per cycle.
 
     Attributes:
-        state: of the cycle.
+        state: state of the cycle.
         passes: backward passes per cycle.
         passes_left: backward passes until the gradients are complete, including the running pass.
-        is_held: whether passes only add to the gradients of this rank, and no pass is the last.
+        is_held: True inside `no_sync()`: passes only add to this rank's gradients, and no pass is the last of the
+            cycle.
         count: number of cycles that ended with reduced gradients.
-        results: the reduced gradients, if a change or a further pass would give wrong results.
-        added_to_kept: name of a parameter whose gradient was added to the last step's; a step with the sum would be wrong.
+        results: record of the reduced gradients, kept if a change or a further pass would give wrong results.
+        added_to_kept: name of a parameter whose gradient was added to a reduced gradient of the last step. A step with
+            the sum would be wrong.
     """
 
     __slots__ = (
@@ -175,12 +177,12 @@ class Cycle:
         self.count = 0
         self.results = ReducedGradients()
         self.added_to_kept = ""
-        # Of the running backward pass; the reference is dead if the pass ended in an exception.
+        # End of the running backward pass; the reference is dead if the pass ended in an exception.
         self._end: weakref.ref[BackwardEnd] | None = None
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether a backward pass with a gradient runs."""
+        """Whether a backward pass runs and has given this reducer a gradient."""
         return self._end is not None and self._end() is not None
 
     @property
@@ -215,7 +217,8 @@ class Cycle:
         """Count an ended backward pass; return True if it was the last of the cycle."""
         if self._end is None or self._end() is not end:
             return (
-                False  # a step inside the pass, in the backward of a function, has ended the cycle
+                # A step() inside the pass, in the backward of a function, has ended the cycle.
+                False
             )
         self._end = None
         is_last = self.is_last_pass
@@ -224,44 +227,44 @@ class Cycle:
         return is_last
 
     def send(self) -> None:
-        """Enter SENDING: an operation has been submitted, and others will be."""
+        """Enter SENDING, because an operation has been submitted and others will follow."""
         if self.state is not CycleState.SENT:
             self.state = CycleState.SENDING
 
     def complete(self) -> None:
-        """Enter SENT: every operation has been submitted."""
+        """Enter SENT, because every operation has been submitted."""
         self.state = CycleState.SENT
 
     def reset(self) -> None:
-        """Enter IDLE: no operation of the cycle is in flight."""
+        """Enter IDLE; no operation of the cycle may be in flight."""
         self.state = CycleState.IDLE
         self.passes_left = self.passes
         self._end = None
 
     def finish(self) -> None:
-        """Change from IDLE, after the operations, to REDUCED: their results are in `.grad`."""
+        """Change from IDLE to REDUCED, because the results of the operations are in `.grad`."""
         assert self.state is CycleState.IDLE
         self.state = CycleState.REDUCED
         self.count += 1
 
     def use(self) -> None:
-        """Change from REDUCED to IDLE: the optimizer steps with the reduced gradients."""
+        """Change from REDUCED to IDLE, because the optimizer steps with the reduced gradients."""
         if self.state is CycleState.REDUCED:
             self.state = CycleState.IDLE
         self.results.clear()
 
     def drop(self) -> None:
-        """Forget the reduced gradients: they are dropped or set to zero."""
+        """Forget the reduced gradients, because the user drops them or sets them to zero."""
         self.use()
         self.added_to_kept = ""
 
     def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes per cycle; only between cycles."""
+        """Change the number of backward passes per cycle; call it between cycles only."""
         self.passes = self.passes_left = passes
 
 
 class ReducedGradients:
-    """Recorded reduced gradients of a reducer, by parameter number."""
+    """Record of a reducer's reduced gradients and their versions, by parameter number."""
 
     __slots__ = ("_noted",)
 
@@ -272,7 +275,7 @@ class ReducedGradients:
         return bool(self._noted)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all gradients."""
         self._noted = {}
 
     def note(self, entries: Sequence[GradientSlot]) -> None:
@@ -281,7 +284,7 @@ class ReducedGradients:
         self._noted = {i: (weakref.ref(g), g._version) for i, g in grads if g is not None}
 
     def find_changed(self, entries: Sequence[GradientSlot]) -> str | None:
-        """Name a parameter with a gradient changed since its record."""
+        """Return the name of a parameter whose gradient was changed after the record, or None."""
         for index, (reference, version) in self._noted.items():
             entry = entries[index]
             grad = entry.param.grad
@@ -295,7 +298,7 @@ class ReducedGradients:
         grad = entry.param.grad
         if reference is None or grad is None or grad is not reference():
             return False
-        return grad._version == version + 1  # else it was set to zero in place before
+        return grad._version == version + 1  # a larger version: it was set to zero in place before
 
     def was_dropped(self, entry: GradientSlot, entries: Sequence[GradientSlot]) -> bool:
         """Whether a gradient of this cycle, in flight or reduced, is no longer `.grad`.
@@ -307,14 +310,14 @@ class ReducedGradients:
         known = self._known(entry)
         if known is not None:
             return entry.param.grad is not known
-        # It is the first gradient of a parameter in this cycle.
+        # The parameter has no earlier gradient in this cycle, so check the others.
         others = [(e, self._known(e)) for e in entries]
         return any([grad is not None and e.param.grad is not grad for e, grad in others]) or any(
             [reference() is None for reference, _ in self._noted.values()]
         )
 
     def _known(self, entry: GradientSlot) -> Tensor | None:
-        """The gradient of this cycle, in flight or reduced."""
+        """Return the parameter's gradient of this cycle, in flight or reduced, or None."""
         if entry.grad is not None:
             return entry.grad
         reference, _ = self._noted.get(entry.index, (None, 0))
@@ -329,17 +332,17 @@ class Reducer:
     """Reduces the gradients of some parameters over all ranks, cycle by cycle.
 
     Args:
-        context: of the ranks.
+        context: context of the ranks.
         named: the parameters with their names.
-        options: of the reduction; the same on every rank.
+        options: options of the reduction; the same on every rank.
 
     Attributes:
-        options: of the reduction.
-        number: of this reducer, counted as reducers are built.
+        options: options of the reduction.
+        number: number of this reducer, in the order in which reducers are built.
         cycle: state of the running cycle.
         buckets: the current buckets.
-        siblings: returns all reducers of the optimizer. Their cycles end together, or ranks that use different parts of a
-            model would wait for different reducers.
+        siblings: returns all reducers of the optimizer. Their cycles end together, because otherwise ranks that use
+            different parts of a model would wait for different reducers.
     """
 
     def __init__(
@@ -366,7 +369,7 @@ class Reducer:
         self.buckets = Buckets(self._planner, context.engine)
         self._gradient_order: Sequence[int] = list(reversed(range(len(self._entries))))
         self._plan()
-        # None after the order of gradients is final.
+        # Records the order of gradients; None when the order is final.
         self._ready: ReadyOrder | None = None
         if len(self.buckets) > 1 and not options.groups:
             self._ready = ReadyOrder(context, label, options, len(self._entries))
@@ -378,7 +381,7 @@ class Reducer:
         self._finalizer.atexit = False
 
     def zero(self) -> None:
-        """Set gradients that live in registered memory to zero."""
+        """Set gradients that are views of registered memory to zero."""
         self._planner.zero_views()
         if self.options.as_views:
             for bucket in self.buckets:
@@ -386,7 +389,7 @@ class Reducer:
                     bucket.zero()
 
     def detach(self) -> None:
-        """Remove the hooks, after a shutdown of the engine or for a newer optimizer."""
+        """Remove the hooks, because the engine has shut down or a newer optimizer has the parameters."""
         self._finalizer()
         self._reset()
 
@@ -407,7 +410,7 @@ class Reducer:
     # --- From the hooks. ---
 
     def on_gradient(self, entry: GradientSlot) -> None:
-        """Record a gradient that is complete in this pass, and submit its bucket if that is complete too."""
+        """Record a complete gradient, and submit its bucket if the bucket is now complete too."""
         cycle = self.cycle
         if not cycle.is_in_pass:
             with self._entering:
@@ -441,7 +444,7 @@ class Reducer:
         """Begin a backward pass with its first gradient."""
         cycle, device = self.cycle, self._planner.device
         if device is not None and not entry.param.is_cpu:
-            device.stream()  # refuses a stream that is being captured
+            device.stream()  # raises an error for a stream that is being captured
         if cycle.is_interrupted:
             self.discard()
         elif cycle.is_in_flight or (cycle.state is CycleState.REDUCED and cycle.results):
@@ -453,16 +456,19 @@ class Reducer:
 
     @property
     def _can_reduce_again(self) -> bool:
-        """Whether sums with reduced gradients can be reduced again: a mean of equal values is that value."""
+        """Whether gradients may add to reduced gradients and be reduced again.
+
+        This needs Average: the mean of gradients that are already equal on all ranks does not change them.
+        """
         return self.options.op is ReduceOp.AVERAGE and not self.options.sharded
 
     @property
     def takes_part(self) -> bool:
-        """Whether the cycle ends with another reducer's of the optimizer."""
+        """Whether this reducer reduces when another reducer of the optimizer ends its cycle."""
         return not self.is_reduced or self._can_reduce_again
 
     def leave(self, end: BackwardEnd) -> None:
-        """End a backward pass, and all passes around it."""
+        """End the outermost backward pass."""
         if not self.cycle.leave(end):
             return
         if not self._negotiation.is_negotiated and self._negotiation.begin():
@@ -470,36 +476,36 @@ class Reducer:
         else:
             self.submit_all()
         if self.options.wait_in_backward:
-            # Behind the ends of all other reducers, which so have submitted.
+            # Wait in a later callback, when all other reducers have ended the pass and submitted.
             self._context.part(_EndedPasses).reducers.append(self)
             after_backward(_finish_all(self._context))
 
     def _restart(self, entry: GradientSlot) -> None:
-        """Discard the cycle for a further gradient, if the first was dropped.
+        """Discard the cycle when a further gradient arrives, if the user dropped the first gradient.
 
         Raises:
-            InvalidArgumentError: the first was kept, so there is one gradient too many.
+            InvalidArgumentError: the user kept the first gradient, so this gradient is one too many.
         """
         is_dropped = self.cycle.results.was_dropped(entry, self._entries)
         if is_dropped and not torch.is_grad_enabled():
-            # Dropped (`module.zero_grad()`), as in a GAN after the other network's loss. The same happens on every
-            # rank.
+            # The user dropped the gradients (`module.zero_grad()`), as in a GAN after the other network's loss. Every
+            # rank does the same.
             self.discard()
             return
         raise InvalidArgumentError(
-            f"DistributedOptimizer: {entry.name!r} got a gradient more than backward_passes_per_step="
-            f"{self.cycle.passes} times before step(). Call step() or zero_grad() of this optimizer between the "
+            f"DistributedOptimizer: {entry.name!r} got a gradient in more than backward_passes_per_step="
+            f"{self.cycle.passes} backward passes before step(). Call step() or zero_grad() of this optimizer between the "
             "backward passes, or set backward_passes_per_step to the number of passes per step."
         )
 
     def _take_again(self, entry: GradientSlot) -> None:
-        """Record a further gradient in one pass, such as of a module in several reentrant checkpoints."""
+        """Record a parameter's further gradient in the same pass, as with several reentrant checkpoints."""
         bucket = entry.bucket
         if not isinstance(bucket, UnusedParameters) and bucket.work is not None:
             raise InvalidArgumentError(
-                f"DistributedOptimizer: {entry.name!r} got another gradient in the same backward pass, after the "
-                "first one was sent; in the first step it got one. Use the module in as many reentrant checkpoints "
-                "in every step, or give checkpoint(..., use_reentrant=False)."
+                f"DistributedOptimizer: {entry.name!r} got a second gradient in the same backward pass, after the "
+                "first was sent; in the first step it got only one. Use the module in the same number of reentrant "
+                "checkpoints in every step, or give checkpoint(..., use_reentrant=False)."
             )
         entry.grad = entry.param.grad
         entry.repeats = True
@@ -526,11 +532,11 @@ class Reducer:
         cycle.complete()
 
     def wait(self) -> None:
-        """End the cycle: all reduced gradients are in `.grad`.
+        """Wait until all reduced gradients are in `.grad`, and end the cycle.
 
         Raises:
-            InvalidArgumentError: a gradient was replaced in flight, and would differ from the other ranks'. All
-                submitted operations have ended, so the next cycle works.
+            InvalidArgumentError: a gradient was changed or replaced in flight, so it would differ from the other
+                ranks'. All submitted operations have ended, and the next cycle works.
         """
         self.submit_all()
         changed = self.buckets.find_changed()
@@ -549,7 +555,7 @@ class Reducer:
             self.remember()
 
     def use(self) -> None:
-        """End the use of the reduced gradients: the optimizer steps, and the next pass begins a new cycle."""
+        """Mark the reduced gradients as used by a step; the next pass begins a new cycle."""
         self.cycle.use()
 
     def remember(self) -> None:
@@ -557,11 +563,11 @@ class Reducer:
         self.cycle.results.note(self._entries)
 
     def find_changed(self) -> str | None:
-        """Name a parameter with a gradient changed or replaced since `remember`."""
+        """Return the name of a parameter whose gradient was changed or replaced after `remember`, or None."""
         return self.cycle.results.find_changed(self._entries)
 
     def discard(self) -> None:
-        """Forget the cycle, after waiting for operations in flight, because the engine still writes the gradients."""
+        """Wait for the operations in flight, which still write into the gradients, then forget the cycle."""
         self.cycle.drop()
         if not self.cycle.is_open:
             return
@@ -573,9 +579,9 @@ class Reducer:
             self._reset()
 
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
-        """Divide the gradients into buckets of another size; between cycles and on every rank alike."""
+        """Divide the gradients into buckets of another size; every rank must call this between the same cycles."""
         self.options = self._planner.options = replace(self.options, bucket_bytes=bucket_bytes)
-        if self._ready is None:  # else at the end of the first cycle
+        if self._ready is None:  # otherwise the end of the first cycle does it
             self._plan()
 
     def _submit(self, bucket: Bucket) -> None:
@@ -614,7 +620,7 @@ class Reducer:
 
 
 class _EndedPasses(ContextPart, threading.local):
-    """Reducers whose backward pass has ended on this thread, before their wait."""
+    """Reducers whose backward pass has ended on this thread, but that have not waited yet."""
 
     def __init__(self) -> None:
         self.reducers: list[Reducer] = []
@@ -632,7 +638,7 @@ def _leave(reducer: weakref.ref[Reducer]) -> Callable[[BackwardEnd], None]:
 def _finish_all(context: Context) -> Callable[[], None]:
     def finish() -> None:
         ended = context.part(_EndedPasses).reducers
-        # An earlier pass may have ended in an exception before their wait.
+        # Skip reducers of an earlier pass that ended in an exception before they waited.
         waiting = {reducer for reducer in ended if reducer.cycle.is_open}
         ended.clear()
         for reducer in tuple(waiting):
@@ -668,7 +674,7 @@ def _hook(reducer: weakref.ref[Reducer], entry: GradientSlot) -> Callable[[Tenso
     return on_gradient
 
 
-# Inside a compiled training step, too.
+# These may run inside a compiled training step.
 leave_untraced(_hook, _finish_all, BackwardEnd)
 
 

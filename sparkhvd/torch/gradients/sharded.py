@@ -1,4 +1,4 @@
-"""Bucket of gradients with a part per rank: a reducescatter in place."""
+"""Bucket of gradients that gives each rank its part of the sums: a reducescatter in place."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from sparkhvd.torch.gradients.layout import cut_range, flat, same_places
 
 
 class ShardedBucket(GradientBucket):
-    """Bucket of gradients of one type that reduces this rank's part of each in place; the rest is undefined.
+    """Bucket of gradients of one type that reduces only this rank's part of each; other parts are undefined.
 
     Args:
-        name: of the operation.
+        name: name of the operation.
         entries: the parameters.
-        flagged: send a flag for each gradient that this rank has.
-        options: of the reducer.
+        flagged: whether to send a flag for each gradient that this rank has.
+        options: options of the reducer.
         place: this rank's index among the reducing ranks.
     """
 
@@ -59,7 +59,7 @@ class ShardedBucket(GradientBucket):
         counts = [entry.param.numel() for entry in entries]
         self._ranges = [cut_range(count, self._num_ranks, place) for count in counts]
         wire = torch.empty(0, dtype=paired((), entries[0].wire_dtype)[1])
-        # Every rank gets the sums of all flags, so there is a row of flags per rank.
+        # One row of flags per rank, because every rank needs the sums of all flags from the reducescatter.
         self._ones = (
             torch.ones(self._num_ranks, len(entries), dtype=wire.dtype) if flagged else None
         )
@@ -83,7 +83,7 @@ class ShardedBucket(GradientBucket):
             address = tensor.data_ptr()
             first = self._ranges[position][0]
             self.call.place(position, address, address + first * tensor.element_size())
-            keep.append(tensor.untyped_storage())  # as `lend`
+            keep.append(tensor.untyped_storage())  # `lend` explains why
         if self._ones is not None:
             has_gradient = self._flags_of(self._ones)
             self.call.place(len(keep), has_gradient.data_ptr(), self._flags.data_ptr())
@@ -137,8 +137,8 @@ class ShardedBucket(GradientBucket):
         require_same_shape(entry, grad)
         if grad.layout is not torch.strided and not self._sparse_as_dense:
             raise InvalidArgumentError(
-                f"DistributedOptimizer(sharded=True): the gradient of {entry.name!r} is sparse, and only dense "
-                "ones are divided. Give sparse_as_dense=True, or leave sharded out."
+                f"DistributedOptimizer(sharded=True): the gradient of {entry.name!r} is sparse, but sharded=True supports "
+                "only dense gradients. Give sparse_as_dense=True, or leave sharded out."
             )
         copy = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype)
         copy.copy_(grad.detach() if grad.layout is torch.strided else grad.detach().to_dense())

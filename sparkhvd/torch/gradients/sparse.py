@@ -1,9 +1,10 @@
 """Sparse gradients (`nn.Embedding(sparse=True)`), reduced as sparse: every rank gets the rows of all ranks.
 
-**Layouts**: a sparse gradient is recognized when it arrives, and a rank that did not use the layer has no gradient. So the
-ranks vote: `LayoutVote` counts the dense and the sparse gradients over all ranks. The first vote is taken when the
-first backward pass ends, before the first submission. A parameter without a gradient on any rank has no bucket, and is
-in every later vote until it has one. From then on its layout is fixed.
+**Layouts**: a rank learns that a gradient is sparse only when the gradient arrives, and a rank that did not use the
+layer has no gradient. So the ranks vote: `LayoutVote` counts the dense and the sparse gradients over all ranks. The
+first vote is taken when the first backward pass ends, before the first submission. A parameter without a gradient on
+any rank has no bucket, and takes part in every later vote until a rank has its gradient. From then on its layout is
+fixed.
 
 **One allgather** per parameter is submitted when its gradient arrives: a header with the layout of this rank's
 gradient, the indices, the values, all as bytes. A rank with another layout than the fixed one sends only the header,
@@ -40,7 +41,7 @@ from sparkhvd.torch.gradients.dense import (
     require_same_shape,
 )
 
-# Content of the header of a message.
+# Values in the header of a message: the layout of the sender's gradient.
 _NO_GRADIENT, _AS_PLANNED, _DENSE, _OTHER_DIMS = range(4)
 _HEAD_BYTES = 8
 _NUMBERS_PER_PARAMETER = 3
@@ -51,8 +52,8 @@ class Votes:
     """Sum of the votes of all ranks.
 
     Attributes:
-        is_complete: whether every rank voted; ranks that have joined do not.
-        layouts: per parameter None (no rank has a gradient), 0 (dense) or the number of sparse dimensions.
+        is_complete: whether every rank voted; ranks that wait in `hvd.join()` do not vote.
+        layouts: for each parameter None (no rank has a gradient), 0 (dense) or the number of sparse dimensions.
     """
 
     is_complete: bool
@@ -60,12 +61,12 @@ class Votes:
 
 
 class LayoutVote:
-    """Counts the layouts of the ranks' gradients. Every rank of the process set creates one.
+    """Counts the layouts of all ranks' gradients. Every rank of the process set must create an object.
 
     Args:
-        context: of the engine.
-        label: of the optimizer.
-        options: of the optimizer.
+        context: context of the engine.
+        label: name of the optimizer.
+        options: options of the optimizer.
         entries: the parameters, the same on every rank; their `.grad` is read now.
     """
 
@@ -77,8 +78,9 @@ class LayoutVote:
         self._options = options
         self._entries = list(entries)
         self._layouts = [_sparse_dim(entry.param.grad) for entry in self._entries]
-        # One vote; for each parameter whether it is dense, whether it is sparse, its number of sparse dimensions. A
-        # sum, because ranks that have joined add nothing to it.
+        # The number of votes, 1. Then for each parameter: whether the gradient is dense, whether it is sparse, its
+        # number of sparse dimensions. The ranks add these numbers up, because ranks that wait in `hvd.join()` then add
+        # nothing.
         numbers = [1]
         for layout in self._layouts:
             numbers += [layout == 0, layout not in (None, 0), layout or 0]
@@ -122,26 +124,26 @@ class LayoutVote:
         what = f"{self._label}: the gradient of {entry.name!r} is sparse, and "
         if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise MismatchError(
-                f"{what}op={options.op.name.title()} is not possible: entries are joined and add up. Use Average "
+                f"{what}op={options.op.name.title()} is not possible, because entries of the same index add up. Use Average "
                 "or Sum, or give sparse_as_dense=True."
             )
         if getattr(options.compression, "is_for_matrices", False):
             raise MismatchError(
-                f"{what}{options.compression!r} is for dense ones. Give sparse_as_dense=True, use another "
+                f"{what}{options.compression!r} is for dense gradients. Give sparse_as_dense=True, use another "
                 "compression, or build the layer with sparse=False."
             )
         if not is_complete:
             raise MismatchError(
-                f"{what}a rank has joined: sparse gradients need every rank. Give sparse_as_dense=True, or the "
-                "same number of batches to every rank."
+                f"{what}a rank has called join(), but sparse gradients need every rank. Give sparse_as_dense=True, or give "
+                "every rank the same number of batches."
             )
 
     def _mixture(self, number: int, is_complete: bool) -> str:
         """Describe the layout of each rank."""
         layout = self._layouts[number]
         entry = self._entries[number]
-        if not is_complete:  # ranks that have joined do not answer
-            return f"{self._label}: the gradient of {entry.name!r} is {_in_words(layout)} here, and not on every rank."
+        if not is_complete:  # ranks that wait in `hvd.join()` do not answer
+            return f"{self._label}: the gradient of {entry.name!r} is {_in_words(layout)} on this rank, but not on every rank."
         code = torch.tensor([-1 if layout is None else layout], dtype=torch.int64)
         name, process_set = f"{self._label}.mixture", self._options.process_set
         work = start_allgather(self._context, name, code, process_set)
@@ -152,14 +154,14 @@ class LayoutVote:
 
 
 def _sparse_dim(grad: Tensor | None) -> int | None:
-    """The number of sparse dimensions; 0 for a dense gradient, None without a gradient."""
+    """Return the number of sparse dimensions; 0 for a dense gradient, None without a gradient."""
     if grad is None:
         return None
     return 0 if grad.layout is torch.strided else grad.sparse_dim()
 
 
 def _row_length(entry: GradientSlot) -> int:
-    """The number of values per index."""
+    """Return the number of values per index."""
     return torch.Size(entry.shape[entry.sparse_dim :]).numel()
 
 
@@ -188,10 +190,10 @@ class SparseBucket:
     """Bucket with the sparse gradient of one parameter. Its `sparse_dim` is fixed and the same on every rank.
 
     Args:
-        name: of the operation.
+        name: name of the operation.
         entry: the parameter.
-        options: of the reducer: Average or Sum, compression of the values.
-        gpu: for a parameter on a GPU, the optimizer's context. There `wait` waits for the GPU, to read the headers.
+        options: options of the reducer, with Average or Sum, and a compression of the values.
+        gpu: the optimizer's context for a parameter on a GPU. Then `wait` waits for the GPU, to read the headers.
     """
 
     __slots__ = ("_context", "_gpu", "_options", "entries", "name", "pending", "sent", "work")
@@ -206,14 +208,14 @@ class SparseBucket:
         self.work: Operation | None = None
         self.sent: list[Any] = []
         self._options = options
-        self._context: Any = None  # the compression's
+        self._context: Any = None  # the compressor's context for `decompress`
         entry.bucket = self
 
     def start(self, engine: Engine) -> None:
         """Submit this rank's entries; without a gradient only a header."""
         if self._gpu is not None:
             device = self._gpu.part(RankGpu).device
-            assert device is not None  # opened for the parameters
+            assert device is not None  # the planner has opened it
             await_streams(device, self.entries)
         parts = [part.view(torch.uint8) for part in self._message(self.entries[0])]
         if self._gpu is not None:
@@ -238,7 +240,7 @@ class SparseBucket:
         self.entries[0].grad = self.entries[0].stream = None
 
     def wait(self) -> None:
-        """Wait until the entries of all ranks are in `.grad`; None if no rank had any.
+        """Wait until the entries of all ranks are in `.grad`; set it to None if no rank has a gradient.
 
         Raises:
             MismatchError: a rank had a dense gradient, or another number of sparse dimensions.
@@ -260,7 +262,7 @@ class SparseBucket:
         entry.param.grad = self._joined(entry, indices.view(torch.int64), values)
 
     def _message(self, entry: GradientSlot) -> tuple[Tensor, Tensor, Tensor]:
-        """Create the header, rows of indices and rows of values on the wire."""
+        """Create the message: the header, rows of indices, and rows of values in the type that is sent."""
         grad = entry.grad
         code = _NO_GRADIENT
         if grad is not None:
@@ -286,7 +288,7 @@ class SparseBucket:
         return [(1, _HEAD_BYTES), (1, _HEAD_BYTES * entry.sparse_dim), (1, row_bytes)]
 
     def _joined(self, entry: GradientSlot, indices: Tensor, wire: Tensor) -> Tensor:
-        """Concatenate the entries of all ranks in the receive buffer, each divided for an average."""
+        """Build the sparse gradient from all ranks' entries; with Average the values are divided."""
         options = self._options
         values = options.compression.decompress(wire.view(entry.wire_dtype), self._context)
         if options.op is ReduceOp.AVERAGE:

@@ -2,10 +2,10 @@
 
 Each module imports only those above it:
 
-    arguments      arguments, checked
+    arguments      checks of the arguments
     shards         the part of each parameter that a rank steps
-    distributed    reduced gradients before every step
-    sharded_state  state by part, gathered
+    distributed    reduction of gradients before every step
+    sharded_state  state of parts, and gathering it
     adasum         combines parameter changes instead of gradients
     sharded        each rank steps its part
     factory        `DistributedOptimizer`

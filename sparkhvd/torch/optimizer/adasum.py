@@ -49,14 +49,15 @@ class DistributedAdasum(torch.optim.Optimizer):
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
         self._parameter_names = parameter_names(placed(self.param_groups), named_parameters)
-        group_numbers(groups, [])  # only checked: the step of all parameters is combined at once
+        # Only a check: groups have no effect, because one operation combines all parameters.
+        group_numbers(groups, [])
         self._context = ctx
         self._compression = compression
         self._process_set = process_set
         self._label = f"adasum.{ctx.number('adasum', process_set.process_set_id or 0)}"
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add parameters, on every rank alike; their steps are combined too."""
+        """Add parameters whose steps are combined too; every rank must add the same parameters."""
         super().add_param_group(param_group)
         added = [
             entry for entry in placed(self.param_groups) if entry[2] not in self._parameter_names
@@ -68,7 +69,7 @@ class DistributedAdasum(torch.optim.Optimizer):
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
-        """Step alone from the common parameters, then apply the combined step of all ranks."""
+        """Step with this rank's gradients, then replace the step by the combined step of all ranks."""
         parameters = [
             p
             for group in self.param_groups
@@ -99,17 +100,17 @@ class DistributedAdasum(torch.optim.Optimizer):
         ]
 
     def synchronize(self) -> None:
-        """Do nothing: gradients stay this rank's own."""
+        """Do nothing, because Adasum does not reduce gradients."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Refuse: ranks combine the step itself."""
+        """Raise an error, because `step()` itself communicates."""
         raise InvalidArgumentError(
-            "DistributedOptimizer(op=Adasum): skip_synchronize() is not possible, because step() combines. Call "
-            "step() alone."
+            "DistributedOptimizer(op=Adasum): skip_synchronize() is not possible, because step() itself combines the ranks' "
+            "steps. Call step() without it."
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Check the argument, without effect: gradients add up until `step()` is called."""
+        """Only check the argument, because gradients add up until `step()` anyway."""
         check_arguments(ReduceOp.ADASUM, passes, 1.0)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:

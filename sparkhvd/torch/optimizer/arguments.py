@@ -1,4 +1,4 @@
-"""Arguments of `DistributedOptimizer`: checked and converted for reducers."""
+"""Checks and conversion of the arguments of `DistributedOptimizer`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from sparkhvd.torch.process_sets import ProcessSet
 
 @dataclass
 class Configuration:
-    """Arguments of a `DistributedOptimizer`, checked.
+    """The checked arguments of a `DistributedOptimizer`.
 
     Attributes:
         op: the reduction.
         predivide: divisor of every rank's gradient; the result is multiplied by it.
-        compression: of the gradients.
+        compression: compression of the gradients.
         passes: backward passes per step; may be changed between steps.
         sparse_as_dense: send sparse gradients as dense ones.
         process_set: the reducing ranks.
         number: the engine's number of the process set.
         ranks: global ranks of the process set, ascending.
-        as_views: gradients live in registered memory.
-        share_parameters: the ranks of a host share one copy of the parameters.
-        wait_in_backward: the end of the last backward pass waits for the reduced gradients.
+        as_views: whether gradients are views of registered memory.
+        share_parameters: whether the ranks of a host share one copy of the parameters.
+        wait_in_backward: whether the last backward pass waits for the reduced gradients.
     """
 
     op: ReduceOp
@@ -48,7 +48,7 @@ class Configuration:
 
 
 def placed(groups: Sequence[Mapping[str, Iterable[Tensor]]]) -> list[tuple[int, int, Tensor]]:
-    """Return the parameters of an optimizer with the numbers of their group and position."""
+    """Return (group number, position in the group, parameter) for the parameters of an optimizer."""
     return [
         (number, index, parameter)
         for number, group in enumerate(groups)
@@ -73,7 +73,7 @@ def check_arguments(op: ReduceOp, passes: int, predivide: float) -> tuple[int, f
             f"DistributedOptimizer: gradient_predivide_factor={factor} needs op=Average, "
             f"got {op.name.title()}."
         )
-    # Both it and its reciprocal are multiplied with gradients.
+    # Gradients are multiplied with the factor and with its reciprocal, so both must be finite.
     if not (factor > 0 and math.isfinite(factor) and math.isfinite(1 / factor)):
         raise InvalidArgumentError(
             f"DistributedOptimizer: gradient_predivide_factor is {factor}; it must be more than 0 and finite, and so "
@@ -112,7 +112,7 @@ def parameter_names(
     if twice:
         raise InvalidArgumentError(
             f"DistributedOptimizer: named_parameters uses {', '.join(map(repr, twice))} more than once. "
-            "Every parameter needs a name of its own."
+            "Give every parameter a unique name."
         )
     by_parameter = {p: name for name, p in named}
     unnamed = [f"{group}.{index}" for group, index, p in parameters if p not in by_parameter]
@@ -127,7 +127,7 @@ def parameter_names(
 def group_numbers(
     groups: int | Sequence[Sequence[Tensor]] | None, parameters: list[Tensor]
 ) -> tuple[tuple[int, ...], ...]:
-    """Replace the parameters of the argument `groups` by their numbers."""
+    """Convert the argument `groups` to tuples of parameter numbers."""
     if groups is None:
         return ()
     wanted = to_integer(groups)
@@ -137,7 +137,7 @@ def group_numbers(
                 f"DistributedOptimizer: groups is {groups}; give 1 or more, or None for buckets by size."
             )
         count = len(parameters)
-        wanted = max(1, min(wanted, count))  # more would be empty
+        wanted = max(1, min(wanted, count))  # further groups would be empty
         bounds = [count * i // wanted for i in range(wanted + 1)]
         return tuple(tuple(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False) if a < b)
     numbers = {p: index for index, p in enumerate(parameters)}
@@ -157,19 +157,19 @@ def group_numbers(
 
 
 def _kind(value: object) -> str:
-    """Describe the type of a value, briefly even for a large tensor."""
+    """Return a short description of a value's type."""
     if isinstance(value, tuple):
         return f"({', '.join(type(item).__name__ for item in value)})"
     return type(value).__name__
 
 
 def group_lists(groups: object) -> list[list[Tensor]]:
-    """Convert `groups`, any iterable, to lists of parameters."""
+    """Convert `groups`, an iterable of iterables, to lists of parameters."""
     if isinstance(groups, (bool, str, Tensor)) or not isinstance(groups, Iterable):
         raise _no_groups(f"is {groups!r}")
     lists: list[list[Tensor]] = []
     for group in groups:
-        # A tensor can be iterated too, but its rows are not parameters.
+        # A tensor is iterable too, but its rows are not parameters.
         if isinstance(group, (str, Tensor)) or not isinstance(group, Iterable):
             raise _no_groups(f"holds {_kind(group)}")
         lists.append(list(group))

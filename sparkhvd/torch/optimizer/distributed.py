@@ -30,7 +30,7 @@ from sparkhvd.torch.optimizer.arguments import (
 from sparkhvd.torch.optimizer.shards import unshare
 from sparkhvd.torch.process_sets import members, set_id
 
-# Horovod's own words, because programs filter this warning by them.
+# Horovod's text of the warning, because programs filter the warning by its text.
 _NOT_SKIPPED = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause training slowdown. "
     "You may want to consider using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code."
@@ -38,12 +38,13 @@ _NOT_SKIPPED = (
 
 
 class Distributed(torch.optim.Optimizer):
-    """Mixin that allreduces gradients before the optimizer's own class steps."""
+    """Mixin that reduces gradients before the `step()` of the user's optimizer class."""
 
     _reducers: tuple[Reducer, ...] = ()
     _tuner: Tuner | None = None
-    _may_follow = True  # False for a subclass with separate state on each rank
-    # The given optimizer: an earlier LR scheduler may refer to it.
+    # Whether it follows changes of the ranks; not if each rank has its own optimizer state.
+    _may_follow = True
+    # The optimizer that the user gave; a scheduler that was built before refers to it.
     _plain: weakref.ref[torch.optim.Optimizer] | None = None
 
     def _distribute(
@@ -62,12 +63,12 @@ class Distributed(torch.optim.Optimizer):
         if not configuration.share_parameters:
             unshare(self._parameter_names)
         self._frozen: list[Tensor] = []
-        # Parameters of one call, with their groups.
+        # The parameters of each call (the constructor, `add_param_group`) with their `groups`.
         self._given = [(tuple(self._parameter_names), groups)]
         if self._may_follow:
             self._context.followers.append(weakref.ref(self))
         if not self._has_partners():
-            group_numbers(groups, [])  # only checked
+            group_numbers(groups, [])  # only a check
             return
         self._build(*self._given[0])
         self._tuner = _make_tuner(self)
@@ -77,14 +78,14 @@ class Distributed(torch.optim.Optimizer):
         parameters: Sequence[Tensor],
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
-        """Reduce the gradients of parameters of one call."""
+        """Create reducers for parameters that the user gave in one call."""
         named = {p: self._parameter_names[p] for p in parameters}
         self._prepare(named, groups)
         self._frozen += [p for p in named if not p.requires_grad]
         self._reduce([(name, p) for p, name in named.items() if p.requires_grad], groups)
 
     def follow(self, current: Context) -> None:
-        """Reduce gradients on another engine from now on; this rank's present gradients are dropped.
+        """Reduce gradients on another engine from now on; a reduction in progress is dropped.
 
         Every rank of the process set must call this, for its optimizers in the order in which they were built.
         """
@@ -126,7 +127,7 @@ class Distributed(torch.optim.Optimizer):
         *,
         sharded: bool = False,
     ) -> None:
-        # A tensor without elements has nothing to reduce.
+        # Skip tensors without elements.
         named = [(name, p) for name, p in named if p.numel() > 0]
         numbers = group_numbers(groups, [p for _, p in named])
         if not named:
@@ -151,7 +152,8 @@ class Distributed(torch.optim.Optimizer):
                 wait_in_backward=configuration.wait_in_backward,
             ),
         )
-        reference = weakref.ref(self)  # no cycle: a dropped optimizer takes its hooks with it
+        # Weak, so that the hooks are removed when the user drops the optimizer.
+        reference = weakref.ref(self)
         reducer.siblings = lambda: _all_reducers(reference())
         _take_over(self._context, reducer, [p for _, p in named])
         self._reducers += (reducer,)
@@ -160,12 +162,12 @@ class Distributed(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups; waits for gradients in flight.
 
-        `GradScaler.unscale_` and clipping by group read them next.
+        The wait is necessary because `GradScaler.unscale_` and clipping by group read the gradients next.
         """
         for reducer in self._reducers:
             if reducer.in_flight:
                 self.wait_for_gradients()
-        if "param_groups" not in self.__dict__:  # of a wrapper with this class
+        if "param_groups" not in self.__dict__:  # a wrapper copies the class but not the attributes
             raise AttributeError("param_groups")
         return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
 
@@ -174,9 +176,9 @@ class Distributed(torch.optim.Optimizer):
         self.__dict__["param_groups"] = value
 
     def synchronize(self) -> None:
-        """Wait for all reduced gradients in `.grad`; then call `step()` in `with skip_synchronize()`, as with Horovod.
+        """Wait until all reduced gradients are in `.grad`; as with Horovod, then step in `with skip_synchronize()`.
 
-        On ranks that ran the last backward pass they are reduced already.
+        On ranks that ran the last backward pass the gradients are reduced already.
 
         Raises:
             MismatchError: ranks disagree on their parameters.
@@ -186,17 +188,17 @@ class Distributed(torch.optim.Optimizer):
         self._was_synchronized = True
 
     def wait_for_gradients(self) -> None:
-        """Wait as `synchronize()` does, without the need for `skip_synchronize()`."""
+        """Wait as `synchronize()` does; `step()` then needs no `skip_synchronize()`."""
         self._finish_gradients()
 
     def _finish_gradients(self) -> None:
-        """Reduce the remaining gradients."""
+        """Reduce the gradients that are not reduced yet."""
         self._include_thawed()
         waiting = [reducer for reducer in self._reducers if not reducer.is_reduced]
         for reducer in self._reducers:
             if not self._context.is_open:
                 raise NotInitializedError(
-                    "DistributedOptimizer: it was built before shutdown(). Build it again after init()."
+                    "DistributedOptimizer: the optimizer was built before shutdown(). Build it again after init()."
                 )
             if reducer.is_detached:
                 raise InvalidArgumentError(
@@ -206,7 +208,11 @@ class Distributed(torch.optim.Optimizer):
         wait_for_all(waiting)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm of all gradients as `torch.nn.utils.clip_grad_norm_`, after `synchronize()`; return the norm."""
+        """Wait as `synchronize()` does, then clip the norm of all gradients as `torch.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            The norm before clipping.
+        """
         self._finish_gradients()
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
@@ -219,7 +225,7 @@ class Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step()` inside not wait for gradients, after an explicit `synchronize()`."""
+        """Let `step()` in the block skip the wait for gradients, after an explicit `synchronize()`."""
         before, self._should_synchronize = self._should_synchronize, False
         try:
             yield
@@ -228,9 +234,10 @@ class Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Make backward passes inside only add to this rank's gradients; a later pass, or `step()`, reduces the sums.
+        """Let backward passes in the block only add to this rank's gradients, as `DistributedDataParallel.no_sync`.
 
-        Like `DistributedDataParallel.no_sync`; every rank must use it alike. Passes inside do not count for `backward_passes_per_step`.
+        A later pass, or `step()`, reduces the sums. Every rank must use the block for the same passes. They do not
+        count for `backward_passes_per_step`.
         """
         cycles = [(reducer.cycle, reducer.cycle.is_held) for reducer in self._reducers]
         for cycle, _ in cycles:
@@ -246,13 +253,13 @@ class Distributed(torch.optim.Optimizer):
         return [facts for reducer in self._reducers for facts in reducer.buckets.describe()]
 
     def detach(self) -> None:
-        """Stop reducing: the gradients of later backward passes are this rank's own, and `step()` is an error."""
+        """Stop reducing gradients; later backward passes give this rank's own gradients, and `step()` raises an error."""
         for reducer in self._reducers:
             reducer.detach()
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
-        """Wait for the gradients, then step, with `options` of the user's optimizer. Each call of a closure reduces its gradients."""
-        self._opt_called = True  # for LR schedulers
+        """Wait for the reduced gradients, then step with `options`. Each call of a closure reduces its gradients."""
+        self._opt_called = True  # LR schedulers read it
         plain = self._plain() if self._plain is not None else None
         if plain is not None:
             plain._opt_called = True  # type: ignore[attr-defined]
@@ -269,10 +276,10 @@ class Distributed(torch.optim.Optimizer):
             self._tuner.step()
         return result
 
-    # torch wraps the `step` of every class without this mark, to run step hooks and the profiler. The user's
-    # class does that already.
+    # torch wraps the `step` of every class without this mark, to run step hooks and the profiler. The user's class is
+    # wrapped already, so a second wrapper would run the hooks twice.
     step.hooked = True  # type: ignore[attr-defined]
-    # With this mark LR schedulers do not wrap `step`, which records its calls itself.
+    # This mark stops LR schedulers from wrapping `step` to record its calls, because `step` records them itself.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def _apply(self, *closure: Callable[[], float], **options: Any) -> Any:
@@ -280,27 +287,27 @@ class Distributed(torch.optim.Optimizer):
         return super().step(*closure, **options)
 
     def _use_gradients(self) -> None:
-        """End the use of the reduced gradients; the next pass begins a new cycle."""
+        """Mark the reduced gradients as used by this step; the next pass begins a new cycle."""
         for reducer in self._reducers:
             reducer.use()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
-        # A closure may only return a loss whose gradients were reduced before.
+        # The closure need not run backward: it may only return the loss of gradients that are reduced already.
         self._finish_gradients()
         self._use_gradients()
         if isinstance(self, torch.optim.LBFGS) and self._reducers:
-            # Its line search depends on the loss, and every rank must decide alike.
+            # Average the loss, because the line search depends on it and every rank must decide alike.
             process_set = self._configuration.process_set
-            # A number has 64 bits, as in the line search of one process.
+            # Send a Python number with 64 bits, as precise as in the line search of one process.
             dtype = None if isinstance(loss, Tensor) else torch.float64
             value = torch.as_tensor(loss, dtype=dtype).detach()
             return allreduce(value, op=Average, process_set=process_set)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients. First wait for gradients in flight; their results are lost."""
+        """Wait for gradients in flight, whose results are lost, then drop all gradients or set them to zero."""
         self._include_thawed()
         for reducer in self._reducers:
             reducer.discard()
@@ -309,7 +316,7 @@ class Distributed(torch.optim.Optimizer):
             reducer.zero()
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add parameters, on every rank alike; their gradients are reduced too."""
+        """Add parameters whose gradients are reduced too; every rank must add the same parameters."""
         super().add_param_group(param_group)
         if not hasattr(self, "_parameter_names"):
             return
@@ -322,7 +329,7 @@ class Distributed(torch.optim.Optimizer):
             self._build(*self._given[-1])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change `backward_passes_per_step`, between steps and on every rank alike."""
+        """Change `backward_passes_per_step`; every rank must call this between the same steps."""
         passes, _ = check_arguments(self._configuration.op, passes, self._configuration.predivide)
         self._configuration.passes = passes
         for reducer in self._reducers:
@@ -333,27 +340,28 @@ class Distributed(torch.optim.Optimizer):
         super().__setstate__(state)
         plain = self._plain() if self._plain is not None else None
         if plain is not None:
-            # `load_state_dict` created new groups; an earlier scheduler must keep the old ones.
+            # `load_state_dict` created new groups. A scheduler that refers to the given optimizer must find them there.
             plain.state, plain.param_groups = self.state, self.__dict__["param_groups"]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        # Hooks and connections belong to this process, so the plain optimizer is pickled.
+        # Pickle the plain optimizer, because hooks and connections belong to this process.
         plain = type(self).__bases__[1]
         return plain_optimizer, (plain, self.__getstate__())
 
 
-# A compiled training step calls them.
+# A compiled training step calls these methods.
 leave_untraced(Distributed)
 
 
 def _make_tuner(distributed: Distributed) -> Tuner | None:
-    """Create a tuner for the first optimizer of all ranks on an engine, if `Settings.autotune` is set."""
+    """Create a tuner if `Settings.autotune` is set and this is the engine's first optimizer with all ranks."""
     engine = distributed._context.engine
     if not engine.settings.tuning or len(distributed._configuration.ranks) < engine.size:
         return None
     if distributed._context.number("autotune") > 0:
         return None
-    reference = weakref.ref(distributed)  # no cycle: a dropped optimizer takes its hooks with it
+    # Weak, so that the hooks are removed when the user drops the optimizer.
+    reference = weakref.ref(distributed)
 
     def apply(values: Mapping[str, int]) -> None:
         optimizer = reference()
@@ -374,14 +382,14 @@ def _all_reducers(optimizer: Distributed | None) -> Sequence[Reducer]:
 def plain_optimizer(
     kind: type[torch.optim.Optimizer], state: dict[str, object]
 ) -> torch.optim.Optimizer:
-    """Create the plain optimizer from a pickle of a distributed optimizer."""
+    """Create a plain optimizer when a distributed optimizer is unpickled."""
     made = kind.__new__(kind)
     made.__setstate__(state)
     return made
 
 
 def _take_over(ctx: Context, reducer: Reducer, parameters: list[Tensor]) -> None:
-    """Assign parameters to the newest reducer, independent of garbage collection."""
+    """Assign parameters to the newest reducer, and detach older reducers now instead of at garbage collection."""
     owners = ctx.part(ParameterOwners).reducers
     for parameter in parameters:
         older = owners[parameter]() if parameter in owners else None

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: the user's optimizer, stepping with reduced gradients."""
+"""`DistributedOptimizer`: converts the user's optimizer to step with reduced gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     share_parameters: bool = False,
     synchronize_in_backward: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return `optimizer` with a `step()` on gradients reduced over all ranks.
+    """Return the optimizer with a `step()` that uses gradients reduced over all ranks.
 
     Every rank must build it, with the same parameters in the same order; ranks that differ get a
     `MismatchError` in their first backward pass. Gradients are reduced in place, in buckets of
@@ -117,11 +117,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if isinstance(optimizer, (Distributed, DistributedAdasum)):
         raise InvalidArgumentError(
-            "DistributedOptimizer: the optimizer is a DistributedOptimizer already. Give the plain one."
+            "DistributedOptimizer: the optimizer is already a DistributedOptimizer. Give the plain optimizer."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(
-            f"DistributedOptimizer: expected an optimizer of torch, got {type(optimizer).__name__}. Give one such as "
+            f"DistributedOptimizer: expected an optimizer of torch, got {type(optimizer).__name__}. Give for example "
             "torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     op = to_op(op)
@@ -130,20 +130,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     check_compression("DistributedOptimizer", compression)
     if gradient_as_bucket_view and (op is Adasum or compression is not Compression.none):
         raise InvalidArgumentError(
-            "DistributedOptimizer: gradient_as_bucket_view=True reduces gradients in place, without "
-            "compression and not with Adasum. Leave one of them out."
+            "DistributedOptimizer: gradient_as_bucket_view=True reduces gradients in place, so it does not support "
+            "compression or Adasum. Leave one of them out."
         )
     if share_parameters and not sharded:
         raise InvalidArgumentError(
-            "DistributedOptimizer: share_parameters=True needs sharded=True, because every element must have one "
-            "rank that steps it."
+            "DistributedOptimizer: share_parameters=True needs sharded=True, because only one rank may step each element "
+            "of a shared parameter. Give sharded=True, or leave share_parameters out."
         )
     if num_groups:
         warnings.warn("num_groups= is deprecated; give groups=.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     if groups is not None and to_integer(groups) is None:
-        groups = group_lists(groups)  # a sharded optimizer iterates twice
-    # The ranks of an elastic job may become more than one.
+        groups = group_lists(groups)  # lists, because a sharded optimizer iterates twice
+    # An elastic job that has one rank now may have more ranks later.
     is_elastic = isinstance(context().rendezvous, ElasticRendezvous)
     is_combined = op is Adasum and not sharded and (len(ranks) > 1 or is_elastic)
     if is_combined and context().engine.topology.rank in ranks:
@@ -174,12 +174,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
-    """Convert the optimizer, with its state, to a class of the same name with the mixin `base`."""
+    """Create an object with the optimizer's attributes and a class that adds the mixin `base` to its class."""
     kind = cast("type[_Made]", _distributed_class(type(optimizer), base))  # type: ignore[arg-type]
     made = kind.__new__(kind)
-    # An earlier LR scheduler sets a `step` on the instance, which would bypass ours.
+    # Leave out a `step` that an earlier LR scheduler has set on the instance, because it would bypass our `step`.
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    # A class around another optimizer may return that one's groups by a property.
+    # A class that wraps another optimizer may have `param_groups` as a property.
     made.__dict__.setdefault("param_groups", optimizer.param_groups)
     return made
 
@@ -188,7 +188,7 @@ def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
 def _distributed_class(
     kind: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]
 ) -> type[torch.optim.Optimizer]:
-    """The same class in every call."""
+    """Create the class with the mixin; cached, so that every call returns the same class."""
     return type(
         kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )

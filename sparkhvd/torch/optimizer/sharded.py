@@ -1,11 +1,12 @@
-"""`DistributedOptimizer(sharded=True)`: every rank steps its part of the parameters, and keeps only that part's state.
+"""`DistributedOptimizer(sharded=True)`: every rank steps its part of the parameters and keeps only this part's state.
 
-Every rank gets its part of the gradients (a reducescatter) and steps it. Then the ranks exchange the stepped parameters
-(an allgather): as many bytes as an allreduce, with 1/N of the optimizer's state and work per rank. With
-`share_parameters` the ranks of a host step one copy, and exchange no parameters.
+Every rank gets the gradients of its part (by a reducescatter) and steps the part. Then the ranks exchange the stepped
+parameters (by an allgather). Both together send as many bytes as an allreduce, with 1/N of the optimizer's state and
+work per rank. With `share_parameters` the ranks of a host step one copy of the parameters and exchange nothing.
 
-**How the user's optimizer steps parts.** During its `step` this rank's parts, views of the parameters, replace these in
-the groups. Hyperparameters, hooks and schedulers find the same groups as before. `optimizer.state` is kept by part.
+**How the user's optimizer steps parts.** During its `step` the groups hold this rank's parts, which are views of the
+parameters, instead of the parameters. Outside of it the groups are unchanged for hooks and schedulers. The keys of
+`optimizer.state` are the parts.
 
 **Where the work is done.** `shards` divides the parameters, `ParameterExchange` sends them to the other ranks after a step,
 `WholeGradients` gathers and clips gradients, `sharded_state` divides and gathers state.
@@ -43,7 +44,7 @@ from sparkhvd.torch.optimizer.shards import Gatherer, Shard, ShardLayout
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configuration) -> None:
-    """Refuse unsupported combinations.
+    """Raise an error for optimizers and arguments that do not support `sharded=True`.
 
     Raises:
         InvalidArgumentError: the optimizer or an argument does not support `sharded=True`.
@@ -55,8 +56,8 @@ def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configurati
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise InvalidArgumentError(
-            f"{what}SparseAdam needs sparse gradients, and only dense ones are divided. Leave sharded out, or use "
-            "Adam and sparse_as_dense=True."
+            f"{what}SparseAdam needs sparse gradients, but sharded=True supports only dense gradients. Leave sharded out, or "
+            "use Adam and sparse_as_dense=True."
         )
     if configuration.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise InvalidArgumentError(
@@ -64,22 +65,23 @@ def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configurati
         )
     if configuration.as_views:
         raise InvalidArgumentError(
-            f"{what}each rank gets only its part of the gradients, and gradient_as_bucket_view=True needs all of them. Leave sharded or "
+            f"{what}gradient_as_bucket_view=True needs all gradients, but each rank gets only its part of them. Leave sharded or "
             "gradient_as_bucket_view out."
         )
     if not isinstance(configuration.compression, type):
         raise InvalidArgumentError(
             f"{what}{configuration.compression!r} needs whole gradients. Use Compression.fp16 or .bf16, or leave "
-            "one of them out."
+            "compression or sharded out."
         )
 
 
 class Sharded(Distributed):
-    """Mixin that steps this rank's part of the parameters, before the optimizer's own class."""
+    """Mixin that lets the user's optimizer class step only this rank's part of the parameters."""
 
-    _may_follow = False  # unless an elastic state restores the parts of lost ranks
-    _division: ShardLayout | None = None  # None without communication
-    _evaluations = 0  # of the closure, in this step
+    # An elastic `TorchState` makes it follow, because only the state restores parts of lost ranks.
+    _may_follow = False
+    _division: ShardLayout | None = None  # None if this rank has no other ranks to communicate with
+    _evaluations = 0  # number of calls of the closure in this step
 
     # --- Dividing. ---
 
@@ -93,7 +95,7 @@ class Sharded(Distributed):
             self._division = ShardLayout(self._context, self._configuration, kind)
             self._exchange = ParameterExchange(self._division)
             self._whole_gradients = WholeGradients(self._division)
-            # For each reducer the cycle with requested gradients.
+            # For each reducer the number of the cycle whose whole gradients were last requested.
             self._asked_cycles: tuple[int, ...] = ()
         self._division.add(parameters, groups)
         self._whole_gradients.clear()
@@ -113,7 +115,10 @@ class Sharded(Distributed):
         return _NONE if self._division is None else self._division.shards
 
     def follow(self, current: Context) -> None:
-        """Divide among other ranks; see `Distributed.follow`. State of parts is dropped, until `load_own_states`."""
+        """Divide the parameters among the new ranks; see `Distributed.follow`.
+
+        The state of parts is dropped; call `load_own_states` afterwards.
+        """
         for shard in self._shards.values():
             if shard.part is not None:
                 self.state.pop(shard.part, None)
@@ -138,15 +143,15 @@ class Sharded(Distributed):
     def _hooks_around(
         self, closure: tuple[Callable[[], float], ...], options: dict[str, Any]
     ) -> Iterator[None]:
-        """Call step hooks of the user before and after, because they use whole gradients and parameters."""
+        """Call the user's step hooks around the block, because they must see whole gradients and parameters."""
         before, after = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
         if before and not closure:
             self._whole_gradients.gather(self._cycles)
         for hook in list(before.values()):
             if hook(self, (self, *closure), options) is not None:
                 raise InvalidArgumentError(
-                    "DistributedOptimizer(sharded=True): a step hook returned other arguments for step(), which is not "
-                    "supported here. Call step() with these arguments, or leave sharded out."
+                    "DistributedOptimizer(sharded=True): a step hook returned other arguments for step(), which sharded=True "
+                    "does not support. Call step() with these arguments, or leave sharded out."
                 )
         self._optimizer_step_pre_hooks = type(before)()
         self._optimizer_step_post_hooks = type(after)()
@@ -163,8 +168,8 @@ class Sharded(Distributed):
         self._evaluations += 1
         if self._evaluations > 1:
             raise InvalidArgumentError(
-                f"DistributedOptimizer(sharded=True): {type(self).__name__} calls its closure more than once per "
-                "step, between which ranks would have to exchange the parameters they stepped. Leave sharded out."
+                f"DistributedOptimizer(sharded=True): {type(self).__name__} calls its closure more than once per step. This is "
+                "not supported, because the ranks exchange their stepped parameters only after the step. Leave sharded out."
             )
         parts = [group["params"] for group in self.__dict__["param_groups"]]
         self._put_in_groups(self._whole)
@@ -175,7 +180,7 @@ class Sharded(Distributed):
 
     @contextmanager
     def _parts_in_groups(self) -> Iterator[None]:
-        # Not the property, which would wait for whole gradients.
+        # Bypass the property, which would wait for whole gradients.
         self._whole = [group["params"] for group in self.__dict__["param_groups"]]
         shards = self._shards
         parts = [[shards[p].part for p in ps if p.numel() > 0] for ps in self._whole]
@@ -203,7 +208,7 @@ class Sharded(Distributed):
             shard.drop_gradient()
         for reducer in self._reducers:
             if reducer.options.sharded and not self._has_whole_gradients:
-                reducer.remember()  # to refuse gradients added to these
+                reducer.remember()  # to detect a later backward pass that adds to these gradients
         if self._division.shared is not None:
             self._division.shared.end()
         else:
@@ -222,7 +227,10 @@ class Sharded(Distributed):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups; between `backward()` and `step()` with whole gradients, so every rank must read them."""
+        """The parameter groups; a read between `backward()` and `step()` gathers whole gradients.
+
+        Every rank must then read them.
+        """
         is_new = self._shards and self._asked_cycles != self._cycles
         if any([r.in_flight or (is_new and r.is_reduced) for r in self._reducers]):
             self.wait_for_gradients()
@@ -241,13 +249,13 @@ class Sharded(Distributed):
         self._asked_cycles = self._cycles
 
     def _refuse_changes(self) -> None:
-        """Raise an InvalidArgumentError if partly reduced gradients were changed."""
+        """Raise an error if the user changed gradients of which only this rank's part is reduced."""
         for reducer in self._reducers:
             added_to = reducer.cycle.added_to_kept
             if added_to:
                 raise InvalidArgumentError(
-                    f"DistributedOptimizer(sharded=True): the gradient of {added_to!r} was added to that of "
-                    "the last step, of which each rank has its part only. Call zero_grad() in every step, or "
+                    f"DistributedOptimizer(sharded=True): a backward pass added the gradient of {added_to!r} to the gradient of "
+                    "the last step, but only this rank's part of that gradient is reduced. Call zero_grad() in every step, or "
                     "synchronize() before step()."
                 )
             name = (
@@ -256,7 +264,7 @@ class Sharded(Distributed):
             if name is not None:
                 raise InvalidArgumentError(
                     f"DistributedOptimizer(sharded=True): the gradient of {name!r} was changed between backward() and step(), "
-                    "where only this rank's part of it is reduced. Clip with optimizer.clip_grad_norm_(max_norm), or "
+                    "when only this rank's part of it is reduced. Clip with optimizer.clip_grad_norm_(max_norm), or "
                     "call optimizer.synchronize() on every rank before you read or change gradients."
                 )
 
@@ -265,7 +273,7 @@ class Sharded(Distributed):
         self.wait_for_gradients()
 
     def wait_for_gradients(self) -> None:
-        """Wait for whole gradients in `.grad`, by an allgather; the next `step()` does not wait again.
+        """Gather whole gradients into `.grad`, by an allgather; the next `step()` does not wait again.
 
         `clip_grad_norm_` of this optimizer needs no whole gradients.
         """
@@ -286,16 +294,16 @@ class Sharded(Distributed):
     # --- Parameters and state. ---
 
     def writing_parameters(self) -> AbstractContextManager[None]:
-        """Allow writes to parameters inside, outside of `step()`; every rank must enter and leave.
+        """Allow writes to shared parameters in the block; every rank must enter and leave it.
 
-        With `share_parameters` every rank writes the same values, or one rank alone writes. Without it this has no
+        Every rank must write the same values, or only one rank may write. Without `share_parameters` the block has no
         effect.
         """
         shared = None if self._division is None else self._division.shared
         return nullcontext() if shared is None else shared.writing()
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add parameters, on every rank alike; not with `share_parameters`."""
+        """Add parameters; every rank must add the same parameters. Not possible with `share_parameters`."""
         if self._division is not None and self._division.shared is not None:
             raise InvalidArgumentError(
                 "DistributedOptimizer(share_parameters=True): add_param_group() is not supported, because the memory "
@@ -304,7 +312,7 @@ class Sharded(Distributed):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's state, for any number of ranks, on every rank. Every rank must call this.
+        """Gather the plain optimizer's state, which loads at any number of ranks; every rank must call this.
 
         The gathered state is as large as without `sharded`.
         """
@@ -325,11 +333,11 @@ class Sharded(Distributed):
 
     @property
     def has_own_ranks(self) -> bool:
-        """Whether only some ranks take part, or the ranks of a host share memory."""
+        """Whether the optimizer has only some of the ranks, or shares parameters among the ranks of a host."""
         return self._configuration.number != 0 or self._configuration.share_parameters
 
     def own_state(self) -> OwnState:
-        """This rank's part of the state, without a copy and without communication."""
+        """Return this rank's part of the state, without a copy and without communication."""
         parts, self.state = self.state, type(self.state)(dict)
         try:
             groups = super().state_dict()["param_groups"]
@@ -338,19 +346,20 @@ class Sharded(Distributed):
         return own_state(parts, groups, self._in_order(), self._shards)
 
     def load_own_states(self, states: Sequence[OwnState]) -> None:
-        """Load this rank's part of the states of all ranks, which must be the same on every rank."""
+        """Take this rank's part from the states of all former ranks; pass the same states on every rank."""
         self.load_state_dict(join_states(states, self._in_order()))
 
     def _in_order(self) -> list[Tensor]:
-        """The parameters in the order of `state_dict()`."""
+        """Return the parameters in the order of `state_dict()`."""
         return [p for group in self.__dict__["param_groups"] for p in group["params"]]
 
     def _divide_state(self) -> None:
-        """Keep only this rank's part of state by parameter."""
+        """Keep only this rank's part of the state."""
         self.state = divide_state(self.state, self._shards)
         plain = self._plain() if self._plain is not None else None
         if plain is not None:
-            plain.state = self.state  # a scheduler may refer to it, and it to the whole state
+            # A scheduler may keep the given optimizer, which would keep the whole state.
+            plain.state = self.state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         if self._shards:
@@ -359,8 +368,8 @@ class Sharded(Distributed):
 
     def _refuse_copy(self) -> NoReturn:
         raise InvalidArgumentError(
-            "DistributedOptimizer(sharded=True): it holds a part of its state and cannot be copied or pickled. Call "
-            "state_dict() on every rank and copy that."
+            "DistributedOptimizer(sharded=True): this rank has only its part of the state, so the optimizer cannot be copied "
+            "or pickled. Call state_dict() on every rank and copy the result."
         )
 
 
@@ -368,9 +377,9 @@ _NONE: Mapping[Tensor, Shard] = MappingProxyType({})
 
 
 # ----------------------------------------------------------------------------------------------------
-# Gradients of a sharded optimizer: each rank's reduced part, gathered, and clipped by their norm.
+# Whole gradients of a sharded optimizer, gathered from the ranks' parts; and clipping of the parts.
 
-# Number of cached sets of parameters with a gradient; a model may use other sets in every step.
+# Limit of cached gatherers, one for each set of parameters with a gradient; a model may use new sets in every step.
 _MAX_GATHERERS = 16
 
 
@@ -378,10 +387,10 @@ class WholeGradients:
     """Gathers whole gradients into `.grad`, once per cycle.
 
     Args:
-        division: of the optimizer.
+        division: the optimizer's division of its parameters.
 
     Attributes:
-        cycles: for each reducer the cycle with whole gradients.
+        cycles: for each reducer the number of the cycle whose gradients are whole.
     """
 
     def __init__(self, division: ShardLayout) -> None:
@@ -391,7 +400,7 @@ class WholeGradients:
         self._num_gatherers = 0  # created so far
 
     def clear(self) -> None:
-        """Forget the gathered sets of parameters, after others were added."""
+        """Forget the cached gatherers, because parameters were added."""
         self._gatherers = {}
 
     def gather(self, cycles: tuple[int, ...]) -> None:
@@ -444,7 +453,7 @@ def clip_parts_(division: ShardLayout, max_norm: float, norm_type: float) -> Ten
 
 def _local_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     norm: Tensor
-    # Since torch 2.6; on a GPU for many gradients at a time.
+    # torch has this function since 2.6. On a GPU it processes many gradients per kernel.
     if get_total_norm := getattr(torch.nn.utils, "get_total_norm", None):
         norm = get_total_norm(gradients, norm_type)
     elif gradients:
@@ -460,7 +469,7 @@ def _local_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
 def _total_norm(division: ShardLayout, gradients: list[Tensor], norm_type: float) -> Tensor:
     norm = _local_norm(gradients, norm_type).double()
     is_max = math.isinf(norm_type)
-    # On a GPU if any rank's gradients are, also for a rank without a part.
+    # Reduce on the GPU if parameters are on a GPU, also on a rank without a part, because all ranks must do the same.
     place = next((p for p in division.shards if not p.is_cpu), None)
     if place is not None and norm.is_cpu:
         norm = place.new_empty((), dtype=norm.dtype).copy_(norm)
@@ -470,7 +479,8 @@ def _total_norm(division: ShardLayout, gradients: list[Tensor], norm_type: float
         name=f"{division.label}.norm",
         process_set=division.configuration.process_set,
     )
-    # The common type of all gradients, because every rank must scale by the same number; as torch.nn.utils.get_total_norm.
+    # Round to the common type of all gradients, as torch.nn.utils.get_total_norm does, so that every rank scales by the
+    # same number.
     dtypes = [p.grad.dtype for p in division.shards if p.grad is not None]
     dtype = functools.reduce(torch.promote_types, dtypes or [torch.get_default_dtype()]).to_real()
     return (total if is_max else total.pow(1.0 / norm_type)).to(dtype)
@@ -481,21 +491,21 @@ def _total_norm(division: ShardLayout, gradients: list[Tensor], norm_type: float
 
 
 class ParameterExchange:
-    """Copies stepped parameters to all other ranks.
+    """Sends each rank's stepped parts to all other ranks.
 
     Args:
-        division: of the optimizer.
+        division: the optimizer's division of its parameters.
     """
 
     def __init__(self, division: ShardLayout) -> None:
         self._division = division
-        # The gatherer's numbers of parameters and of frozen parameters.
+        # Numbers of parameters and of frozen parameters for which the gatherer was made.
         self._gathered_kind = (-1, -1)
         self._gathered: list[Tensor] = []
         self._gatherer: Gatherer | None = None
 
     def run(self, frozen: Iterable[Tensor]) -> None:
-        """Exchange the parameters except frozen ones; every rank must call this."""
+        """Exchange all parameters that are not frozen; every rank must call this."""
         ids = set(map(id, frozen))
         shards = self._division.shards
         stepped = [s for s in shards.values() if id(s.param) not in ids]
@@ -508,12 +518,12 @@ class ParameterExchange:
         written([p for p in shards if p.grad is not None])
 
     def _start_gathering(self, stepped: Sequence[Shard], num_frozen: int) -> list[Work]:
-        """Start to gather cut parameters from the parts of all ranks."""
+        """Start to gather cut parameters on the CPU from the parts of all ranks."""
         division = self._division
         kind = (len(division.shards), num_frozen)
         if self._gatherer is None or kind != self._gathered_kind:
             self._gathered = [s.param for s in stepped if s.is_cut and s.param.is_cpu]
-            # A new name, because the engine knows the old name with other shapes.
+            # Use a new name, because the engine remembers the shapes of the old name.
             name = f"{division.label}.parameters.{kind[0]}.{kind[1]}"
             number = division.configuration.number
             self._gatherer = Gatherer(division.context, name, self._gathered, number)
@@ -524,7 +534,7 @@ class ParameterExchange:
         """Exchange whole parameters, with one operation per type."""
         division = self._division
         for dtype in dict.fromkeys(shard.param.dtype for shard in whole):
-            # In the order of receipt: by owner.
+            # Sort by owner, because the received parameters are in this order.
             ordered = sorted((s for s in whole if s.param.dtype == dtype), key=lambda s: s.owner)
             owned = [s.param.detach().reshape(-1) for s in ordered if s.part is not None]
             flat = torch.cat(owned) if owned else torch.empty(0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""State of a sharded optimizer: kept by part, gathered for `state_dict`, copied by rank in elastic training."""
+"""State of a sharded optimizer: divides it, gathers it for `state_dict`, and merges it in elastic training."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from sparkhvd.torch.broadcast import allgather_object
 from sparkhvd.torch.gradients.layout import flat
 from sparkhvd.torch.optimizer.shards import Gatherer, Shard, ShardLayout
 
-# State of an optimizer, by parameter or part and by name; as in torch, a new key has an empty dict.
+# State of an optimizer: a dict of named values for each parameter or part. A missing key gives an empty dict, as in
+# torch.
 State = defaultdict[Tensor, dict[str, object]]
 
 _T = TypeVar("_T")
 
 
 class _Piece(NamedTuple):
-    """Piece of state for other ranks, on other GPUs.
+    """A value of the state in a form that can be sent to ranks with other GPUs.
 
     Attributes:
-        value: on the CPU.
-        was_on_gpu: whether it belongs on the GPU of its parameter.
+        value: the value, on the CPU.
+        was_on_gpu: whether the value belongs on the GPU of its parameter.
     """
 
     value: object = None
@@ -34,13 +35,13 @@ class _Piece(NamedTuple):
 
     @classmethod
     def of(cls, value: object) -> _Piece:
-        """Create a piece of any value."""
+        """Create a piece from any value."""
         if isinstance(value, Tensor) and not value.is_cpu:
             return cls(value.cpu(), True)
         return cls(value)
 
     def beside(self, param: Tensor) -> object:
-        """The value, on the GPU of its parameter if it belongs there."""
+        """Return the value, on the GPU of its parameter if it belongs there."""
         if not (self.was_on_gpu and isinstance(self.value, Tensor)):
             return self.value
         return param.new_empty(self.value.shape, dtype=self.value.dtype).copy_(self.value)
@@ -48,12 +49,12 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """State of one rank, for other ranks.
+    """A rank's part of the state, in a form that can be sent to other ranks.
 
     Attributes:
         groups: hyperparameters, as in `state_dict()`.
-        parts: by the number of the parameter in `state_dict()` the first element, the element behind the last, and state by name;
-            True beside element-wise state.
+        parts: for each parameter number of `state_dict()` the range (first, last + 1) of the rank's elements, and the
+            state by name as (whether it is element-wise, value).
     """
 
     groups: list[dict[str, Any]]
@@ -66,7 +67,10 @@ def own_state(
     params: Sequence[Tensor],
     shards: Mapping[Tensor, Shard],
 ) -> OwnState:
-    """This rank's part of the state of parameters, in the order of `state_dict()`. On the CPU, not copied."""
+    """Return this rank's part of the state. Values on the CPU are not copied.
+
+    `params` are the parameters in the order of `state_dict()`.
+    """
     parts = {}
     for number, param in enumerate(params):
         shard = shards.get(param)
@@ -95,7 +99,7 @@ def join_states(states: Sequence[OwnState], params: Sequence[Tensor]) -> dict[st
             for name, (is_divided, piece) in pieces.items():
                 value = piece.beside(param)
                 if not is_divided:
-                    # An optimizer adopts loaded state, and counts its steps in place.
+                    # Copy the value, because the optimizer keeps the loaded object and changes it in place.
                     values.setdefault(name, copy.deepcopy(value))
                     continue
                 assert isinstance(value, Tensor)
@@ -112,11 +116,11 @@ def join_states(states: Sequence[OwnState], params: Sequence[Tensor]) -> dict[st
 def divide_state(
     state: Mapping[Tensor, dict[str, object]], shards: Mapping[Tensor, Shard]
 ) -> State:
-    """Cut state by parameter to this rank's part. State of other keys does not change."""
+    """Reduce the state of each parameter to this rank's part. State of other keys does not change."""
     kept: State = defaultdict(dict)
     for key, values in state.items():
         shard = shards.get(key) if isinstance(key, Tensor) else None
-        if shard is None:  # a part already, or not of a parameter
+        if shard is None:  # the key is a part already, or is not a parameter
             kept[key] = values
         elif shard.part is not None:
             kept[shard.part] = {name: _part_of(shard, value) for name, value in values.items()}
@@ -124,7 +128,7 @@ def divide_state(
 
 
 def gather_state(state: Mapping[Tensor, dict[str, object]], division: ShardLayout) -> State:
-    """Gather the state of all ranks by parameter, in the plain optimizer's form; every rank must call this."""
+    """Gather all ranks' parts of the state into the plain optimizer's state; every rank must call this."""
     gathered: State = defaultdict(dict)
     shards = list(division.shards.values())
     divided = {id(shard.part) for shard in shards if shard.part is not None}
@@ -162,7 +166,7 @@ def _gather_cut(
     division: ShardLayout,
     shards: Sequence[Shard],
 ) -> None:
-    """Gather the state of cut parameters, each described by the owner of its first element."""
+    """Gather the state of cut parameters; the rank with a parameter's first element describes its state."""
     first = {
         number: _describe(shard, state[shard.part])
         for number, shard in enumerate(shards)
@@ -172,7 +176,7 @@ def _gather_cut(
     for descriptions in _exchanged(first, division):
         described.update(descriptions)
     on_cpu: list[Tensor] = []
-    # State on the GPU, by kind and by the identity of its parameter.
+    # Tensors on the GPU, by (name, dtype) and then by the id of their parameter.
     on_gpu: dict[tuple[str, torch.dtype], dict[int, Tensor]] = {}
     for number, entries in sorted(described.items()):
         shard, param = shards[number], shards[number].param
@@ -206,7 +210,7 @@ def _exchanged(value: _T, division: ShardLayout) -> list[_T]:
 def _describe(
     shard: Shard, values: Mapping[str, object]
 ) -> dict[str, tuple[torch.dtype | None, _Piece]]:
-    """Describe state: element-wise state by its type, other state by its value."""
+    """Describe a parameter's state: the dtype of element-wise state, and the value of other state."""
     return {
         name: (value.dtype, _Piece())
         if isinstance(value, Tensor) and shard.is_own(value)
@@ -216,7 +220,7 @@ def _describe(
 
 
 def _part_of(shard: Shard, value: object) -> object:
-    """This rank's part of one entry of a parameter's state."""
+    """Return this rank's part of a value of a parameter's state."""
     param = shard.param
     if not (shard.is_cut and isinstance(value, Tensor) and value.shape == param.shape):
         return value

@@ -1,9 +1,9 @@
 """Division of parameters among the ranks of a sharded optimizer, and the gathering of all parts.
 
 A **cut** parameter is divided as `reducescatter` divides rows: of its n elements, in the order of its memory, each of
-N ranks has n // N, and the first n % N ranks one more (on a GPU several are divided together, see `DeviceShards`).
-This works for element-wise optimizers. Others (Muon uses a matrix, Adafactor rows and columns) get **whole**
-parameters, each with one owner.
+N ranks has n // N elements, and each of the first n % N ranks an extra element. On a GPU several parameters are divided
+together, see `DeviceShards`. This works for element-wise optimizers. Other optimizers (Muon uses a matrix, Adafactor
+rows and columns) get **whole** parameters: one rank, the owner, steps all of a parameter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sparkhvd.torch.gradients.plan import plan_buckets
 from sparkhvd.torch.optimizer.arguments import Configuration, group_numbers
 from sparkhvd.torch.registered import over_buffer
 
-# Element-wise optimizers: a step of an element depends on its gradient and state, and on numbers common to all elements.
-# Subclasses may differ.
+# Optimizers whose step of an element depends only on its gradient, its state, and numbers common to all elements.
+# Subclasses are not included, because their steps may depend on more.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         torch.optim.ASGD,
@@ -50,12 +50,12 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 
 
 def owners_of(sizes: Sequence[int], num_ranks: int, before: Sequence[int] = ()) -> list[int]:
-    """Assign an owner to each whole parameter, balancing the ranks' elements: largest first.
+    """Assign an owner to each whole parameter, so that ranks own similar numbers of elements.
 
     Args:
-        sizes: elements of each parameter.
+        sizes: number of elements of each parameter.
         num_ranks: number of ranks.
-        before: elements that each rank owns already.
+        before: number of elements that each rank owns already.
     """
     loads = list(before) or [0] * num_ranks
     owners = [0] * len(sizes)
@@ -67,22 +67,22 @@ def owners_of(sizes: Sequence[int], num_ranks: int, before: Sequence[int] = ()) 
 
 
 class Shard:
-    """Parameter with this rank's part.
+    """A parameter and this rank's part of it.
 
     Args:
         param: the parameter.
-        name: for messages.
+        name: name of the parameter, for messages.
         own: the range of this rank's elements, in the order of memory.
-        owner: the number of the rank that owns all of it; -1 if it is cut.
+        owner: index of the rank that owns the whole parameter; -1 for a cut parameter.
 
     Attributes:
         param: the parameter.
-        name: of the parameter, for messages.
-        is_cut: whether every rank has a part; if not, one rank owns all of it.
-        first: this rank's first element, in the order of memory.
-        last: the element behind this rank's last one.
-        owner: the owner's number among the ranks; -1 if it is cut.
-        part: this rank's part for the optimizer's own step, a view of the parameter's memory, if any.
+        name: name of the parameter, for messages.
+        is_cut: whether every rank has a part; otherwise a rank owns the whole parameter.
+        first: index of this rank's first element, in the order of memory.
+        last: index after this rank's last element.
+        owner: index of the owner among the ranks; -1 for a cut parameter.
+        part: this rank's part, a view of the parameter's memory that the optimizer steps; None without a part.
     """
 
     __slots__ = (
@@ -119,31 +119,34 @@ class Shard:
             self.part = torch.nn.Parameter(self.of(param), requires_grad=param.requires_grad)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View this rank's part of a tensor with the parameter's memory layout."""
+        """View this rank's part of a tensor that has the parameter's memory layout."""
         return flat(tensor)[self.first : self.last] if self.is_cut else tensor.detach()
 
     def follow(self) -> None:
-        """Follow the parameter if the user has replaced its memory."""
+        """Update `part` if the user has replaced the parameter's memory.
+
+        Raises:
+            InvalidArgumentError: the parameter's shape or memory layout has changed.
+        """
         if self.param.shape != self._shape:
             raise InvalidArgumentError(
-                f"DistributedOptimizer(sharded=True): {self.name!r} had shape {self._shape} when the optimizer was "
-                f"built, and has {tuple(self.param.shape)} now, but memory is divided. Build DistributedOptimizer "
-                "after the model has its shape."
+                f"DistributedOptimizer(sharded=True): {self.name!r} had shape {self._shape} when the optimizer divided it, "
+                f"but has {tuple(self.param.shape)} now. Build DistributedOptimizer after the model has its final shapes."
             )
         if self.param.data_ptr() == self._address:
             return
         if self.is_cut and not same_places(self._strides, self.param):
             raise InvalidArgumentError(
                 f"DistributedOptimizer(sharded=True): {self.name!r} of shape "
-                f"{self._shape} had strides {self._strides} when the optimizer was built, and has "
-                f"{self.param.stride()} now, but memory is divided. Use model.to(memory_format=...) before."
+                f"{self._shape} had strides {self._strides} when the optimizer divided its memory, but has "
+                f"{self.param.stride()} now. Call model.to(memory_format=...) before you build the optimizer."
             )
         if self.part is not None:
             self.part.data = self.of(self.param)
         self._address = self.param.data_ptr()
 
     def take_gradient(self) -> None:
-        """Set this rank's part of `param.grad` for the optimizer's own step."""
+        """Set `part.grad` to this rank's part of `param.grad`, for the user's optimizer."""
         if self.part is None:
             return
         grad = self.param.grad
@@ -155,24 +158,24 @@ class Shard:
             self.part.grad = grad
 
     def drop_gradient(self) -> None:
-        """Forget the gradient: the step has ended."""
+        """Forget the gradient of the part, because the step has ended."""
         if self.part is not None:
             self.part.grad = None
 
     def is_own(self, value: object) -> bool:
-        """Whether an entry of optimizer state is element-wise for this rank's part."""
+        """Whether a value of the optimizer's state has an element for each element of this rank's part."""
         return (
             self.part is not None and isinstance(value, Tensor) and value.shape == self.part.shape
         )
 
 
 class Gatherer:
-    """Gathers cut tensors in place: every rank has its part of each and gets the others'.
+    """Gathers cut tensors in place: every rank sends its part of each tensor and receives the other parts.
 
     Args:
-        context: of the engine.
-        name: of the operations.
-        like: examples of the tensors; every rank passes equally many, with equally many elements of the same dtypes.
+        context: context of the engine.
+        name: name of the operations.
+        like: examples of the tensors; number, sizes and dtypes must be the same on every rank.
         process_set: the engine's number of the ranks.
     """
 
@@ -200,8 +203,8 @@ class Gatherer:
             for position, (tensor, count) in enumerate(zip(own, counts, strict=True)):
                 if tensor.numel() != count:
                     raise InvalidArgumentError(
-                        f"{name}: a tensor had {count} elements when its ranks agreed on it, and has shape "
-                        f"{tuple(tensor.shape)} now. Build DistributedOptimizer after the model has its shape."
+                        f"{name}: a tensor had {count} elements when the ranks agreed on its size, but has shape "
+                        f"{tuple(tensor.shape)} now. Build DistributedOptimizer after the model has its final shapes."
                     )
                 address = tensor.data_ptr()
                 call.place(position, address, address)
@@ -216,15 +219,15 @@ class Gatherer:
 
 # ----------------------------------------------------------------------------------------------------
 # Parameters of a sharded optimizer on the rank's GPU: their division, and the gathering of parts.
-# **Cut** parameters are divided together: a bucket's parameters are in `Slices`, and a rank steps its slice. So a bucket's
-# gradients need one reducescatter, and its stepped parameters one allgather.
+# **Cut** parameters of a bucket are divided together: they are laid out in `Slices`, and a rank steps its slice. So a
+# bucket's gradients need one reducescatter, and its stepped parameters one allgather.
 #
-# **A gather** copies this rank's parts into its slice of flat memory, receives the other slices, and copies all of them
-# out. The parameters stay in the user's memory, which others may use (a captured graph, flattened weights). Two pieces of
-# memory alternate. Streams order them, and the host waits only for the other ranks' submissions. For S bytes of parameters
-# this moves 2 S more inside the GPU than parameters in the engine's memory would.
+# **A gather** copies this rank's parts into its slice of flat memory, receives the other slices, and copies all slices
+# into the parameters. The parameters stay in the user's memory, because a captured graph or flattened weights may use
+# it. Gathers use two pieces of memory in turn. Streams order the copies, and the host waits only for the other ranks'
+# submissions. For S bytes of parameters this copies 2 S bytes that parameters in the engine's memory would not need.
 
-# Number of alternating pieces of memory: while one is in flight, another is copied.
+# Number of pieces of memory used in turn: while a piece is in flight, another is copied.
 _TURNS = 2
 _PIECE_ALIGNMENT = 256
 
@@ -233,8 +236,8 @@ class Gathering(NamedTuple):
     """Tensors of one gather operation.
 
     Attributes:
-        slices: their division.
-        tensors: in the order of the slices, without missing ones. A cut tensor has one dimension.
+        slices: division of the tensors.
+        tensors: the tensors in the order of `slices`; None for a missing tensor. A cut tensor has one dimension.
     """
 
     slices: Slices
@@ -247,19 +250,19 @@ class Gathering(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Length of the flat memory."""
+        """Number of bytes of the flat memory."""
         return self.slices.total * self.dtype.itemsize
 
 
 class DeviceShards:
-    """The parameters on the GPU of one sharded optimizer.
+    """The parameters of a sharded optimizer on this rank's GPU.
 
     Args:
-        context: of the gathering engine.
+        context: context whose engine gathers.
         device: the GPU.
-        label: of the optimizer.
-        process_set: the engine's number of the ranks.
-        ranks: their global ranks, ascending.
+        label: name of the optimizer.
+        process_set: the engine's number of the process set.
+        ranks: global ranks of the process set, ascending.
     """
 
     def __init__(
@@ -271,25 +274,28 @@ class DeviceShards:
         self._process_set = process_set
         self._num_ranks = len(ranks)
         self._place = ranks.index(context.engine.topology.rank)
-        # Cut parameters, by their common division.
+        # For each bucket of cut parameters: their common division, and the parameters.
         self._buckets: list[tuple[Slices, list[Tensor]]] = []
-        self._memory: list[Tensor] = []  # of parameters in flight
+        self._memory: list[Tensor] = []  # pieces of flat memory for gathers of parameters
         self._num_allocations = 0
 
     def cut(self, bucket: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Divide parameters of one type together; return this rank's elements of each, as `Slices.part`."""
+        """Divide parameters of one type together; return this rank's range of elements of each parameter."""
         counts = [p.numel() for p in bucket]
         slices = Slices.cut(counts, bucket[0].dtype.itemsize, self._num_ranks)
         self._buckets.append((slices, list(bucket)))
         return [slices.part(number, self._place) for number in range(len(counts))]
 
     def together(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Group parameters by the bucket that shards their gradients."""
+        """Group parameters by the bucket in which they were divided."""
         among = set(map(id, parameters))
         return [bucket for _, bucket in self._buckets if id(bucket[0]) in among]
 
     def gather_parameters(self, shards: Sequence[Shard]) -> None:
-        """Make the current stream wait for every rank's stepped parts in these parameters; every rank must call this."""
+        """Gather every rank's stepped parts into these parameters; every rank must call this.
+
+        The current stream waits for the result.
+        """
         work = self._cut_ones({id(s.param): flat(s.param) for s in shards if s.is_cut})
         whole = [s for s in shards if not s.is_cut]
         for dtype in dict.fromkeys(s.param.dtype for s in whole):
@@ -303,7 +309,10 @@ class DeviceShards:
         self._gather(work, self._memory)
 
     def gather_cut(self, tensors: dict[int, Tensor]) -> None:
-        """Gather tensors with the layout of cut parameters, by the identity of these; every rank must call this."""
+        """Gather tensors, such as gradients, that are laid out as cut parameters; every rank must call this.
+
+        The keys are the `id`s of the parameters.
+        """
         work = self._cut_ones({key: flat(tensor) for key, tensor in tensors.items()})
         if not work:
             return
@@ -335,7 +344,7 @@ class DeviceShards:
         for turn, each in enumerate(work):
             if len(flying) == len(memory):
                 self._finish(*flying.popleft())
-            # An earlier gathering copied out of the piece on this stream.
+            # The piece is free: the copies of the gathering that used it last are earlier on this stream.
             piece = memory[turn % len(memory)][: each.num_bytes].view(each.dtype)
             flying.append((self._start(each, piece, turn), each, piece))
         while flying:
@@ -364,7 +373,7 @@ class DeviceShards:
             device=self._device.ordinal,
         )
         call.place(0, piece.data_ptr(), piece.data_ptr())
-        # The engine knows each name with one shape and type.
+        # Put length and type into the name, because the engine expects the same shape and type whenever a name is used.
         name = f"{self._label}.{turn}.{slices.total}.{piece.dtype}"
         stream = self._device.stream()
         return submit(
@@ -386,32 +395,32 @@ class DeviceShards:
 # ----------------------------------------------------------------------------------------------------
 # Parameters in one copy for all ranks of a host: `DistributedOptimizer(sharded=True, share_parameters=True)`.
 # **Order of writes.** Parameters are written in `step()` only, each element by its owner. A rank may write when every rank
-# has reached its `step()` (`begin`), and continues when every rank has written (`end`), so no rank computes with changing
-# parameters. Any other write on one rank would change the others' parameters. The tensors' version counters detect it in the
-# next step, and every rank raises an error.
+# has reached its `step()` (`begin`), and continues when every rank has written (`end`). So no rank computes with
+# changing parameters. A write outside of `step()` would change the parameters of all ranks of the host. The tensors'
+# version counters detect it in the next step, and every rank raises an error.
 
-# Every parameter begins on a cache line.
+# Every parameter begins at a multiple of a cache line.
 _ALIGNMENT = 64
 
-# Parameters in memory of several ranks, which stays shared after the optimizer's end.
+# Address of each parameter that is in shared memory, also after its optimizer was freed.
 _addresses: MutableMapping[Any, int] = WeakIdKeyDictionary()
 
 
 class SharedParameters:
-    """One host's memory with the parameters of all its ranks.
+    """Memory with one copy of the parameters for all ranks of a host.
 
-    Every rank of the process set must create one, with the same parameters, which get the first rank's values. Waits
-    for all ranks.
+    Every rank of the process set must create this object with the same parameters. They get the first rank's values.
+    The constructor waits for all ranks.
 
     Args:
-        context: of the engine.
-        label: of the optimizer.
+        context: context of the engine.
+        label: name of the optimizer.
         named: the parameters; their memory is replaced.
-        process_set: the engine's number of the ranks.
-        ranks: their global ranks, ascending.
+        process_set: the engine's number of the process set.
+        ranks: global ranks of the process set, ascending.
 
     Raises:
-        InvalidArgumentError: the ranks are on several hosts, or one of them cannot map the memory.
+        InvalidArgumentError: the ranks are on several hosts, or a rank cannot map the memory.
         MismatchError: ranks have parameters of different sizes.
     """
 
@@ -428,13 +437,13 @@ class SharedParameters:
         if len(hosts) > 1:
             raise InvalidArgumentError(
                 f"DistributedOptimizer(share_parameters=True): the {len(ranks)} ranks are on {len(hosts)} hosts, "
-                "and memory is shared inside one. Leave share_parameters out, or give process_set=."
+                "but only the ranks of one host can share memory. Leave share_parameters out, or give process_set=."
             )
         self._engine = context.engine
         self._label = label
         self._process_set = process_set
         self._named = list(named)
-        # The number of the first parameter that was written outside step(), plus 1; 0 without one.
+        # 0 if no parameter was written outside of step(), else the number of the first such parameter plus 1.
         self._written = torch.zeros(1, dtype=torch.int64)
         self._exchange = Call(
             Collective.ALLREDUCE, [(1,)], DType.INT64, Reduction(ReduceOp.MAX), process_set
@@ -457,7 +466,8 @@ class SharedParameters:
         begin = 0
         for (_, p), size in zip(self._named, sizes, strict=True):
             strides = torch.empty_like(p, device="meta").stride()
-            # A storage for each: torch.save and deepcopy copy whole storages, and refuse several types in one.
+            # Give each parameter its own storage: torch.save and deepcopy copy whole storages, and do not support a
+            # storage with several types.
             piece = over_buffer(buffer, p.dtype, p.numel(), begin)
             views.append(piece.as_strided(p.shape, strides))
             if is_first:
@@ -497,35 +507,37 @@ class SharedParameters:
             )
             if p.data_ptr() != address
         ]
-        # Replaced memory is the worse error: its numbers are above the numbers of written parameters.
+        # Parameters with replaced memory get higher numbers than written parameters, because the maximum over the ranks
+        # is reported and replaced memory is the worse error.
         count = len(self._named)
         self._written.fill_(count + moved[0] if moved else changed[0] if changed else 0)
         self._engine.run(self._exchange, f"{self._label}.begin", self._written)
         first = int(self._written)
         if first > count:
             raise InvalidArgumentError(
-                f"DistributedOptimizer(share_parameters=True): {self._named[first - count - 1][0]!r} was given other "
-                "memory (model.to(), p.data = ...) on this rank or another, so the ranks no longer share it. Build the "
-                "optimizer after that, or leave share_parameters out."
+                f"DistributedOptimizer(share_parameters=True): {self._named[first - count - 1][0]!r} was moved to other "
+                "memory (model.to(), p.data = ...) on this rank or another rank, so the ranks no longer share it. Build the "
+                "optimizer after moving the model, or leave share_parameters out."
             )
         if first:
             self._record_versions()
             raise InvalidArgumentError(
                 f"DistributedOptimizer(share_parameters=True): {self._named[first - 1][0]!r} was written outside of "
-                "step(), on this rank or another. All ranks of the host share it. Write it inside `with "
+                "step(), on this rank or another rank, but all ranks of the host share it. Write it inside `with "
                 "optimizer.writing_parameters():`, on every rank, or leave share_parameters out."
             )
 
     def end(self) -> None:
         """Wait until every rank has written its part."""
         self._barrier("end")
-        written([p for _, p in self._named if p.grad is not None])  # also by other ranks
+        # Other ranks have written them too.
+        written([p for _, p in self._named if p.grad is not None])
         self._record_versions()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Allow writes to parameters inside, while no rank computes with them."""
-        self.begin()  # detects earlier writes
+        """Allow writes to parameters in the block; no rank computes with them meanwhile."""
+        self.begin()  # raises an error for earlier writes
         try:
             yield
         finally:
@@ -534,7 +546,7 @@ class SharedParameters:
 
 
 def unshare(parameters: Iterable[Tensor]) -> None:
-    """Copy parameters to private memory, if an earlier optimizer has shared them."""
+    """Copy parameters to private memory if an earlier optimizer put them into shared memory."""
     for p in parameters:
         if p in _addresses and _addresses.pop(p) == p.data_ptr():
             p.data = p.detach().clone(memory_format=torch.preserve_format)
@@ -551,15 +563,15 @@ class ShardLayout:
     """The parameters of a sharded optimizer, each with this rank's part.
 
     Args:
-        context: of the ranks.
-        configuration: of the optimizer.
+        context: context of the ranks.
+        configuration: arguments of the optimizer.
         kind: class of the user's optimizer.
 
     Attributes:
-        context: of the ranks.
-        configuration: of the optimizer.
-        label: of the optimizer, for the names of operations.
-        shards: by parameter.
+        context: context of the ranks.
+        configuration: arguments of the optimizer.
+        label: name of the optimizer, for the names of operations.
+        shards: this rank's part of each parameter.
         gpu: the parameters on this rank's GPU, if any.
         shared: memory that the ranks of this host share; None without `share_parameters`.
     """
@@ -602,11 +614,11 @@ class ShardLayout:
         named: Sequence[tuple[str, Tensor]],
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> Iterator[tuple[NamedGroup, bool]]:
-        """Group parameters by reducer; True if each rank gets its part of the gradients."""
+        """Yield the parameters of each reducer, and whether each rank gets only its part of the gradients."""
         cut = [(name, p) for name, p in named if self._is_cut(p)]
         on_gpu = [(name, p) for name, p in cut if not p.is_cpu]
         if on_gpu and self.gpu is not None:
-            # By their division, for any type of the compression.
+            # Use the buckets of the division, also if a compression would give other bucket sizes.
             yield (on_gpu, self.gpu.together(p for _, p in on_gpu)), True
         on_cpu = [(name, p) for name, p in cut if p.is_cpu]
         if on_cpu:
@@ -619,8 +631,8 @@ class ShardLayout:
         configuration = self.configuration
         if configuration.share_parameters:
             raise InvalidArgumentError(
-                f"DistributedOptimizer(share_parameters=True): {name!r} is on {parameter.device}, and ranks share memory "
-                "of the CPU only. Leave share_parameters out."
+                f"DistributedOptimizer(share_parameters=True): {name!r} is on {parameter.device}, but ranks can share only CPU "
+                "memory. Leave share_parameters out."
             )
         device = opened(self.context, f"DistributedOptimizer, {name!r}", parameter)
         if self.gpu is None:
@@ -658,7 +670,10 @@ class ShardLayout:
     def _divide_on_gpu(
         self, parameters: list[Tensor], groups: int | Sequence[Sequence[Tensor]] | None
     ) -> dict[int, tuple[int, int]]:
-        """Divide by the buckets of the gradients; frozen parameters separately, because each may become trainable alone."""
+        """Divide the parameters by the buckets of their gradients; return this rank's range of each, by `id`.
+
+        Frozen parameters are divided separately, because each may become trainable alone.
+        """
         gpu = self.gpu
         if gpu is None:
             return {}

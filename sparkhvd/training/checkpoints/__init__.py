@@ -3,8 +3,8 @@
 A checkpoint is a file plus a pointer written last, so a reader sees either the old or the new checkpoint. Each file carries a
 SHA-256. If the newest file is damaged, the previous one is used, with a warning.
 
-Threads: one thread on rank 0 writes while training continues; the next checkpoint and the end of training wait for it. Trust: all
-files are read with `weights_only=True`.
+Threads: one thread on rank 0 writes while training continues. The next checkpoint and the end of training wait for it.
+Security: all files are read with `weights_only=True`, so they cannot run code.
 
 Each module imports only those above it:
 
@@ -12,6 +12,6 @@ Each module imports only those above it:
     frozen      parameters that no step changes
     checkpoint  a checkpoint and its file
     files       a run's files and the pointer
-    resume      the state of a checkpoint, collected and restored
-    saver       writes while training continues
+    resume      collects and restores the state of a checkpoint
+    saver       writes checkpoints while training continues
 """

@@ -1,8 +1,9 @@
-"""Changes of model, losses and optimizer during a run, outside torch's state dicts.
+"""Changes of model, losses and optimizer during a run that torch's state dicts do not contain.
 
-These are the trained parameters, their groups, modes of modules, and values of attributes. A checkpoint holds them by name, as
-differences from the program. A resumed run builds the program's objects, so that gradients are bucketed as in an uninterrupted
-run, and then repeats the changes.
+Examples: which parameters require a gradient, their groups, modes of modules, and values of attributes. A checkpoint
+    holds
+the differences from the program, by name. A resumed run first builds the program's objects, so that it buckets
+gradients as an uninterrupted run does, and then repeats the changes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from sparkhvd.training.user_code.watch import Watch
 
 
 class Changes:
-    """Changes since the program was built, recorded from construction on.
+    """Changes of the objects of a program since this object was created.
 
     Attributes:
-        attributes: of modules, parameters, losses and the optimizer.
+        attributes: changed attributes of modules, parameters, losses and the optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: Distributed | None, others: LossState) -> None:
@@ -47,10 +48,10 @@ class Changes:
         return owners
 
     def state_dict(self, watch: Watch | None, attributes: Sequence[list[Entry]]) -> dict[str, Any]:
-        """The changes: plain values by name.
+        """Return the changes as plain values by name.
 
         Args:
-            watch: of callbacks, or None.
+            watch: watch of the callbacks, or None.
             attributes: changes of attributes, of each rank or only of this rank.
 
         Raises:
@@ -61,8 +62,8 @@ class Changes:
             for name, value in group.items():
                 if name != "params" and not _is_readable(value):
                     raise InvalidArgumentError(
-                        f"optimizer.param_groups[{number}][{name!r}] is {value!r:.100}, which no checkpoint holds. Options of groups may "
-                        "be numbers, texts, tensors, and lists, tuples and dicts of these."
+                        f"optimizer.param_groups[{number}][{name!r}] is {value!r:.100}, which a checkpoint cannot hold. Options of groups "
+                        "may be numbers, texts, tensors, and lists, tuples and dicts of them."
                     )
         return {
             "requires_grad": self._changed_flags(),
@@ -81,7 +82,7 @@ class Changes:
         }
 
     def for_result(self, watch: Watch | None) -> dict[str, Any]:
-        """This rank's part of `state_dict` for the model of a run."""
+        """Return this rank's changes for the model that `fit` returns."""
         return {
             "requires_grad": self._changed_flags(),
             "attributes": [self.own_attributes(watch)],
@@ -108,7 +109,7 @@ class Changes:
                 parameter.requires_grad_(flags[name])
 
     def load_attributes(self, state: Mapping[str, Any], watch: Watch | None) -> None:
-        """Set this rank's attributes from `state_dict`; rank 0's if it has no entry for this rank."""
+        """Set this rank's attributes from `state_dict`, or rank 0's attributes without an entry for this rank."""
         of_ranks, rank = state["attributes"], hvd.rank()
         own = rank == 0 or len(of_ranks) == hvd.size()
         entries = of_ranks[rank if own else 0]
@@ -117,11 +118,11 @@ class Changes:
             watch.attributes |= {(entry[0], entry[1][0][1]) for entry in entries if entry[1]}
 
     def set_modes(self, state: Mapping[str, Any], *, all_of: bool) -> None:
-        """Set the mode of each module from `state_dict`.
+        """Set the train or eval mode of each module from `state_dict`.
 
         Args:
-            state: of `state_dict`.
-            all_of: include the model itself, which the start of an epoch puts in training mode.
+            state: result of `state_dict`.
+            all_of: also set the modes of the model's modules, and not only of the losses'.
         """
         names = set(state["evaluating"])
         for name, module in _modules(self._model, self._others).items():
@@ -129,17 +130,18 @@ class Changes:
                 module.training = name not in names
 
     def regroup(self, groups: list[list[str]] | None) -> None:
-        """Divide the parameters into groups by name, None for the program's groups; all ranks must call it.
+        """Divide the parameters into groups; all ranks must call it.
 
-        State is not changed; options must be loaded afterwards.
+        `groups` are the names of each group's parameters; None means the program's groups. The optimizer's state does
+        not change. Load the options of the groups afterwards.
         """
         wanted = groups or self._groups
         if self._optimizer is None or wanted == self._grouped():
             return
         if unknown := {n for names in wanted for n in names} - self._parameters.keys():
             raise InvalidArgumentError(
-                f"The checkpoint's optimizer has parameters that are not in this one: {sorted(unknown)}. Give the same model and "
-                "optimizer, or another run_id."
+                f"The checkpoint's optimizer has parameters that this optimizer does not have: {sorted(unknown)}. Give the same model "
+                "and optimizer, or another run_id."
             )
         known = {p for group in self._param_groups for p in group["params"]}
         for names in wanted:
@@ -172,26 +174,26 @@ class Changes:
         name = self._names.get(parameter)
         if name is None:
             raise InvalidArgumentError(
-                f"optimizer.param_groups[{number}] has got a parameter of shape {tuple(parameter.shape)} that the model does not have, which "
-                "no checkpoint holds. Build the model with all of its parameters before fit."
+                f"optimizer.param_groups[{number}] has a parameter of shape {tuple(parameter.shape)} that the model does not have, so a "
+                "checkpoint cannot hold it. Build the model with all of its parameters before fit."
             )
         return name
 
 
 def set_changes(model: nn.Module, others: LossState, state: Mapping[str, Any]) -> None:
-    """Set flags and attributes on copies of a run's model and losses, from rank 0's.
+    """Apply rank 0's changes of flags and attributes to copies of a run's model and losses.
 
     Args:
         model: copy of the program's model.
-        others: of its losses; unknown names are skipped.
-        state: of `Changes.state_dict`; {} for a checkpoint without changes.
+        others: state of the copied losses; unknown names are skipped.
+        state: result of `Changes.state_dict`; {} for a checkpoint without changes.
     """
     parameters = _parameters(model, others)
     for name, requires_grad in state.get("requires_grad", {}).items():
         if name in parameters:
             parameters[name].requires_grad_(requires_grad)
     of_ranks = state.get("attributes", [])
-    # The copy has the program's layer in place of a layer that a callback replaced.
+    # Skip layers that a callback replaced, because the copy still has the program's layer.
     replaced = set(state.get("replaced", []))
     entries = [entry for of_0 in of_ranks[:1] for entry in of_0 if entry[0] not in replaced]
     set_attributes(_owners(model, others), entries)
@@ -207,7 +209,7 @@ def of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_losses(state: Mapping[str, Any]) -> bool:
-    """Whether the part of `of_rank_0` has flags or attributes of losses."""
+    """Whether a result of `of_rank_0` has flags or attributes of losses."""
     part = of_rank_0(state)
     names = [*part["requires_grad"], *(entry[0] for each in part["attributes"] for entry in each)]
     return any(name.removeprefix("parameter ").startswith(".") for name in names)

@@ -30,12 +30,13 @@ from sparkhvd.training.to_device import to_cpu
 from sparkhvd.training.types import History, State
 
 FORMAT_VERSION = 6
-# Version 3 had all parameters in it, version 4 lacked `final`, `others` and `changes`; 5 was in no release.
+# Version 3 had no separate file of frozen parameters. Version 4 had no `final`, `others` and `changes`. Version 5 was
+# in no release.
 _READ_VERSIONS = (3, 4, FORMAT_VERSION)
 # The last line of a checkpoint.
 _SEAL = re.compile(rb"\nsparkhvd-sha256 ([0-9a-f]{64})\n")
 _SEAL_BYTES = len("\nsparkhvd-sha256 \n") + 64
-# Completed (epochs, steps).
+# Completed epochs, and completed steps of the next epoch.
 Position = tuple[int, int]
 
 
@@ -45,15 +46,15 @@ class DamagedError(InvalidArgumentError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State after `epoch` epochs and `step` steps of the next.
+    """State of a run after `epoch` epochs and `step` steps of the next epoch.
 
     Attributes:
         epoch: completed epochs.
-        model: the model's state dict, in its file without the parameters in `frozen`.
+        model: the model's state dict; the checkpoint's file does not contain the parameters in `frozen`.
         optimizer: the optimizer's state dict.
         scheduler: the scheduler's state dict, or None.
-        history: the records of these epochs.
-        fingerprint: of the run; a resuming run must share it.
+        history: the records of the completed epochs.
+        fingerprint: description of the run; a run resumes only from a checkpoint with the same fingerprint.
         scaler: the loss scaler's state dict, or None.
         callbacks: the states of the user's callbacks and their reason to stop, or None.
         step: completed steps of the running epoch; 0 between epochs.
@@ -62,10 +63,10 @@ class Checkpoint:
         compression: the state of the gradient compression, see `gather_compression`.
         kept: states of the objects kept by a `train_fn`, by name.
         frozen: the parameters in a separate file, see `FrozenParameters`, or None.
-        final: changes by `on_train_end`, for the model that `fit` returns: entries of "model" and "others", all "buffers" and
-            "changes". A resumed run calls the hook again.
+        final: changes by `on_train_end`, for the model that `fit` returns: changed entries of "model" and "others", and
+            all "buffers" and "changes". A resumed run ignores them and calls the hook again.
         others: state of losses and metrics, see `LossState`.
-        changes: of model and optimizer since they were built, see `Changes`; {} if unknown.
+        changes: changes of model and optimizer since they were built, see `Changes`; {} if unknown.
     """
 
     epoch: int
@@ -88,12 +89,12 @@ class Checkpoint:
 
     @property
     def position(self) -> Position:
-        """Completed (epochs, steps)."""
+        """Completed epochs, and completed steps of the next epoch."""
         return self.epoch, self.step
 
     @property
     def result(self) -> Checkpoint:
-        """Checkpoint for the model of the run, after `on_train_end`."""
+        """The checkpoint with the changes by `on_train_end`, for the model that `fit` returns."""
         if not self.final:
             return self
         model = {**self.model, **self.final["model"]}
@@ -112,28 +113,29 @@ def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Ch
     """Check the hash of a checkpoint and read it from an open file.
 
     Args:
-        file: seekable.
-        url: of the file, for errors.
-        is_mapped: leave all tensors except the model's in the file, which may be deleted afterwards.
+        file: an open, seekable file.
+        url: URL of the file, for errors.
+        is_mapped: leave all tensors except the model's in the file until they are used. The file may be deleted
+            meanwhile.
 
     Raises:
-        DamagedError: the bytes do not match the hash, or are no checkpoint.
-        InvalidArgumentError: it has another format version.
+        DamagedError: the bytes do not match the hash, or are not a checkpoint.
+        InvalidArgumentError: the checkpoint has another format version.
     """
     check_seal(file, url)
     try:
         values = _mapped(file) if is_mapped else torch.load(file, weights_only=True)
         version = values.pop("format_version")
-    except Exception as e:  # torch's reader raises any class for other bytes
+    except Exception as e:  # torch raises errors of many classes for invalid bytes
         if "Unsupported global" in str(e):
             named = str(e).partition("Unsupported global")[2][:200]
             raise InvalidArgumentError(
-                f"{url} holds what torch {torch.__version__} does not load: Unsupported global{named}. Resume with the torch that has written it, "
-                "or give another run_id."
+                f"{url} holds an object that torch {torch.__version__} does not load: Unsupported global{named}. Resume with the version "
+                "of torch that wrote the file, or give another run_id."
             ) from e
         if is_of_machine(e):
             raise
-        raise DamagedError(f"{url} is no checkpoint ({type(e).__name__}: {e}).") from e
+        raise DamagedError(f"{url} is not a checkpoint ({type(e).__name__}: {e}).") from e
     if version not in _READ_VERSIONS:
         raise InvalidArgumentError(
             f"{url} has format version {version}; this sparkhvd reads {', '.join(map(str, _READ_VERSIONS))}. Give another run_id."
@@ -141,7 +143,7 @@ def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Ch
     try:
         return Checkpoint(**values)
     except TypeError as e:
-        raise DamagedError(f"{url} is no checkpoint ({e}).") from e
+        raise DamagedError(f"{url} is not a checkpoint ({e}).") from e
 
 
 def check_seal(file: IO[bytes], url: str) -> None:
@@ -155,13 +157,13 @@ def check_seal(file: IO[bytes], url: str) -> None:
     seal = _SEAL.fullmatch(file.read())
     if seal is None:
         raise DamagedError(
-            f"{url} is damaged: it has {size:,} bytes and does not end with its checksum, as if it was cut off."
+            f"{url} is damaged: it has {size:,} bytes and does not end with its checksum. It may be truncated."
         )
     file.seek(0)
     digest = sha256_of(file, size - _SEAL_BYTES)
     if digest != seal[1].decode():
         raise DamagedError(
-            f"{url} is damaged: its SHA-256 is {digest}, and {seal[1].decode()} was written."
+            f"{url} is damaged: its SHA-256 is {digest} instead of {seal[1].decode()}."
         )
     file.seek(0)
 
@@ -175,9 +177,10 @@ def _mapped(file: IO[bytes]) -> dict[str, Any]:
     except (
         OSError,
         RuntimeError,
-    ):  # not every system has such names, nor every file system mappings
+    ):  # the system does not have such names, or the file system cannot map files
         return dict(torch.load(file, weights_only=True))
-    # Copied out of the mapping, with tied tensors kept tied: a file deleted on NFS invalidates its mapped pages.
+    # Copy the model's tensors out of the mapping, because a deletion on NFS invalidates mapped pages. Tied tensors stay
+    # tied, because each entry is copied as a whole.
     for name in {"model", "final", "buffers", "changes"} & values.keys():
         values[name] = copy.deepcopy(values[name])
     return values
@@ -185,18 +188,19 @@ def _mapped(file: IO[bytes]) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------------------
 # Buffers of a module, saved or not, and the extra state of modules.
-# Training changes them on every rank. Between epochs all ranks use rank 0's; a checkpoint inside an epoch holds each rank's own.
-# A buffer may change its shape while training, or exist on some ranks only, such as a cache filled by `forward`.
+# Training changes them on every rank. Between epochs all ranks use rank 0's values; a checkpoint inside an epoch holds
+# the values of each rank. A buffer, such as a cache filled by `forward`, may change its shape or exist on some ranks
+# only.
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers excluded from the model's state dict (`persistent=False`), by name."""
+    """Return the buffers that the model's state dict excludes (`persistent=False`), by name."""
     saved = model.state_dict()
     return {name: value for name, value in model.named_buffers() if name not in saved}
 
 
 def load_buffers(model: nn.Module, values: Mapping[str, Tensor | None]) -> None:
-    """Set buffers to these values of any shape; None empties a buffer."""
+    """Set buffers to these values, also of another shape; None removes a buffer's value."""
     with torch.no_grad():
         for name, value in values.items():
             path, _, leaf = name.rpartition(".")
@@ -219,7 +223,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def extra_states(model: nn.Module) -> State:
-    """Extra states of modules by module name; tensors on the CPU."""
+    """Return the extra states of modules (`get_extra_state`) by module name, with tensors on the CPU."""
     return {
         name: to_cpu(module.get_extra_state())
         for name, module in model.named_modules()
@@ -236,9 +240,9 @@ def load_extra_states(model: nn.Module, states: Mapping[str, object]) -> None:
 def broadcast_module_state(model: nn.Module) -> None:
     """Broadcast rank 0's buffers and extra states; all ranks must call it.
 
-    Running statistics then come from rank 0's rows, in validation and in the checkpoint.
+    So validation and the checkpoint use the running statistics of rank 0's rows.
 
-    Cost: one broadcast of the buffers' bytes, and one of a small object if more than values may differ.
+    Cost: one broadcast of the buffers' bytes, and one of a small object if shapes or extra states may differ.
     """
     if _may_differ(model):
         _make_alike(model)
@@ -248,7 +252,7 @@ def broadcast_module_state(model: nn.Module) -> None:
 
 
 def _may_differ(model: nn.Module) -> bool:
-    """Check whether ranks may have other shapes or extra states; by the classes, so equal on all ranks."""
+    """Check whether shapes or extra states may differ between ranks; the result is the same on all ranks."""
     return any(
         module._non_persistent_buffers_set
         or type(module).get_extra_state is not nn.Module.get_extra_state
@@ -257,7 +261,7 @@ def _may_differ(model: nn.Module) -> bool:
 
 
 def _make_alike(model: nn.Module) -> None:
-    """Set this rank's unsaved buffers to rank 0's shapes, and its modules to rank 0's extra states."""
+    """Give this rank's unsaved buffers rank 0's shapes, and its modules rank 0's extra states."""
     buffers = unsaved_buffers(model)
     shapes = {n: (v.shape, v.dtype) for n, v in buffers.items()}
     states = (shapes, extra_states(model)) if hvd.rank() == 0 else None
@@ -274,9 +278,9 @@ def _make_alike(model: nn.Module) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Each rank's own state inside an epoch: random numbers, sums of the loss, running statistics.
-# Between epochs the ranks have equal state. A checkpoint of a step holds this state for every rank, so that a resumed
-# run draws the same numbers, reports the same means and normalizes with the same statistics.
+# State that differs between ranks inside an epoch: random number generators, sums of the loss, running statistics.
+# Between epochs the ranks have equal state. A checkpoint inside an epoch holds this state of every rank, so that a
+# resumed run draws the same random numbers, reports the same means and normalizes with the same statistics.
 
 
 class RngState(TypedDict):
@@ -308,10 +312,11 @@ def gather_rank_states(
     stop_reason: str = "",
     others: State | None = None,
 ) -> list[RankState]:
-    """Gather every rank's own state, by rank; all ranks must call it.
+    """Gather the state that differs between ranks, by rank; all ranks must call it.
 
     Args:
-        model: its buffers are compared over ranks; the result includes those that differ from rank 0's.
+        model: the module. Its buffers are compared between ranks; the result includes buffers that differ from rank
+            0's.
         totals: the rank's sums of the epoch so far: tensors and plain values; None for a `train_fn`.
         seconds: duration of the epoch so far on this rank.
         others: this rank's state of losses and metrics that may differ between ranks.

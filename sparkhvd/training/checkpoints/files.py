@@ -48,16 +48,16 @@ from sparkhvd.training.modules.weights import PIECE_BYTES
 from sparkhvd.training.types import History, Value
 from sparkhvd.wire import read_json, rebuild
 
-# Selects one of several epochs.
+# Function that selects one of several epochs.
 Choice = Callable[[Collection[int]], int]
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
 
 
 class Checkpoints:
-    """Checkpoints of one run."""
+    """The checkpoints of a run in its store."""
 
     def __init__(self, store: Store, run_dir: str) -> None:
-        """Name the run's folder in the store without reading or writing."""
+        """Refer to the run's folder in the store, without reading or writing."""
         self._store = store
         self._folder = f"{run_dir}/checkpoints"
         self._metrics = f"{run_dir}/metrics.jsonl"
@@ -69,31 +69,32 @@ class Checkpoints:
         self._previous: Position | None = None
         # Position returned by `latest`.
         self._resumed: Position | None = None
-        # Guards what follows: the ranks' loop adds records while a thread writes a checkpoint.
+        # Guards the attributes below, because the training loop adds records while a thread writes a checkpoint.
         self._lock = threading.Lock()
-        # Records and bytes in the metrics file; None until the first write, which replaces the file.
+        # Number of records and bytes in the metrics file; None until the first write, which replaces the file.
         self._num_written: int | None = None
         self._num_bytes = 0
-        # Whether records are added to the end of the file; object stores and some mounts cannot.
+        # Whether records are appended to the file; object stores and some mounts cannot append.
         self.is_appended = store.local_path(self._metrics) is not None
-        # Files skipped by `latest` and the training repeated therefore, or "".
+        # Message about files that `latest` skipped, and about the training that is repeated for this reason; or "".
         self.warning = ""
 
     def path(self, epoch: int, step: int = 0) -> str:
-        """The file after `epoch` epochs and `step` steps, relative to the store."""
+        """Return the path, relative to the store, of the checkpoint after `epoch` epochs and `step` steps."""
         name = f"epoch-{epoch}-step-{step}" if step else f"epoch-{epoch}"
         return f"{self._folder}/{name}.pt"
 
     def save(
         self, checkpoint: Checkpoint, *, keep: Choice | None = None, num_epochs: int = 1
     ) -> None:
-        """Write a checkpoint, then the pointer to it, then the metrics; delete older checkpoints except the previous one.
+        """Write a checkpoint, then the pointer to it, then the metrics, and delete old checkpoints.
 
-        If the process is killed meanwhile, a readable checkpoint remains: this one, or the one before.
+        The previous checkpoint stays. If the process is killed meanwhile, this checkpoint or the previous one is
+        readable.
 
         Args:
             checkpoint: the state to write.
-            keep: selects a saved epoch whose file is kept besides the last two.
+            keep: selects a saved epoch whose file is kept in addition to the last two files.
             num_epochs: number of last epochs whose files are kept.
 
         Raises:
@@ -110,7 +111,7 @@ class Checkpoints:
         self._store.write_bytes(f"{self._folder}/latest.json", pointer)
         if not checkpoint.step and len(checkpoint.history) > (self._num_written or -1):
             self.write_history(checkpoint.history)
-        # Keep two: a reader of the old pointer must still find its file.
+        # Keep the previous file, because a process that has read the old pointer must still find it.
         stay = {checkpoint.position, self._previous}
         if keep is not None:
             stay.add((keep(self.saved_epochs()), 0))
@@ -118,7 +119,10 @@ class Checkpoints:
         self._previous = checkpoint.position
 
     def finish(self, epoch: int, num_epochs: int) -> None:
-        """Delete all checkpoints except that of `epoch` and of the last `num_epochs`, at least 1; no more are written."""
+        """Delete the checkpoints except those of `epoch` and of the last `num_epochs` epochs, after the last write.
+
+        `num_epochs` must be at least 1.
+        """
         self._files = self._positions()
         self._keep({(epoch, 0), *self._last(num_epochs)})
 
@@ -137,15 +141,16 @@ class Checkpoints:
                 self._take_over()
 
     def _take_over(self) -> None:
-        """Take over from earlier attempts: claim the folder, and delete their unfinished files.
+        """Claim the folder from earlier attempts of this run, and delete their unfinished files.
 
-        The last attempt to take over writes. An earlier attempt, of another fit or on a host considered lost, stops.
+        Only the last attempt that called this writes. An earlier attempt, of another fit or on a host that was
+        considered lost, stops at its next write.
         """
         self._store.write_bytes(self._writer, self._token)
         self._store.delete_unfinished(self._folder)
         self._files = self._positions()
         self._previous = self._resumed or self._pointer() or self._newest_whole()
-        # Later files are unfinished or damaged; the run does not resume from them.
+        # Delete later files, because they are unfinished or damaged and the run does not resume from them.
         for position in [p for p in self._files if p > (self._previous or (-1, 0))]:
             self._store.delete(self.path(*position))
             self._files.remove(position)
@@ -162,20 +167,21 @@ class Checkpoints:
         if token != self._token:
             raise InvalidArgumentError(
                 f"Another fit with the same run_id has begun to write checkpoints of "
-                f"{self._store.full_url(self._folder.rpartition('/')[0])}, so this one ends. Give fits that run at the "
-                "same time run_ids of their own."
+                f"{self._store.full_url(self._folder.rpartition('/')[0])}, so this fit ends. Give fits that run at the "
+                "same time different run_ids."
             )
 
     def write_frozen(self, tensors: Mapping[str, Tensor]) -> str:
-        """Write the frozen parameters omitted from checkpoints if not yet written; return their SHA-256."""
+        """Write the frozen parameters that checkpoints omit, unless the file exists; return their SHA-256."""
         sha256 = weights.dump(tensors)
-        # First, because taking over deletes unfinished files, and another thread writes the history of an epoch.
+        # Take over first, because it deletes unfinished files. Another thread may do it at the same time for the
+        # history.
         self._begin()
         weights.store_weights(tensors, sha256, self._store, _frozen_path(self._folder, sha256))
         return sha256
 
     def write_history(self, history: Sequence[Mapping[str, Value]]) -> None:
-        """Write the metrics file: add the new records to a local file, and write any other as a whole.
+        """Write the metrics file: append the new records to a local file; write the whole file to other stores.
 
         Raises:
             InvalidArgumentError: another fit with the same run_id has begun to write.
@@ -190,11 +196,12 @@ class Checkpoints:
                     with open(self._store.local_path(self._metrics) or "", "ab") as file:
                         if (
                             file.seek(0, os.SEEK_END) == self._num_bytes
-                        ):  # else another fit has written
+                        ):  # otherwise another fit has written to the file
                             file.write(added)
                             self._num_bytes += len(added)
                             return
-                except OSError:  # a mount that cannot, or a full disk, which the next write reports
+                except OSError:
+                    # The mount cannot append, or the disk is full; the write below reports a full disk.
                     self.is_appended = False
             lines = _lines(history)
             self._store.write_bytes(self._metrics, lines)
@@ -216,11 +223,11 @@ class Checkpoints:
         return self.latest_position()[0]
 
     def latest_position(self) -> Position:
-        """(epochs, steps of the next epoch) of the newest checkpoint; (0, 0) without a checkpoint."""
+        """Completed epochs, and steps of the next epoch, in the newest checkpoint; (0, 0) without a checkpoint."""
         return self._pointer() or self._newest_whole() or (0, 0)
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None. If a newer one is damaged, `warning` names the training to repeat.
+        """Load the newest complete checkpoint, or return None. Sets `warning` if it skips damaged checkpoints.
 
         Raises:
             InvalidArgumentError: all checkpoints are damaged, or have another format version.
@@ -230,7 +237,7 @@ class Checkpoints:
         if newest is None:
             return None
         damaged, gone = [], []
-        # Files later than the pointer were not finished by their writer.
+        # Skip files later than the pointer, because their writer did not finish.
         for position in sorted({p for p in positions if p <= newest} | {newest}, reverse=True):
             try:
                 checkpoint = self._load(self.path(*position))
@@ -242,11 +249,11 @@ class Checkpoints:
                 self._resumed = position
                 self._warn([*gone, *damaged], position, newest)
                 return checkpoint
-        # Without a pointer the first checkpoint was never finished.
+        # Raise only if there is a pointer. Without it no checkpoint was ever finished, and the run begins anew.
         if damaged and self._store.exists(f"{self._folder}/latest.json"):
             raise InvalidArgumentError(
-                f"{' '.join(damaged)} No checkpoint of this run is whole. Restore one from a copy; or delete the damaged "
-                "ones, and a fit with this run_id trains from the beginning."
+                f"{' '.join(damaged)} No checkpoint of this run is intact. Restore a checkpoint from a copy. Or delete the "
+                "damaged checkpoints; then a fit with this run_id trains from the beginning."
             )
         self._warn([*gone, *damaged], None, newest)
         return None
@@ -273,18 +280,19 @@ class Checkpoints:
         return self._load_or_advise(self.path(epoch, step))
 
     def load_weights(self, path: str) -> dict[str, Any]:
-        """Load the model's state dict from a checkpoint file of any run, relative to the store; raises as `load`.
+        """Load the model's state dict from a checkpoint file of any run; raises the errors of `load`.
 
-        Uses memory of the model's size: the optimizer's state, twice that with Adam, stays in the file.
+        `path` is relative to the store. Needs only memory for the model, because the optimizer's state stays in the
+        file.
         """
         return self._load_or_advise(path, is_mapped=True).result.model
 
     def load_start(self, path: str) -> Checkpoint:
-        """Load a checkpoint of any run. All tensors except the model's stay in the file. Raises as `load`."""
+        """Load a checkpoint of any run; all tensors except the model's stay in the file. Raises the errors of `load`."""
         return self._load_or_advise(path, is_mapped=True)
 
     def newest_whole(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None. All tensors except the model's stay in the file."""
+        """Load the newest complete checkpoint, or return None; all tensors except the model's stay in the file."""
         position = self._newest_whole()
         if position is None:
             return None
@@ -295,7 +303,7 @@ class Checkpoints:
             return self._load(path, is_mapped=is_mapped)
         except DamagedError as e:
             raise InvalidArgumentError(
-                f"{e} Restore it from a copy, or train again with another run_id."
+                f"{e} Restore the file from a copy, or train again with another run_id."
             ) from None
 
     def _load(self, path: str, *, is_mapped: bool = False) -> Checkpoint:
@@ -308,15 +316,15 @@ class Checkpoints:
         )
 
     def _frozen(self, path: str, frozen: Frozen) -> dict[str, Tensor]:
-        """Load the parameters omitted from the checkpoint of a path."""
+        """Load the frozen parameters that belong to the checkpoint at `path`."""
         name = _frozen_path(path.rpartition("/")[0], frozen["sha256"])
         try:
             tensors = weights.Weights(frozen["sha256"], None, self._store, name).load()
         except (InvalidArgumentError, InternalError) as e:
             raise DamagedError(
-                f"{self._store.full_url(name)}, which holds the frozen parameters of {path.rpartition('/')[2]}, is damaged or gone."
+                f"{self._store.full_url(name)}, the file with the frozen parameters of {path.rpartition('/')[2]}, is damaged or missing."
             ) from e
-        # Copied out of the mapping, as in `read_checkpoint`.
+        # Copy the tensors out of the mapping, as `read_checkpoint` does.
         return copy.deepcopy({name: tensors[name] for name in frozen["names"]})
 
     @contextlib.contextmanager
@@ -333,8 +341,8 @@ class Checkpoints:
             yield copy
 
     def keep_records(self, count: int) -> None:
-        """Remove later records than the first `count` from the metrics file: a resumed run repeats these epochs."""
-        with contextlib.suppress(ValueError):  # a damaged file, which the run replaces
+        """Keep only the first `count` records of the metrics file, because a resumed run repeats later epochs."""
+        with contextlib.suppress(ValueError):  # the file is damaged, and the run replaces it
             history = self.history()
             if len(history) > count:
                 self._store.write_bytes(self._metrics, _lines(history[:count]))
@@ -344,13 +352,13 @@ class Checkpoints:
         return self.reader().after(0)
 
     def reader(self) -> HistoryReader:
-        """Read the metrics file from its start."""
+        """Create a reader of the metrics file."""
         return HistoryReader(self._store, self._metrics)
 
     def _pointer(self) -> Position | None:
-        """The position in the pointer; None if missing or damaged.
+        """Return the position in the pointer; None if the pointer is missing or damaged.
 
-        On a file system without atomic rename, a writer may have been killed between two pointers.
+        It may be missing or damaged if a writer was killed on a file system without atomic rename.
         """
         try:
             return position_of(self._store.read_bytes(f"{self._folder}/latest.json"))
@@ -373,7 +381,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Profile:
-    """Parts of a profile that its readers take apart; see `sparkhvd.training.profile.Profile.state`."""
+    """Parts of a profile whose structure its readers rely on; see `sparkhvd.training.profile.Profile.state`."""
 
     every: int
     epochs: list[dict[str, Any]]
@@ -383,10 +391,10 @@ class _Profile:
 
 
 def _profile_of(content: bytes) -> dict[str, Any]:
-    """Raises ValueError unless the content is a run's profile."""
+    """Parse a run's profile; raise a ValueError for other content."""
     state = read_json(content)
     if not isinstance(state, dict):
-        raise ValueError("a profile that is no object")
+        raise ValueError("the profile is not a JSON object")
     known = rebuild(_Profile, state, is_strict=False)
     is_whole = all(isinstance(each.get("epoch"), int) for each in known.epochs) and all(
         isinstance(each.get("host"), str)
@@ -396,16 +404,16 @@ def _profile_of(content: bytes) -> dict[str, Any]:
         for each in known.load
     )
     if not is_whole or known.every < 1:
-        raise ValueError("a profile whose parts do not fit together")
+        raise ValueError("the parts of the profile do not match each other")
     return {**state, **vars(known)}
 
 
 class HistoryReader:
-    """Reader of a metrics file that grows: reads only what has been added since its last read.
+    """Reader of a growing metrics file; reads only the records added since its last read.
 
     Args:
-        store: of the run.
-        path: of the file there.
+        store: store of the run.
+        path: path of the file in the store.
     """
 
     def __init__(self, store: Store, path: str) -> None:
@@ -416,16 +424,16 @@ class HistoryReader:
         """Read the records of later epochs than `reported`.
 
         Raises:
-            ValueError: a line is no record.
+            ValueError: a line is not a record.
         """
         records = self._added(reported)
-        if records is None:  # a resumed run has replaced the file
+        if records is None:  # a resumed run has replaced the file, so read it from its start
             self._read_to = 0
             records = self._added(reported)
         return records or []
 
     def _added(self, reported: int) -> History | None:
-        """Read the new records; None if this is another file, or some are missing."""
+        """Read the new records; return None if the file was replaced."""
         data = self._bytes_from(self._read_to)
         if data is None:
             return None
@@ -441,7 +449,7 @@ class HistoryReader:
         return records
 
     def _bytes_from(self, start: int) -> bytes | None:
-        """Read the file from a byte on. b"" if there is no file, None if it is shorter."""
+        """Read the file from byte `start`; b"" if there is no file and `start` is 0, None if the file is shorter."""
         try:
             if not start or not self._store.is_seen:
                 data = self._store.read_bytes(self._path)
@@ -464,15 +472,15 @@ def _records(lines: bytes) -> History:
     whole = lines.rpartition(b"\n")[0]
     records: list[Any] = [read_json(line) for line in whole.splitlines()]
     if not all(isinstance(record, dict) for record in records):
-        raise ValueError("a line that is no record")
+        raise ValueError("a line of the metrics file is not a record")
     return records
 
 
 def epoch_of(record: Mapping[str, Value]) -> int:
-    """Raises ValueError for a record without an epoch."""
+    """Return the epoch of a record; raise a ValueError for a record without an epoch."""
     epoch: Any = record.get("epoch")
     if not isinstance(epoch, int):
-        raise ValueError(f"a record of epoch {epoch!r:.100}")
+        raise ValueError(f"a record has the epoch {epoch!r:.100}")
     return epoch
 
 

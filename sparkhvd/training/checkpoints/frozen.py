@@ -1,7 +1,7 @@
-"""Frozen parameters of a module, which no step changes: sent only to ranks without them, and written once for all checkpoints of
-a run.
+"""Frozen parameters of a module, which no step changes.
 
-A checksum of each detects changes, including writes by the user's code past autograd (`.data`).
+They are sent only to ranks that do not have them, and written once for all checkpoints of a run. A checksum of each
+parameter detects changes, also writes by the user's code that autograd does not see (`.data`).
 
     runs/<run_id>/checkpoints/frozen-<sha256>.pt
 """
@@ -25,9 +25,9 @@ Sums: TypeAlias = "dict[str, tuple[Any, ...]]"
 
 
 class Frozen(TypedDict):
-    """Parameters omitted from a checkpoint.
+    """Hash of the file with the frozen parameters, and names of the parameters that a checkpoint omits.
 
-    The checkpoint names them because it is written later: user code may have unfrozen others since the file was written.
+    A checkpoint needs the names because the user's code may have unfrozen some parameters after the file was written.
     """
 
     sha256: str
@@ -35,7 +35,7 @@ class Frozen(TypedDict):
 
 
 class FrozenParameters:
-    """Frozen parameters of a run in a separate file; on rank 0."""
+    """Rank 0's frozen parameters of a run, for the separate file."""
 
     def __init__(self) -> None:
         """Start empty; the first checkpoint fills it."""
@@ -44,26 +44,26 @@ class FrozenParameters:
         self._sha256 = ""
 
     def divide(self, model: nn.Module) -> tuple[State, list[str]]:
-        """Divide the state dict of a module into the checkpoint's part and the names of parameters equal to the file's.
+        """Return the state dict for a checkpoint, and the names of the parameters that it omits.
 
-        The first call copies the latter for the file.
+        It omits frozen parameters that equal those in the file. The first call copies the parameters for the file.
         """
         state, sums = model.state_dict(), frozen_sums(model)
         if self._sums is None:
             self._sums = sums
             self._unwritten = {n: state[n].to("cpu", copy=True) for n in sums}
         names = [name for name, entry in sums.items() if self._sums.get(name) == entry]
-        rest = copy.copy(state)  # keeps the attributes that modules add
+        rest = copy.copy(state)  # `copy` keeps the attributes that modules add to a state dict
         for name in names:
             del rest[name]
         return rest, names
 
     def record(self, names: list[str], write: Callable[[dict[str, Tensor]], str]) -> Frozen | None:
-        """Describe the omitted parameters for a checkpoint, or return None.
+        """Describe the omitted parameters for a checkpoint; None if there are none.
 
         Args:
-            names: of `divide`.
-            write: writes the file and returns its SHA-256; called the first time.
+            names: the names from `divide`.
+            write: writes the file and returns its SHA-256; the first call with names uses it.
         """
         if not names:
             return None
@@ -90,7 +90,9 @@ def broadcast_weights(model: nn.Module) -> frozenset[str]:
 
 
 def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of the frozen parameters equal on all ranks, and of all that rank 0 has; all ranks must call it.
+    """Return the names of frozen parameters that are equal on all ranks, and of all frozen parameters of rank 0.
+
+    All ranks must call it.
 
     Cost: one pass over frozen parameters, and an allgather of about 100 bytes for each.
     """
@@ -100,19 +102,19 @@ def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def frozen_sums(model: nn.Module) -> Sums:
-    """Shape, dtype and checksum of each state dict parameter without gradient."""
+    """Return shape, dtype and checksum of each frozen parameter of the state dict."""
     return _sums(
         {
             name: value
             for name, value in model.state_dict(keep_vars=True).items()
-            # Parameters of other classes have their own state.
+            # Skip other classes of parameters, because a checksum may not cover their whole state.
             if type(value) is nn.Parameter and not value.requires_grad
         }
     )
 
 
 def weight_sums(model: nn.Module) -> Sums:
-    """Shape, dtype and checksum of each plain tensor of the state dict."""
+    """Return shape, dtype and checksum of each plain tensor of the state dict."""
     return _sums({n: t for n, t in _tensors(model.state_dict()).items() if type(t) is Tensor})
 
 
@@ -121,9 +123,9 @@ def _sums(tensors: Mapping[str, Tensor]) -> Sums:
 
 
 def unwritten(model: nn.Module, weights: Mapping[str, object]) -> Mapping[str, object]:
-    """Make a state dict that skips frozen parameters with equal values when loaded: their memory may be shared."""
+    """Return a state dict that does not overwrite frozen parameters of equal values, whose memory may be shared."""
     own = model.state_dict(keep_vars=True)
-    state = copy.copy(weights)  # keeps the attributes that modules add
+    state = copy.copy(weights)  # `copy` keeps the attributes that modules add to a state dict
     same = {name: own[name] for name, value in weights.items() if _is_same(own.get(name), value)}
     cast("dict[str, object]", state).update(same)
     return state
@@ -140,7 +142,7 @@ def _is_same(own: object, value: object) -> bool:
 
 
 def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
-    """Parameters and buffers of a state dict, without extra states, because these may be tensors too."""
+    """Return the parameters and buffers of a state dict, without extra states, which may also be tensors."""
     return {
         name: value
         for name, value in state.items()

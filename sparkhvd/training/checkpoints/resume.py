@@ -46,19 +46,19 @@ from sparkhvd.wire import read_json
 
 @dataclass
 class TrainingState:
-    """Objects changed by training and saved in a checkpoint.
+    """Objects that training changes and a checkpoint saves.
 
     Attributes:
         model: the module.
-        optimizer: the distributed one; None if `train_fn` has its own.
-        scheduler: of the learning rate, or None.
-        scaler: of the loss, for float16; else None.
-        callbacks: the user's; some have a state.
-        compression: of gradients; some have a state.
+        optimizer: the distributed optimizer; None if `train_fn` has its own optimizer.
+        scheduler: scheduler of the learning rate, or None.
+        scaler: scaler of the loss, for float16; otherwise None.
+        callbacks: the user's callbacks, which may have states.
+        compression: compression of gradients, which may have a state.
         kept: objects kept by a `train_fn`, by name.
         profile: times of the training, saved beside checkpoints.
         others: state of losses and metrics.
-        changes: of model and optimizer; created with them.
+        changes: changes of model and optimizer since they were built.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class TrainingState:
         self.changes = Changes(self.model, self.optimizer, self.others)
 
     def beside_weights(self) -> State:
-        """The run's model state outside its state dict: buffers, changes and losses of this rank."""
+        """Return this rank's state that the model's state dict does not contain: buffers, changes and losses."""
         return {
             "buffers": unsaved_buffers(self.model),
             "changes": self.changes.for_result(self.watch),
@@ -85,12 +85,12 @@ class TrainingState:
 
     @property
     def watch(self) -> Watch | None:
-        """Watch of the callbacks; None before they exist."""
+        """The watch of the callbacks; None before the callbacks exist."""
         return None if self.callbacks is None else self.callbacks.watch
 
 
 class Resumed(TypedDict):
-    """Part of a checkpoint for every rank, besides the tensors of model and optimizer."""
+    """Part of a checkpoint that rank 0 sends to every rank, without the tensors of model and optimizer."""
 
     history: History
     step: int
@@ -108,7 +108,7 @@ class Resumed(TypedDict):
 
 @dataclass
 class RunStart:
-    """Initial state of a run, besides the model's weights.
+    """State from which a run begins, without the model's weights.
 
     Attributes:
         resumed: the part of the checkpoint for all ranks.
@@ -122,7 +122,7 @@ class RunStart:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Completed epochs, and optimizer steps of the next."""
+        """Completed epochs, and completed optimizer steps of the next epoch."""
         return len(self.resumed["history"]), self.resumed["step"]
 
 
@@ -134,9 +134,9 @@ class ResumePoint:
         history: the records of completed epochs.
         step: completed optimizer steps of the next epoch.
         rank_state: this rank's own state after that step; None at the beginning of an epoch.
-        done: part of that epoch done by earlier ranks.
-        sums: of these ranks, on one of the remaining ranks; else None.
-        seconds: time spent by them.
+        done: part of that epoch that was done before the ranks changed.
+        sums: sums of the ranks that did it, on rank 0; None on other ranks.
+        seconds: time they spent.
         sent: names of frozen parameters sent by rank 0.
         changes: loaded changes of model and optimizer, see `repeated`.
         callbacks: loaded states of the callbacks.
@@ -180,9 +180,9 @@ def find_start(
     held: Checkpoint | None = None,
     others: LossState | None = None,
 ) -> RunStart:
-    """Find a checkpoint to resume from, or initial weights; loads the weights into rank 0's model and their state into `others`.
+    """Find the checkpoint or the initial weights, and load them into rank 0's model and into `others`.
 
-    All ranks must call it, before the optimizer is built. If rank 0 holds a checkpoint in memory, the store is not read.
+    All ranks must call it before the optimizer is built. If rank 0 holds a checkpoint in memory, the store is not read.
 
     Raises:
         InvalidArgumentError: the checkpoint or the weights do not fit this run; on all ranks.
@@ -230,10 +230,10 @@ def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resum
 def _load_start(
     spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, others: LossState
 ) -> Checkpoint | None:
-    """Load the weights into rank 0's model, and the state of others; return the checkpoint, if any.
+    """Load weights into rank 0's model, and the state of losses and metrics; return the checkpoint, if any.
 
     Raises:
-        InvalidArgumentError: it does not fit this run, or no checkpoint is complete.
+        InvalidArgumentError: the checkpoint or the weights do not fit this run, or no checkpoint is complete.
     """
     checkpoint = checkpoints.latest()
     if checkpoint is not None:
@@ -252,7 +252,7 @@ def _load_start(
 
 
 def resume(start: RunStart, state: TrainingState) -> ResumePoint:
-    """Send rank 0's state to every rank: the checkpoint's, or the model's own. All ranks must call it."""
+    """Send rank 0's state, from a checkpoint or initial, to every rank; all ranks must call it."""
     resumed, model, changes = start.resumed, state.model, start.resumed["changes"]
     state.changes.attributes.reset()
     if changes:
@@ -274,7 +274,7 @@ def resume(start: RunStart, state: TrainingState) -> ResumePoint:
     if rank_state is not None:
         state.others.load_rank_state(rank_state.get("others", {}))
     if not resumed["is_new"]:
-        # Buffers absent from the checkpoint are emptied.
+        # Remove the values of buffers that the checkpoint does not have.
         gone = unsaved_buffers(model).keys() - resumed["buffers"].keys()
         of_rank = rank_state["buffers"] if rank_state else {}
         load_buffers(model, {**dict.fromkeys(gone), **resumed["buffers"], **of_rank})
@@ -290,14 +290,13 @@ def resume(start: RunStart, state: TrainingState) -> ResumePoint:
 
 @contextmanager
 def repeated(state: TrainingState, position: ResumePoint, method: str) -> Iterator[None]:
-    """Let callbacks repeat a method inside, then restore its effects and later changes from the checkpoint. All ranks must enter
-    it.
+    """Let callbacks repeat a method in the block, then restore the checkpoint's state; all ranks must enter the block.
 
-    Weights and states already include the method's changes.
+    Without the restoration the method's changes would be applied twice, because the checkpoint already includes them.
 
     Args:
-        state: of the run.
-        position: at which the run begins, or continues.
+        state: state of the run.
+        position: position at which the run begins or continues.
         method: "on_train_begin", or "on_epoch_begin".
     """
     assert state.callbacks is not None
@@ -309,7 +308,8 @@ def repeated(state: TrainingState, position: ResumePoint, method: str) -> Iterat
             changes.attributes.begun()
         return
     held = _Held(state, position.callbacks) if state.callbacks.has(method) else None
-    if loaded["before"].get(method) is not None:  # it adds parameters, which must not exist yet
+    # The method adds parameters to groups, so remove them first.
+    if loaded["before"].get(method) is not None:
         changes.regroup(loaded["before"][method])
     yield
     if is_begin:
@@ -326,7 +326,11 @@ class _Held:
     """CPU copy of everything in a checkpoint that a callback could change."""
 
     def __init__(self, state: TrainingState, callbacks: State | None) -> None:
-        """Copy it; `callbacks` is their loaded state, because they may have no own state before `on_train_begin`."""
+        """Copy the state.
+
+        `callbacks` is the callbacks' loaded state, because before `on_train_begin` they may not have a state of their
+        own.
+        """
         self._state = state
         self._weights = [(p, _copy(p)) for p in self._parameters()]
         self._buffers = _copy(dict(state.model.named_buffers()))
@@ -368,7 +372,7 @@ class _Held:
         groups = self._state.optimizer.__dict__["param_groups"]
         for group, options in zip(groups, self._options, strict=True):
             parameters = group["params"]
-            group.clear()  # in place, as others may refer to it
+            group.clear()  # change it in place, because a scheduler may refer to it
             group.update(options, params=parameters)
         of_parameters = self._state.optimizer.state
         of_parameters.clear()
@@ -376,12 +380,12 @@ class _Held:
             part = of_parameters[parameter] = {}
             for name, value in values.items():
                 part[name] = value
-                if isinstance(value, Tensor):  # in place, on its device
+                if isinstance(value, Tensor):  # copy into the original tensor, on its device
                     part[name] = objects[name].copy_(value)
 
 
 def _copy(value: Any) -> Any:
-    """Copy to the CPU the tensors of a value, in dicts, lists and tuples."""
+    """Copy a value with the tensors in its dicts, lists and tuples to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
@@ -404,10 +408,10 @@ def _load_parts(state: TrainingState, resumed: Resumed) -> None:
 
 
 def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
-    """Say why this fit cannot resume from a checkpoint; "" if it can."""
+    """Return why this fit cannot resume from a checkpoint; "" if it can."""
     problem = differences(checkpoint.fingerprint, spec.fingerprint)
     if not problem and checkpoint.position > (spec.epochs, 0):
-        problem = f"it has {checkpoint.epoch} epochs, and epochs is {spec.epochs}"
+        problem = f"it has {checkpoint.epoch} epochs, but epochs is {spec.epochs}"
     if not problem:
         return ""
     return (
@@ -420,7 +424,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, object], what: str) -> 
     """Load weights into the model.
 
     Raises:
-        InvalidArgumentError: they do not fit it.
+        InvalidArgumentError: the weights do not fit the model.
     """
     try:
         model.load_state_dict(unwritten(model, weights))
@@ -431,24 +435,24 @@ def load_weights(model: nn.Module, weights: Mapping[str, object], what: str) -> 
 
 
 def finish(module: nn.Module, result: Checkpoint, losses: Sequence[object] = ()) -> None:
-    """Complete a module with a run's weights by state outside its state dict: unsaved buffers, flags and attributes.
+    """Set a trained module's unsaved buffers, flags and attributes, which its state dict does not contain.
 
-    A failure is only a warning: the weights must not be lost.
+    A failure gives only a warning, so that the user does not lose the weights.
 
     Args:
         module: copy of the program's model.
         result: `Checkpoint.result`.
-        losses: of the module, for their flags and attributes.
+        losses: losses whose flags and attributes are set too.
     """
     try:
-        if result.buffers or result.changes:  # else it has an older version
+        if result.buffers or result.changes:  # older versions have neither
             gone = unsaved_buffers(module).keys() - result.buffers.keys()
             load_buffers(module, {**dict.fromkeys(gone), **result.buffers})
         set_changes(module, LossState(losses, (), module), result.changes)
     except Exception as e:  # noqa: BLE001 - the user's own code
         warnings.warn(
-            "Attributes, flags or unsaved buffers that the training has changed have their first values in the model, because setting them raised "
-            f"{type(e).__name__}: {e}. The weights are whole.",
+            "Attributes, flags or unsaved buffers that the training changed have their initial values in the returned model, because "
+            f"setting them raised {type(e).__name__}: {e}. The weights are complete.",
             stacklevel=2,
         )
 
@@ -464,17 +468,17 @@ def capture(
     kept: State,
     attributes: Sequence[list[Entry]],
 ) -> Checkpoint:
-    """Make the checkpoint of the finished epoch or, with `step` and the ranks' states, of a step; on rank 0.
+    """Create the checkpoint of a finished epoch or, with `step` and `ranks`, of a step inside an epoch.
 
     Args:
-        spec: of the run.
-        state: of the run.
+        spec: spec of the run.
+        state: state of the run.
         history: the records of completed epochs.
         step: completed optimizer steps of the next epoch.
-        ranks: each rank's own state.
-        weights: part of the model's state dict.
+        ranks: state of each rank inside the epoch.
+        weights: the part of the model's state dict to save.
         kept: states of `TrainingState.kept`.
-        attributes: their changes on each rank, or only on this one.
+        attributes: changes of attributes on each rank, or only on this rank.
     """
     return Checkpoint(
         epoch=len(history),
@@ -495,9 +499,9 @@ def capture(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Differences, in words, between two fits when one would resume from the other.
+# Description of the differences between a fit and the checkpoint from which it should resume.
 
-# A model of thousands of parameters must not fill the screen.
+# Limits, so that the message for a model of thousands of parameters stays short.
 _MOST_SHOWN = 8
 _MOST_CHARACTERS = 80
 _ABSENT = object()
@@ -506,7 +510,7 @@ _ABSENT = object()
 def differences(old: str, new: str) -> str:
     """Describe the differences between two fingerprints (JSON objects) of fits; "" for equal fits.
 
-    "batch_size was 8 and is 16; model: '0.weight' was [6, 2] float32 and is [8, 2] float32".
+    Example: "batch_size was 8 and is 16; model: '0.weight' was [6, 2] float32 and is [8, 2] float32".
     """
     befores, nows = read_json(old), read_json(new)
     texts = []
@@ -544,19 +548,19 @@ def _entry(name: str, before: object, now: object) -> str:
 
 # ----------------------------------------------------------------------------------------------------
 # State of `Compression.powersgd` in checkpoints.
-# Q and the number of steps are equal on all ranks. Each rank has its own errors, between epochs too, as large as
-# the gradients: rank 0 gathers them for the file, and scatters them when a run resumes.
+# Q and the number of steps are equal on all ranks. Each rank has its own errors, also between epochs. They are as large
+# as the gradients. Rank 0 gathers the errors for the file, and scatters them when a run resumes.
 
 
 class _Alike(TypedDict):
-    """State of a parameter shared by all ranks."""
+    """Part of a parameter's state that is equal on all ranks."""
 
     steps: int
     q: Tensor
 
 
 class _Gathered(TypedDict):
-    """State of all ranks by parameter; an error has one row per rank."""
+    """State of all ranks by parameter; the errors of a parameter have one row per rank."""
 
     alike: dict[str, _Alike]
     errors: dict[str, Tensor]
@@ -566,8 +570,8 @@ def gather_compression(compression: Compression | None) -> State:
     """Gather the state of a compression for a checkpoint; all ranks must call it.
 
     Returns:
-        On rank 0 "alike", by parameter steps and q, and "errors", by parameter a tensor with one row per rank. On
-        other ranks, and for a compression without memory, an empty dict. The tensors are copies.
+        On rank 0 "alike" (steps and q of each parameter) and "errors" (for each parameter a tensor with one row per
+        rank). On other ranks, and for a compression without state, an empty dict. The tensors are copies.
 
     Cost: every rank sends its errors to rank 0, one parameter after another.
     """
@@ -588,9 +592,9 @@ def load_compression(
     """Restore rank 0's result of `gather_compression`, before the optimizer is built; all ranks must call it.
 
     Args:
-        compression: of this rank.
-        state: rank 0's counts; an empty one changes nothing.
-        device: of the gradients; None means the CPU.
+        compression: compression of this rank.
+        state: rank 0's state is used; an empty state changes nothing.
+        device: device of the gradients; None means the CPU.
     """
     if not isinstance(compression, PowerSGD):
         return
@@ -621,7 +625,7 @@ def load_compression(
 
 
 def _gather(name: str, error: Tensor) -> Tensor:
-    """Gather (ranks, *shape) on rank 0, on the CPU; no rows on other ranks."""
+    """Gather all ranks' errors on rank 0 as a CPU tensor (ranks, *shape); other ranks get 0 rows."""
     error = error.cpu()
     splits = [error.numel(), *[0] * (hvd.size() - 1)]
     received, _ = hvd.alltoall(error.reshape(-1), splits, name=f"compression.{name}")

@@ -1,9 +1,10 @@
 """Writing of checkpoints while training continues.
 
-Threads: rank 0 has one background thread per write, one at a time; training waits for the copy of the state, not for
-the store. Ownership: the thread owns its copy and the run's checkpoint folder. Shutdown: leaving the block
-waits for the current write, also after an error, so that no checkpoint is lost. The wait for a hanging store ends after
-`WRITE_LIMIT_S`, and a hanging daemon thread does not keep the process alive.
+Threads: rank 0 starts a background thread for each write, and only one runs at a time. Training waits for the copy of
+    the
+state, not for the store. Ownership: the thread owns its copy and the run's checkpoint folder. Shutdown: the end of the
+block waits for the current write, also after an error, so that no checkpoint is lost. If the store hangs, the wait ends
+after `WRITE_LIMIT_S`. The thread is a daemon, so it does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from sparkhvd.training.modules.attributes import is_same
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.types import History, State
 
-# Between two writes of the profile, once the first epochs are over.
+# Shortest time between two writes of the profile, after the first epochs.
 _PROFILE_S = 10.0
-# The longest wait for a write; the other ranks wait for rank 0 as long by default (`Settings.stall_shutdown_s`).
+# Longest wait for a write; by default other ranks wait this long for rank 0 (`Settings.stall_shutdown_s`).
 WRITE_LIMIT_S = 1800.0
 
 T = TypeVar("T")
@@ -62,28 +63,29 @@ class Saver:
         self._writing: Future[None] | None = None
         self._frozen = FrozenParameters()
         self._budget = Budget(spec.checkpoint_interval_s, self._taken_at)
-        # The best epoch if it is not written yet, on rank 0; its value, and the records compared for it, on every rank.
+        # On rank 0 the copy of the best epoch if it is not written yet. On every rank the best value, and the number of
+        # records compared for it.
         self._best: tuple[Checkpoint, list[str]] | None = None
         self._best_value: float | None = None
         self._num_compared = 0
-        self._records: History = []  # copies
+        self._records: History = []  # copies of the records so far
         self._profiled_at = -math.inf
 
     def after_step(
         self, history: History, step: int, totals: Totals | None, seconds: float
     ) -> None:
-        """Take a checkpoint if one is due. All ranks must call it after every step of the optimizer.
+        """Take a checkpoint if it is due; all ranks must call this after every optimizer step.
 
         Args:
             history: the records of completed epochs.
             step: completed steps of this epoch.
-            totals: of this epoch, on this rank; None for a `train_fn`.
+            totals: this rank's totals of this epoch; None for a `train_fn`.
             seconds: duration of this epoch so far.
         """
         if not self._is_due():
             return
         if totals is None:
-            self._records = []  # as in `save`
+            self._records = []  # a custom loop may have changed the records
         callbacks = self._state.callbacks
         if callbacks is not None:
             callbacks.watch.check(callbacks.ctx.moment.epoch)
@@ -96,34 +98,35 @@ class Saver:
         self._take(history, step=step, ranks=ranks)
 
     def after_epoch(self, history: History, *, is_last: bool) -> None:
-        """Record the end of an epoch, and take its checkpoint if it is the last or one is due. All ranks must call it.
+        """Record the end of an epoch, and take a checkpoint if it is due or the epoch is the last; all ranks must call this.
 
-        Not every short epoch has one, see `Budget`. Where `fit` returns the best epoch, a copy of the best one is written with the
-        next checkpoint.
+        Not every short epoch has a checkpoint, see `Budget`. If `fit` returns the best epoch, the copy of a best epoch
+        without a checkpoint is written with the next checkpoint.
         """
         with self._state.profile.phase("checkpoint"):
             is_best = self._is_best(history)
-            # Ranks of an elastic fit continue without rank 0, which has the copy.
+            # Write the best epoch of an elastic fit now: its copy would be lost with rank 0, while other ranks
+            # continue.
             must_write = is_last or (is_best and self._spec.least_ranks > 0)
             if must_write or self._is_epoch_due():
                 if is_best:
                     self._best = None
                 self._take(history)
             elif is_best:
-                self._best = None  # before the next copy
+                self._best = None  # free the old copy before making the new copy
                 self._best = self._taken(history)
-            # After the copy, whose write an error here does not stop.
+            # Write the history after the copy, so that an error here does not stop the checkpoint.
             if self._is_writer and self.checkpoints.is_appended:
                 self.checkpoints.write_history(history)
 
     def save(self, history: History) -> None:
-        """Take the checkpoint of an epoch. All ranks must call it; rank 0 writes."""
+        """Take the checkpoint of an epoch; all ranks must call this, and rank 0 writes."""
         with self._state.profile.phase("checkpoint"):
-            self._records = []  # a custom loop may have changed them
+            self._records = []  # a custom loop may have changed the records
             self._take(history)
 
     def _is_epoch_due(self) -> bool:
-        """Whether this epoch has a checkpoint; rank 0 decides."""
+        """Whether to take a checkpoint of this epoch; rank 0 decides."""
         callbacks = self._state.callbacks
         if self._spec.num_checkpoints > 1 or (callbacks is not None and callbacks.see_checkpoints):
             return True
@@ -133,7 +136,7 @@ class Saver:
         return bool(hvd.broadcast(answer, 0, name="checkpoint.epoch").item())
 
     def _is_best(self, history: History) -> bool:
-        """Whether the last epoch is the best one and `fit` returns the best; equal on all ranks."""
+        """Whether `fit` returns the best epoch and the last epoch is the best; the same on all ranks."""
         if not self._spec.return_best:
             return False
         is_best, monitor = False, self._spec.monitor
@@ -146,9 +149,9 @@ class Saver:
 
     @contextlib.contextmanager
     def around_train_end(self, history: History) -> Iterator[None]:
-        """Add the changes by callbacks inside the block to the last epoch's checkpoint. All ranks must enter it.
+        """Add the changes that callbacks make in the block to the last checkpoint; all ranks must enter the block.
 
-        The rest of the checkpoint is unchanged: a resumed run calls them again.
+        They are stored separately (`Checkpoint.final`), because a resumed run calls the callbacks again.
         """
         taken = self._taken(history)
         yield
@@ -158,8 +161,8 @@ class Saver:
         weights = self._changed(checkpoint.model, left_out)
         if weights and self._spec.return_best:
             self.checkpoints.note(
-                "A callback has changed the model's weights in on_train_end, and return_model='best' returns those of the best epoch, "
-                "without the change. Change them in on_epoch_end, or set return_model='last'."
+                "A callback changed the model's weights in on_train_end, but return_model='best' returns the weights of the best epoch "
+                "without this change. Change the weights in on_epoch_end, or set return_model='last'."
             )
         if self._spec.return_best:
             return
@@ -170,7 +173,7 @@ class Saver:
             self._save([(replace(checkpoint, final=final), left_out)])
 
     def _changed(self, before: State, left_out: list[str]) -> State:
-        """The changed entries of the model's state dict; {} with a note if its names or shapes differ."""
+        """Return the changed entries of the model's state dict; {} and a note if its names or shapes differ."""
         after, still_left_out = self._frozen.divide(self._state.model)
         shapes = [
             {n: getattr(value, "shape", None) for n, value in part.items()}
@@ -179,14 +182,14 @@ class Saver:
         names = [shapes[0].keys() | set(left_out), shapes[1].keys() | set(still_left_out)]
         if names[0] != names[1] or any(shapes[1].get(n, s) != s for n, s in shapes[0].items()):
             self.checkpoints.note(
-                "A callback has changed the names or shapes of the model's weights in on_train_end, so the model has those of the last epoch. "
-                "Make such changes to what getModel() returns."
+                "A callback changed the names or shapes of the model's weights in on_train_end, so the returned model has the weights of "
+                "the last epoch without these changes. Change the module that getModel() returns instead."
             )
             return {}
         return {n: v for n, v in after.items() if not is_same(before.get(n), v)}
 
     def _take(self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()) -> None:
-        self.wait()  # before the copy: two would be in memory
+        self.wait()  # wait before the next copy, so that only one copy is in memory
         if (taken := self._taken(history, step=step, ranks=ranks)) is not None:
             best, self._best = self._best, None
             self._save([each for each in (best, taken) if each is not None])
@@ -194,9 +197,9 @@ class Saver:
     def _taken(
         self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()
     ) -> tuple[Checkpoint, list[str]] | None:
-        """Copy the state; return the copy, and the names of its parameters in the file of frozen parameters.
+        """Copy the state; return the copy, and the names of the frozen parameters that it omits.
 
-        All ranks must call it; it returns None on ranks that write nothing.
+        All ranks must call it; it returns None on ranks that do not write.
         """
         compression = gather_compression(self._state.compression)
         kept: State = {name: each.state_dict() for name, each in self._state.kept.items()}
@@ -216,7 +219,7 @@ class Saver:
             attributes=attributes,
         )
         values = {name: value for name, value in vars(checkpoint).items() if name != "history"}
-        # The gathered compression state is used only here and needs no copy.
+        # The gathered compression state needs no copy, because nothing else uses it.
         copied = {**snapshot(values), "history": self._copied(history), "compression": compression}
         return Checkpoint(**copied), left_out
 
@@ -238,7 +241,7 @@ class Saver:
         return bool(is_due)
 
     def _save(self, copies: list[tuple[Checkpoint, list[str]]]) -> None:
-        """Write copies of checkpoints in the background, after earlier copies; the last is newest. Empties the list."""
+        """Write copies of checkpoints in the background, in their order, after earlier writes. Empties the list."""
         self.wait()
         self._taken_at = time.monotonic()
         self._cadence.taken(self._taken_at)
@@ -264,10 +267,10 @@ class Saver:
     ) -> None:
         try:
             while copies:
-                self._write_copy(*copies.pop(0))  # each is freed when it is written
+                self._write_copy(*copies.pop(0))  # `pop` frees each copy after its write
             self._cadence.written(time.monotonic() - taken)
             if profile is not None:
-                with contextlib.suppress(StoreError):  # only the report lacks it
+                with contextlib.suppress(StoreError):  # only the report would miss the profile
                     self.checkpoints.write_profile(profile)
         except BaseException as e:  # noqa: BLE001 - raised by `wait`
             done.set_exception(e)
@@ -286,7 +289,7 @@ class Saver:
         """Wait until the last checkpoint is written; return its path on rank 0, else "".
 
         Raises:
-            StoreError: it is not written in `WRITE_LIMIT_S`.
+            StoreError: the checkpoint was not written within `WRITE_LIMIT_S`.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -307,7 +310,7 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A second error would hide the first.
+        # After an error ignore errors of the write, which would hide it.
         with contextlib.suppress(*[] if error is None else [Exception]):
             self.wait()
 
@@ -324,7 +327,8 @@ def _snapshot(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        copied = copy.copy(value)  # keeps the kind of dict, and the attributes that modules add
+        # `copy` keeps the class of the dict, and attributes that modules add.
+        copied = copy.copy(value)
         for key, entry in value.items():
             copied[key] = _snapshot(entry)  # type: ignore[index]  # a copy of a state dict is mutable
         return copied
@@ -337,19 +341,21 @@ def _snapshot(value: object) -> object:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Times of checkpoints inside an epoch: pure arithmetic on the caller's clock.
+# Decisions about when to take a checkpoint, computed only from times that the caller passes.
 
-# A checkpoint starts after this share of the interval; the rest is for writing it.
+# A checkpoint is taken after this share of the interval; the rest of the interval is for writing it.
 _START = 0.75
 _SHORTEST_STEP_S = 1e-6
-# Most and fewest questions to rank 0 per interval.
+# Largest and smallest number of questions to rank 0 per interval.
 _MOST_QUESTIONS, _LEAST_QUESTIONS = 200, 20
 
 
 class Cadence:
-    """Rank 0's decisions to write. At most `interval_s` of steps may be lost, so a write must end within it.
+    """Decides on rank 0 when to take a checkpoint inside an epoch.
 
-    Every few steps the ranks ask rank 0 whether to write. The number of steps between questions follows from their duration.
+    A failure may lose at most `interval_s` of steps, so each write must end within the interval. Every few steps the
+    ranks ask rank 0 whether to take a checkpoint. The number of steps between two questions follows from their
+    duration.
     """
 
     def __init__(self, interval_s: float, now: float) -> None:
@@ -365,7 +371,8 @@ class Cadence:
 
     def written(self, seconds: float) -> None:
         """Record that a checkpoint was written `seconds` after it was taken."""
-        self._write_s = max(seconds, 0.7 * self._write_s)  # one fast write proves little
+        # Lower the estimate slowly after a fast write.
+        self._write_s = max(seconds, 0.7 * self._write_s)
 
     def ask(self, now: float, *, is_writing: bool) -> tuple[bool, int]:
         """Decide whether to take a checkpoint now, and after how many steps to ask again.
@@ -383,7 +390,7 @@ class Cadence:
         if is_due:
             left = start
         pause = min(max(left / 4, shortest), self._interval_s / _LEAST_QUESTIONS)
-        # Steps may become slower: at most four times the measured number.
+        # Limit the growth of the number of steps to a factor of four, because steps may become slower.
         self._num_steps = max(1, min(int(pause / step_s), 4 * self._num_steps))
         return is_due, self._num_steps
 
@@ -391,10 +398,11 @@ class Cadence:
 class Budget:
     """Decides on rank 0 which epochs have a checkpoint.
 
-    Every epoch of a second or more has one; of shorter epochs the first 16, and then one per 5 s.
+    Every epoch of a second or more has a checkpoint. Of shorter epochs the first 16 have a checkpoint, later epochs one
+    per 5 s.
 
     Args:
-        interval_s: at most so many seconds may be lost.
+        interval_s: a failure may lose at most this many seconds.
         now: the time, on rank 0's clock.
     """
 
@@ -402,7 +410,8 @@ class Budget:
     _LONG_S, _SECONDS = 1.0, 5.0
 
     def __init__(self, interval_s: float, now: float) -> None:
-        self._seconds = min(self._SECONDS, _START * interval_s)  # per checkpoint
+        # Seconds per checkpoint of short epochs.
+        self._seconds = min(self._SECONDS, _START * interval_s)
         self._left, self._at = float(self.BURST), now
 
     def spend(self, now: float) -> bool:

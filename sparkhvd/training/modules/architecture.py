@@ -46,13 +46,13 @@ _COMMON = frozenset(nn.Module().__dict__)
 _EMPTY_HOOKS = tuple(
     name for name in _COMMON if name.endswith("_hooks") or name.startswith("_forward_hooks")
 )
-# RNNs keep their weights a second time in lists, which `rebuild` creates again.
+# Lists in which RNNs keep their weights a second time; `rebuild` creates them again.
 _RNN_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _FUNCTIONS = "torch.nn.functional"
 
 
 class TensorText(TypedDict, total=False):
-    """Description of a parameter or buffer, or the path of the tensor it is tied to."""
+    """Description of a parameter or buffer, or the path of the tensor to which it is tied."""
 
     shape: list[int]
     dtype: str
@@ -75,21 +75,21 @@ Description = TypedDict(
     },
     total=False,
 )
-# Modules and tensors by their path.
+# Rebuilt modules and tensors by their path.
 _Rebuilt: TypeAlias = "dict[str, nn.Module | Tensor]"
 
 
 class _NotPlain(Exception):
-    """Raised for a module without a description."""
+    """Raised for a module that a description cannot represent."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state dict by name, detached."""
+    """Return the detached tensors of the state dict by name."""
     return {n: t.detach() for n, t in module.state_dict().items() if isinstance(t, Tensor)}
 
 
 def foreign_class(module: nn.Module) -> str | None:
-    """The first class in the module outside `torch.nn`, or None."""
+    """Return the name of the first class in the module that is not from `torch.nn`, or None."""
     for part in module.modules():
         if not _is_allowed(type(part)):
             return f"{type(part).__module__}.{type(part).__qualname__}"
@@ -105,10 +105,11 @@ def _is_allowed(kind: type) -> bool:
 
 
 def module_texts(module: nn.Module) -> dict[str, str]:
-    """Describe each module by class, plain options and names of its children in order: "Linear(in_features=2, ...)".
+    """Describe each module by its class, plain options and children, such as "Linear(in_features=2, ...)".
 
-    Equal modules have equal texts in any process, for comparing two fits. Options of `torch.nn` are its attributes.
-    Other classes may have any attributes, so their options are constructor arguments kept as numbers.
+    Equal modules have equal texts in every process, so the texts can compare two fits. The options of `torch.nn`
+    classes are their attributes. Other classes may have any attributes, so only attributes that are constructor
+    arguments and numbers count as options.
     """
     return {name: _text(part) for name, part in module.named_modules()}
 
@@ -213,7 +214,7 @@ def _decode(value: Json) -> object:
     if kind != "function" or not isinstance(content, str) or content.startswith("_"):
         raise ValueError(f"unknown entry {kind!r}")
     function: object = getattr(torch.nn.functional, content)
-    # The namespace also holds modules and typing helpers; only its functions are allowed.
+    # Allow only functions, because the namespace also holds modules and typing helpers.
     if getattr(function, "__module__", "") not in (_FUNCTIONS, "torch._C._nn", "torch", None):
         raise ValueError(f"{content!r} is not a function of {_FUNCTIONS}")
     return function
@@ -227,7 +228,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def rebuild(description: Description, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Rebuild the module of a description, with these weights. Runs no code of the file."""
+    """Rebuild the module of a description with these weights, without running code from the description."""
     module = _rebuild(description, {}, "")
     module.load_state_dict(dict(weights))
     return module
@@ -290,7 +291,7 @@ def _buffer(text: TensorText | None, seen: _Rebuilt, path: str) -> Tensor | None
 def _attach(tensor: Tensor, text: TensorText) -> None:
     for key, value in text.get("attributes", {}).items():
         if hasattr(type(tensor), key):
-            raise ValueError(f"{key!r} is not an attribute of the user's")
+            raise ValueError(f"{key!r} is not an attribute that a user can set")
         vars(tensor)[key] = _decode(value)
 
 
@@ -298,7 +299,7 @@ def _attach(tensor: Tensor, text: TensorText) -> None:
 
 
 def _reduce_cached_property(value: functools.cached_property[Any]) -> tuple[object, ...]:
-    """Reduce the property of a class pickled by value: it has a lock before Python 3.12."""
+    """Reduce a cached property for pickle, because before Python 3.12 it has a lock, which cannot be pickled."""
     return _cached_property, (value.func, value.attrname)
 
 
@@ -309,7 +310,7 @@ def _cached_property(function: Any, name: str | None) -> functools.cached_proper
 
 
 def _reduce_cached_function(value: Any) -> str | tuple[object, ...]:
-    """Reduce a function of `functools.lru_cache`: pickle would hold it by name, also where ranks do not have it."""
+    """Reduce a function of `functools.lru_cache` by value; pickle would use its name, which ranks may not have."""
     if not is_by_value(value):
         return str(value.__qualname__)
     return _cached_function, (value.__wrapped__, value.cache_parameters())
@@ -332,9 +333,11 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
         super().__init__(file)
         self._with_hooks = with_hooks
         kept = tensors_of(module)
-        self._named = [*module.named_parameters(), *module.named_buffers()]  # keeps the ids
+        # Keeps the tensors' ids valid.
+        self._named = [*module.named_parameters(), *module.named_buffers()]
         self._names = {id(t): n for n, t in self._named if n in kept}
-        self._written: set[str] = set()  # written with attributes, which may form cycles
+        # Tensors whose attributes are written, because attributes may form cycles.
+        self._written: set[str] = set()
 
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
         name = self._names.get(id(value))
@@ -344,7 +347,7 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
         if name in self._written or not vars(value):
             return pid
         self._written.add(name)
-        # Attributes set by the user, for example for groups of an optimizer.
+        # Include attributes that the user has set, for example for the groups of an optimizer.
         return (*pid, dict(vars(value)))
 
     def reducer_override(self, value: object) -> Any:
@@ -352,7 +355,7 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
             reduced = reduce_with_hooks(value, hooks, pickle.HIGHEST_PROTOCOL)
             if reduced is None:
                 raise pickle.PicklingError(
-                    f"a tensor of class {type(value).__qualname__} has hooks, which go with none of this class"
+                    f"a tensor of class {type(value).__qualname__} has hooks, but hooks on this class cannot be pickled"
                 )
             return reduced
         if isinstance(value, torch.jit.ScriptModule):
@@ -367,7 +370,7 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
 
 
 def _context_global(value: object) -> str | None:
-    """Name the global of transformers that is this object with a ContextVar: by value it cannot be pickled."""
+    """Return the name of a global of transformers that holds a ContextVar, because it can be pickled only by name."""
     module = type(value).__module__
     if not module.startswith("transformers.") or module not in sys.modules:
         return None
@@ -378,10 +381,10 @@ def _context_global(value: object) -> str | None:
 
 
 def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
-    """Reduce a module with parametrizations for pickle. Torch rejects it: its class is made at run time."""
+    """Reduce a module with parametrizations for pickle; torch does not, because its class is created at run time."""
     kind: Any = parametrize.type_before_parametrizations(module)
     if isinstance(module, nn.RNNBase):
-        # Its own state computes the weights, which may change buffers.
+        # Avoid the module's own `__getstate__`, which computes the weights and so may change buffers.
         state = {**nn.Module.__getstate__(module), "_flat_weights": [], "_flat_weight_refs": []}
     else:
         state = kind.__getstate__(module)
@@ -389,7 +392,7 @@ def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _reduce_optimizer(optimizer: Optimizer) -> tuple[Any, ...]:
-    """Reduce an optimizer for pickle with its attributes and step hooks: torch omits these."""
+    """Reduce an optimizer for pickle with its attributes and step hooks, which torch omits."""
     omitted = ("step", "_zero_grad_profile_name")  # wrappers of a scheduler and of torch
     state = {name: value for name, value in vars(optimizer).items() if name not in omitted}
     return copyreg.__newobj__, (type(optimizer),), state  # type: ignore[attr-defined]
@@ -402,7 +405,7 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 def _set_parametrized(module: nn.Module, state: Any) -> None:
     if isinstance(module, nn.RNNBase):
         vars(module).update(state)
-        # `forward` collects the weights again, because a reference is to another object.
+        # The dead references make `forward` collect the weights again.
         found: list[Any] = [module._parameters.get(name) for name in module._flat_weights_names]
         module._flat_weights = found
         gone: Any = nn.Module()
@@ -415,7 +418,7 @@ def _set_parametrized(module: nn.Module, state: Any) -> None:
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    """Reduce code with the name of its file: cloudpickle 3.1 and later replace it with "<dynamic-code>"."""
+    """Reduce code with its file name, which cloudpickle since 3.1 replaces with "<dynamic-code>"."""
     make, values = cloudpickle.Pickler.dispatch_table[CodeType](code)
     named = (
         code.co_filename if isinstance(value, str) and value == "<dynamic-code>" else value
@@ -425,7 +428,7 @@ def _reduce_code(code: CodeType) -> tuple[object, ...]:
 
 
 class _NamingPickler(_ShellPickler):
-    """Pickler that keeps file names of code for tracebacks; the bytes depend on the machine and notebook."""
+    """Pickler that keeps file names of code for tracebacks, so its bytes depend on the machine and notebook."""
 
     dispatch_table = ChainMap({CodeType: _reduce_code}, _ShellPickler.dispatch_table)
 
@@ -435,7 +438,7 @@ class _ShellUnpickler(pickle.Unpickler):
         super().__init__(file)
         self._weights = weights
         self._made: dict[str, Tensor] = {}
-        self._new: set[str] = set()  # parameters, without hooks
+        self._new: set[str] = set()  # parameters that were created here, and so need attributes
 
     def persistent_load(self, pid: tuple[Any, ...]) -> Tensor:
         name, is_parameter, requires_grad, *attributes = pid
@@ -461,7 +464,7 @@ class _ShellUnpickler(pickle.Unpickler):
 def dump_shell(
     module: nn.Module, value: object = None, *, names_files: bool = False, with_hooks: bool = True
 ) -> bytes:
-    """Pickle a module, or `value` that refers to it, with the module's tensors by name.
+    """Pickle a module, or a `value` that refers to it, with names in place of the module's tensors.
 
     Args:
         module: the module.
@@ -479,7 +482,7 @@ def dump_shell(
 
 
 def load_shell(data: bytes, weights: Mapping[str, Tensor]) -> Any:
-    """Load the bytes of `dump_shell` around these weights. Runs code: only for trusted bytes."""
+    """Load the bytes of `dump_shell` with these weights; runs code, so the bytes must be trusted."""
     loaded = _ShellUnpickler(io.BytesIO(data), weights).load()
     module = loaded if isinstance(loaded, nn.Module) else getattr(loaded, "model", None)
     if isinstance(module, nn.Module):
@@ -490,8 +493,8 @@ def load_shell(data: bytes, weights: Mapping[str, Tensor]) -> Any:
 def _register_outputs(module: nn.Module) -> None:
     """Let models of transformers collect hidden states in this process.
 
-    Their classes are registered in `__init__`, which a pickle does not call; without it, `output_hidden_states` gives no states and
-    Segformer fails.
+    Their `__init__` registers their classes for this, but unpickling does not call `__init__`. Without the registration
+    `output_hidden_states` gives no states, and Segformer fails.
     """
     for place in ("transformers.utils.output_capturing", "transformers.utils.generic"):
         registry = getattr(sys.modules.get(place), "_CAN_RECORD_REGISTRY", None)
@@ -499,5 +502,5 @@ def _register_outputs(module: nn.Module) -> None:
             continue
         for part in module.modules():
             if hasattr(part, "_can_record_outputs"):
-                # dict's own method: by the name of the class in each version.
+                # Use dict's own method, so that the key is the class's name in every version of transformers.
                 dict.setdefault(registry, str(part.__class__), part._can_record_outputs)  # noqa: SLF001

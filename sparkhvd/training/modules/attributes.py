@@ -1,8 +1,8 @@
 """Attributes of modules, parameters and losses that change during a run, outside torch's state dicts.
 
-Examples: `model.dropout.p = 0.3`, `model.config["tau"] *= 0.9`, a counter in `forward`, `parameter.lr_scale = 0.1`. A checkpoint
-holds the values that differ from the program's, each by the name of the object and the path in it. An object shared by two places
-is shared again when loaded.
+Examples: `model.dropout.p = 0.3`, `model.config["tau"] *= 0.9`, a counter in `forward`, `parameter.lr_scale = 0.1`. A
+checkpoint holds the values that differ from the program's. A value's place is the name of its owner and the path from
+the owner to the value. If two places refer to the same object, they refer to the same object again after loading.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Steps from an object to a value: (".", attribute) or ("[]", key of a dict or index of a list).
+# Steps from an owner to a value: (".", attribute) or ("[]", key of a dict or index of a list).
 Path = tuple[tuple[str, Any], ...]
 Key = tuple[str, Path]
-# Owner, path, the encoded value (None: deleted), and whether it has changed since `begun`.
+# Owner, path, the encoded value (None for a deleted value), and whether the value has changed since `begun`.
 Entry = list[Any]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _DEPTH = 5
-# Larger arrays and tensors are inspected only if a callback set them: `forward` may keep its outputs.
+# Larger arrays and tensors are inspected only if a callback set them, because `forward` may store its outputs.
 _LARGE_BYTES = 1 << 20
 _ABSENT = object()
 _FOREIGN = {"torch", "numpy", "pandas", "pyarrow", "pyspark", "py4j", "sparkhvd"}
@@ -52,12 +52,12 @@ _NAMES: dict[type, str] = {
     **{kind: kind.__name__ for kind in (dict, OrderedDict, Counter, defaultdict)},
 }
 GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, random.Random)
-# Values of records that are not saved, and never change in place.
+# Types of values that a record may hold, that are not saved, and that do not change in place.
 _FIXED = (
     *(type, FunctionType, BuiltinFunctionType, PurePath, datetime.date, datetime.timedelta),
     *(decimal.Decimal, nn.Module, Tensor),
 )
-# Types that several places may share as one object.
+# Types of objects that several places may share.
 _SHARED = (dict, list, set, deque, Tensor, np.ndarray, *GENERATORS)
 
 
@@ -82,11 +82,11 @@ class Attributes:
         self._begun = self._first
 
     def begun(self) -> None:
-        """Record the values set by `on_train_begin`, which every start of a run sets again."""
+        """Record the values that `on_train_begin` has set; every start of a run sets them again."""
         self._begun = self._inspect()
 
     def replaced(self) -> list[str]:
-        """The names of objects that are gone or changed their class."""
+        """Return the names of objects that no longer exist or have another class."""
         classes = {name: type(owner) for name, owner in self._owners().items()}
         return [name for name, kind in self._classes.items() if classes.get(name) is not kind]
 
@@ -95,7 +95,7 @@ class Attributes:
         _load(self._owners(), self._first, [])
 
     def changes(self, large: Collection[tuple[str, str]] = ()) -> list[Entry]:
-        """The differences from the program.
+        """Return the differences from the program's values.
 
         Args:
             large: (owner, attribute) of large values to include.
@@ -113,7 +113,7 @@ class Attributes:
             if _get(owners, key) is not _ABSENT:
                 if _is_shared(self._first.get(key)) or _is_shared(self._begun.get(key)):
                     entries.append([*_plain_key(key), ("apart", None), is_later])
-                continue  # else it has an unsupported kind
+                continue  # the value has an unsupported kind
             if is_later or key in self._first:
                 entries.append([*_plain_key(key), None, is_later])
         return entries
@@ -122,8 +122,8 @@ class Attributes:
         """Set changed values, and reset unchanged ones.
 
         Args:
-            entries: of `changes`.
-            own: of this rank; else the values set by `on_train_begin` stay.
+            entries: result of `changes`.
+            own: whether the entries are from this rank; otherwise the values set by `on_train_begin` stay.
         """
         if own:
             _load(self._owners(), self._first, list(entries))
@@ -145,7 +145,10 @@ def set_attributes(owners: Mapping[str, object], entries: Iterable[Entry]) -> No
 
 
 def views(owners: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield (attribute, parameter) pairs that share memory with a trained parameter, which no copy of a module keeps."""
+    """Yield (attribute, parameter) pairs where the attribute shares memory with a trained parameter.
+
+    A copy of the module would not share this memory.
+    """
     named: dict[int, str] = {}
     for name, owner in owners.items():
         if isinstance(owner, nn.Module):
@@ -158,7 +161,8 @@ def views(owners: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for (name, path), value in _walk(owners, None).items():
         if isinstance(value, Tensor) and _has_memory(value):
             whole = named.get(value.untyped_storage().data_ptr())
-            # spectral_norm's attribute, which its hook computes in every forward, is at first the parameter's data
+            # Skip the attribute of spectral_norm. At first it is the parameter's data, but a hook replaces it in every
+            # forward.
             if whole is not None and whole != f"{name}.{path[0][1]}_orig".strip("."):
                 yield f"{name}.{path[0][1]}".strip("."), whole
 
@@ -187,7 +191,7 @@ def _hashable(name: Any) -> Any:
 def _walk(
     owners: Mapping[str, object], large: Collection[tuple[str, str]] | None
 ) -> dict[Key, object]:
-    """Collect the supported values by place. A shared object has its first place, and `_Same` at the others.
+    """Collect the supported values by place; a shared object is at its first place, and `_Same` at its other places.
 
     Args:
         owners: objects by name.
@@ -230,7 +234,7 @@ def _roots(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
 
 
 def _attributes(owner: object) -> dict[str, object]:
-    """Include slots."""
+    """Return the attributes of an object, including slots."""
     found: dict[str, object] = dict(getattr(owner, "__dict__", {}))
     if not isinstance(owner, (nn.Module, Tensor)):
         for kind in type(owner).__mro__:
@@ -241,17 +245,17 @@ def _attributes(owner: object) -> dict[str, object]:
 
 
 def _is_of_torch(owner: object, attribute: str) -> bool:
-    """True for an attribute in a state dict, or of torch, transformers or this package."""
+    """Whether an attribute belongs to a state dict, torch, transformers or this package."""
     if isinstance(owner, torch.optim.Optimizer):
         return attribute.startswith("_") or attribute in ("state", "param_groups")
     is_modules = isinstance(owner, nn.Module) and attribute in _OF_TORCH
-    # A mark for forward hooks, which the driver's module gets at its own first call.
+    # A mark that transformers sets when it installs forward hooks; the driver's module gets it at its own first call.
     is_mark = attribute == "_output_capturing_hooks_installed"
     return is_modules or is_mark or attribute.startswith(("_dynamo", "__"))
 
 
 def _parts(value: object) -> list[tuple[tuple[str, Any], object]]:
-    """The parts of a value that cannot be saved as a whole, with the steps to them."""
+    """Return the parts of a value that cannot be saved as a whole, with the step to each part."""
     if isinstance(value, dict):
         return [(("[]", k), each) for k, each in value.items() if _is_key(k)]
     if isinstance(value, (list, tuple)):
@@ -286,7 +290,7 @@ def _is_record(value: object, seen: set[int], depth: int) -> bool:
 
 
 def _is_value(value: object, seen: set[int], depth: int) -> bool:
-    """Check whether a record may hold a value; a lock or a connection makes an object a service, which is not inspected."""
+    """Check whether a record may hold a value; an object with a lock or a connection is not a record."""
     if id(value) in seen or can_be_kept(value) or isinstance(value, _FIXED):
         return True
     if not depth:
@@ -315,7 +319,7 @@ def can_be_kept(value: object, depth: int = 32) -> bool:
     if is_plain(value):
         return True
     if isinstance(value, Tensor):
-        # Other tensors belong to a graph, such as outputs kept by a layer.
+        # Exclude tensors of a graph, such as outputs that a layer stores.
         is_alone = type(value) is Tensor and not value.requires_grad
         return is_alone and value.layout == torch.strided and value.device.type != "meta"
     if isinstance(value, (np.ndarray, np.generic)):
@@ -346,7 +350,7 @@ def _num_bytes(value: object) -> int:
 
 
 def _encode(value: Any) -> tuple[Any, ...]:
-    """Copy a value as a kind and content that torch.load reads with weights_only."""
+    """Encode a copy of a value as (kind, content), which torch.load can read with weights_only."""
     if isinstance(value, _Same):
         return "same", _plain_key(value.key)
     if isinstance(value, Tensor):
@@ -396,12 +400,12 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _decode(encoded: Any, device: torch.device, old: Any = None) -> Any:
-    """Return the encoded value, or `old` if it can be updated in place, as others may refer to it.
+    """Decode a value; update and return `old` if possible, because other objects may refer to it.
 
     Args:
-        encoded: of `_encode`.
-        device: of tensors that were on an accelerator.
-        old: the object at the place; of an Enum and a generator one of the same class.
+        encoded: result of `_encode`.
+        device: device for tensors that were on an accelerator.
+        old: the object at the place; for an Enum or a generator it must have the same class.
     """
     kind, content, *more = encoded
     if kind == "tensor":
@@ -440,7 +444,7 @@ def _decode(encoded: Any, device: torch.device, old: Any = None) -> Any:
 
 
 def _in_place(old: Any, new: Any) -> Any:
-    """Update an object in place to a new value and return it; return the new value if impossible."""
+    """Update an object in place to a new value and return it; if this is impossible, return the new value."""
     if type(new) is not type(old) or old is new:
         return new
     if isinstance(new, Tensor):
@@ -481,7 +485,7 @@ def _is(encoded: Any, value: object) -> bool:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Compare values of states; NaN equals NaN, 1 does not equal 1.0, and the order of a dict counts."""
+    """Compare values of states strictly: NaN equals NaN, 1 does not equal 1.0, and the order of a dict counts."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -503,7 +507,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def _load(owners: Mapping[str, object], before: Mapping[Key, Any], entries: list[Entry]) -> None:
-    """Set places to `before` and then the entries; a shared object stays shared. Delete places in neither of them."""
+    """Set all places to `before` updated by the entries, and delete all other places; shared objects stay shared."""
     there = _walk(owners, None)
     wanted = {key: encoded for key, encoded in before.items() if encoded is not None}
     wanted |= {_key(entry): entry[2] for entry in entries}
@@ -516,14 +520,15 @@ def _load(owners: Mapping[str, object], before: Mapping[Key, Any], entries: list
             _set(owners, key, _ABSENT)
     for key, encoded in wanted.items():
         if encoded == ("apart", None) and isinstance(there.get(key), _Same):
-            _set(owners, key, copy.deepcopy(_get(owners, key)))  # its values are set below
+            # A separate object, whose values are set below.
+            _set(owners, key, copy.deepcopy(_get(owners, key)))
     marks = {key: _encode(value) for key, value in there.items() if isinstance(value, _Same)}
     sharing, shared = _sharing(wanted), _sharing(marks)
     for key, encoded in wanted.items():
         if encoded is None:
             _set(owners, key, _ABSENT)
         elif encoded[0] not in ("same", "apart"):
-            alike = sharing.get(key) == shared.get(key)  # else others share it that should not
+            alike = sharing.get(key) == shared.get(key)  # otherwise wrong places share the object
             if not (alike and _is(encoded, there.get(key, _ABSENT))):
                 _set(owners, key, _decoded(encoded, owners, key, in_place=alike))
     for key in wanted.keys() & same:
@@ -558,7 +563,7 @@ def _sharing(places: Mapping[Key, Any]) -> dict[Key, set[Key]]:
 
 
 def _get(owners: Mapping[str, object], key: Key) -> Any:
-    """The value at a place, or `_ABSENT`."""
+    """Return the value at a place, or `_ABSENT`."""
     value: Any = owners.get(key[0], _ABSENT)
     for kind, name in key[1]:
         try:
@@ -569,8 +574,8 @@ def _get(owners: Mapping[str, object], key: Key) -> Any:
 
 
 def _set(owners: Mapping[str, object], key: Key, value: Any) -> None:
-    """Set or delete the value at a place; do nothing if the path to it is gone."""
-    if not key[1]:  # an owner itself, updated in place
+    """Set or delete the value at a place; do nothing if the path no longer exists."""
+    if not key[1]:  # the owner itself was updated in place
         return
     parent = _get(owners, (key[0], key[1][:-1]))
     if parent is _ABSENT:
@@ -593,7 +598,7 @@ def _device(owners: Mapping[str, object]) -> torch.device:
 
 
 def unreadable_type(value: object) -> str:
-    """The type of a value in a state that `torch.load` rejects with weights_only, or ""."""
+    """Return the name of the first type in a state that `torch.load` with weights_only rejects, or ""."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):

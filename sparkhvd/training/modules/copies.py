@@ -19,7 +19,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class _CopyValues(TorchFunctionMode):
-    """Copies a tensor of an autograd graph, such as an output kept by `forward`, as its value; torch raises an error."""
+    """Lets a copy of a graph's tensor, such as an output that `forward` stored, copy only its value.
+
+    Without this mode torch raises an error.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -30,7 +33,7 @@ class _CopyValues(TorchFunctionMode):
         tensor, memo = args
         if id(tensor) in memo:
             return memo[id(tensor)]
-        if is_lazy(tensor):  # torch copies lazy parameters, and no lazy buffers
+        if is_lazy(tensor):  # torch can copy lazy parameters, but not lazy buffers
             make: Any = type(tensor)
             made = make(tensor.requires_grad, tensor.data.device, tensor.data.dtype)
         elif not tensor.is_leaf:
@@ -53,7 +56,7 @@ def deepcopy(value: T, memo: dict[int, Any] | None = None) -> T:
         for part in made.modules():
             if (
                 id(part) not in own
-            ):  # torch copies it with parametrizations, and it calls the original
+            ):  # torch's copy of a module with parametrizations would call the original module
                 vars(part).pop("_compiled_call_impl", None)
     return made
 
@@ -64,13 +67,13 @@ def copied(module: M) -> M:
 
 
 def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
-    """Copy a module with the tensors of a state dict in place of its own, which are not copied."""
+    """Copy a module, and use the tensors of a state dict in place of the module's tensors."""
     memo: dict[int, object] = {}
     for name, old in module.state_dict(keep_vars=True).items():
         new = state.get(name)
         if not isinstance(old, Tensor) or not isinstance(new, Tensor):
             continue
-        # load_state_dict handles other shapes and kinds; tied tensors stay tied.
+        # Replace plain tensors of the same shape here; `load_state_dict` handles the others. Tied tensors stay tied.
         if type(old) in (Tensor, nn.Parameter) and (old.shape, old.dtype) == (new.shape, new.dtype):
             is_parameter = isinstance(old, nn.Parameter)
             replacement = nn.Parameter(new, old.requires_grad) if is_parameter else new
@@ -81,21 +84,21 @@ def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
 
 
 def light_copy(module: nn.Module) -> nn.Module:
-    """Copy a module for reading: its parameters are new objects over the same memory."""
+    """Copy a module for reading; the copy's parameters are new objects that use the same memory."""
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    # Their forward limits the norms of the rows that it reads, in place.
+    # Copy the weights of embeddings with max_norm, because their forward writes into the weights.
     written = {id(m.weight) for m in embeddings if m.max_norm is not None}
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad)
         for p in module.parameters()
-        # plain tensors of TorchScript modules, too
+        # `Tensor`, because TorchScript modules have plain tensors as parameters
         if type(p) in (Tensor, nn.Parameter) and id(p) not in written
     }
     return _attach(module, deepcopy(module, memo))
 
 
 def _attach(module: nn.Module, made: M) -> M:
-    """Copy hooks and attributes to the tensors of a copy, with references to the copy's tensors."""
+    """Copy hooks and attributes to the tensors of a copy; their references point to the copy's tensors."""
     pairs = list(zip(_tensors(module), _tensors(made), strict=False))
     if not any(vars(old) or hooks_of(old) for old, _ in pairs):
         return made
@@ -116,7 +119,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a value, functions with their closures; a value that cannot be copied is shared."""
+    """Copy a value, and functions with their closures; a value that cannot be copied is shared."""
     try:
         if isinstance(value, types.FunctionType):
             return copy_function(value, memo)
@@ -132,8 +135,9 @@ def copy_function(
 
     Args:
         function: the function.
-        memo: of `copy.deepcopy`: replacements of objects.
-        names: globals of the copy; None: the function's own, and a function without a closure is returned unchanged.
+        memo: replacements of objects, as for `copy.deepcopy`.
+        names: globals of the copy. None means the function's own globals; then a function without a closure is returned
+            unchanged.
 
     Raises:
         Exception: a part cannot be copied.
@@ -153,7 +157,7 @@ def copy_function(
     )
     made.__kwdefaults__ = deepcopy(function.__kwdefaults__, memo)
     made.__dict__.update(function.__dict__)
-    memo[id(function)] = made  # it may refer to itself
+    memo[id(function)] = made  # the function may refer to itself
     for cell, old in zip(cells, function.__closure__ or (), strict=True):
         content = old.cell_contents
         is_function = isinstance(content, types.FunctionType)
@@ -164,17 +168,18 @@ def copy_function(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Hooks and attributes that users attach to parameters and buffers, omitted by torch from copies, pickles or both.
+# Hooks and attributes that users attach to parameters and buffers. torch omits them from copies, from pickles, or from
+# both.
 
 Hook = Callable[[Tensor], Any]
 
 
 class TensorHooks(NamedTuple):
-    """Hooks of one tensor, in their order.
+    """Hooks of a tensor, in their order.
 
     Attributes:
-        backward: of `register_hook`.
-        accumulated: of `register_post_accumulate_grad_hook`.
+        backward: hooks from `register_hook`.
+        accumulated: hooks from `register_post_accumulate_grad_hook`.
     """
 
     backward: tuple[Hook, ...]
@@ -182,7 +187,7 @@ class TensorHooks(NamedTuple):
 
 
 class WithHooks(NamedTuple):
-    """Pickled value, with hooks of the tensors that the pickle refers to by name."""
+    """A value to pickle, with the hooks of tensors that the pickle refers to by name."""
 
     value: Any
     hooks: Mapping[str, TensorHooks]
@@ -197,13 +202,13 @@ def hooks_of(tensor: Tensor) -> TensorHooks | None:
 
 
 def hooks_by_name(module: nn.Module) -> dict[str, TensorHooks]:
-    """Hooks of a module's parameters. Parameters without hooks are left out."""
+    """Return the hooks of a module's parameters by name, without parameters that have no hooks."""
     found = ((name, hooks_of(p)) for name, p in module.named_parameters())
     return {name: hooks for name, hooks in found if hooks is not None}
 
 
 def add_hooks(tensor: Tensor, hooks: TensorHooks) -> None:
-    """Register hooks on a leaf, frozen or not."""
+    """Register hooks on a leaf tensor, which may be frozen."""
     requires_grad = tensor.requires_grad
     tensor.requires_grad_(True)  # torch requires it for hooks
     for hook in hooks.backward:
@@ -214,7 +219,10 @@ def add_hooks(tensor: Tensor, hooks: TensorHooks) -> None:
 
 
 def reduce_with_hooks(tensor: Tensor, hooks: TensorHooks, protocol: int) -> tuple[Any, ...] | None:
-    """Reduce a tensor for pickle, with its hooks as state, because they may refer to it. None if its class has another state."""
+    """Reduce a tensor for pickle with its hooks as state, because the hooks may refer to the tensor.
+
+    Returns None if the tensor's class has another state.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*backward hooks")
         function, arguments, *rest = tensor.__reduce_ex__(protocol)

@@ -1,4 +1,4 @@
-"""`TrainedState`: a module with its columns, and the history of its training."""
+"""`TrainedState`: a trained module, its columns, and the history of its training."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ from sparkhvd.training.types import Columns, History
 
 @dataclass(frozen=True, eq=False)
 class TrainedState:
-    """Trained module with its columns, history and timings; immutable.
+    """An immutable trained module with its columns, history and timings.
 
-    Without a fit it has no columns: `transform` binds it to its DataFrame's columns.
+    A module that no fit trained has no columns; `transform` then uses the columns of its DataFrame.
 
     Attributes:
         module: the trained module in eval mode.
         columns: feature columns of the training data.
         labels: names of the label columns.
         inputs: binding of columns to arguments of the model.
-        links: per label, the relation of outputs and probabilities; without columns one link may apply to all.
-        widths: per label, elements of the output per row; () if unknown.
+        links: for each label the relation of outputs and probabilities; without columns one link may apply to all
+            outputs.
+        widths: for each label the number of output elements per row; () if unknown.
         history: one record per epoch.
         timings: seconds of the phases of the fit.
         run_id: name of the run in the store.
-        loss: of its training, with trained parameters; or a list with one per label; None if unknown.
-        report: document of its report, see `sparkhvd.observe.report`; {} without a fit in this process.
-        data: where its training rows came from, see `TorchModel.training_data`; {} if unknown.
-        run_key: seals the recipe of its run; "" without a recipe.
+        loss: loss of the training with its trained parameters, or a list with one loss per label; None if unknown.
+        report: document of the fit's report, see `sparkhvd.observe.report`; {} without a fit in this process.
+        data: origin of the training rows, see `TorchModel.training_data`; {} if unknown.
+        run_key: key that seals the recipe of the run; "" without a recipe.
     """
 
     module: torch.nn.Module = field(repr=False)
@@ -67,13 +68,13 @@ class TrainedState:
 
     @property
     def output_links(self) -> tuple[str, ...]:
-        """Links of the outputs; unknown if there is not one label per output."""
+        """The link of each output; the links are unknown if outputs and labels differ in number."""
         is_paired = len(self.links) == len(self.widths)
         return self.links if is_paired else (IDENTITY,) * len(self.widths)
 
     @cached_property
     def for_predict(self) -> torch.nn.Module:
-        """Copy of the module over the same parameters, because `forward` may keep tensors or change buffers."""
+        """A copy of the module with the same parameters, because `forward` may store tensors or change buffers."""
         return light_copy(self.module)
 
     @cached_property
@@ -87,10 +88,10 @@ class TrainedState:
 
     @cached_property
     def shell(self) -> bytes:
-        """Module without its weights.
+        """The pickled module without its weights.
 
         Raises:
-            InvalidArgumentError: it cannot be pickled.
+            InvalidArgumentError: the module cannot be pickled.
         """
         try:
             return dump_shell(self.module, with_hooks=False)
@@ -108,10 +109,11 @@ Fitted = TrainedState
 
 
 # ----------------------------------------------------------------------------------------------------
-# Find the widths of a model's outputs by running it on two made-up rows. Not every model accepts them: lengths of 0, a matrix of
-# zeros, a fixed number of rows. So the trial may fail without a word, and the ranks find the widths on real rows.
+# Trial of a model on two made-up rows, to find the widths of its outputs. Not every model accepts such rows (lengths of
+# 0, a matrix of zeros, another number of rows). So a failed trial gives no warning, and the ranks find the widths on
+# real rows.
 
-# Torch's error of linear layers: rows x numbers per row, and numbers per row x outputs.
+# Torch's error of linear layers: (rows x numbers per row) and (numbers per row x outputs).
 _LINEAR = re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 
 
@@ -125,18 +127,18 @@ def _hint(inputs: InputBinding, error: Exception) -> str:
     if not whole:
         return ""
     names = listed(f"{n!r}: 'float32'" for a in whole for n in a.columns)
-    return f". Columns of integers and booleans stay so; if the model wants floats, give feature_dtypes={{{names}}}."
+    return f". Columns of integers and booleans keep their types; if the model needs floats, give feature_dtypes={{{names}}}."
 
 
 def zeros(column: Column) -> SparseRows | npt.NDArray[np.generic]:
-    """Make two rows of zeros: two rows tell an output of one entry in total from one entry per row."""
+    """Make two rows of zeros; with one row an output with one entry per row would look like a single number."""
     if column.kind == "sparse":
         return SparseRows.empty(column.dtype, column.num_elements, num_rows=2)
     return np.zeros((2, *(column.row_shape or ())), column.row_dtype)
 
 
 def _various(column: Column, num_rows: int) -> SparseRows | npt.NDArray[np.generic]:
-    """Make rows of other values: ones for integers, and floats between 0.5 and 1.5."""
+    """Make rows that are not zero: ones for integers, and floats between 0.5 and 1.5."""
     if column.kind == "sparse":
         return SparseRows.empty(column.dtype, column.num_elements, num_rows=num_rows)
     shape, dtype = (num_rows, *(column.row_shape or ())), np.dtype(column.row_dtype)
@@ -145,8 +147,8 @@ def _various(column: Column, num_rows: int) -> SparseRows | npt.NDArray[np.gener
     return (0.5 + np.random.default_rng(0).random(shape)).astype(dtype)
 
 
-# Messages of torch and Python about mismatched shapes, dtypes and arguments, independent of the machine. Other errors of a
-# forward may depend on the place where it runs, such as a GPU, a file or a rank, or on the values of the rows.
+# Messages of torch and Python about shapes, dtypes and arguments that do not fit on any machine. Other errors of
+# `forward` may depend on the machine (a GPU, a file, a rank) or on the values of the rows.
 _CERTAIN = re.compile(
     r"shapes cannot be multiplied|size mismatch|must match the size of tensor|must match except in dimension|is invalid for input"
     r" of size|must be equal to input_size|should contain \d+ elements|not broadcastable|[Ee]xpected .*(channels|input\[|[0-9]D |dimension|size)|to have the same dtype|must have the same"
@@ -155,7 +157,7 @@ _CERTAIN = re.compile(
 
 
 def failure_on_zeros(fitted: TrainedState) -> str:
-    """The error of a trained module on two rows of zeros, in brackets for a message; "" without an error."""
+    """Return the error of a trained module on two rows of zeros, in parentheses for a message; "" without an error."""
     try:
         outputs_of(
             forward(
@@ -170,7 +172,7 @@ def failure_on_zeros(fitted: TrainedState) -> str:
 
 
 def _is_certain(error: Exception) -> bool:
-    """Check whether a forward that failed on the driver would fail on a rank, too."""
+    """Check whether a `forward` that failed on the driver would certainly fail on a rank too."""
     kinds = (RuntimeError, TypeError, ValueError, IndexError)
     return type(error) in kinds and _CERTAIN.search(str(error)) is not None
 
@@ -178,7 +180,7 @@ def _is_certain(error: Exception) -> bool:
 def output_widths(
     model: nn.Module, inputs: InputBinding, columns: Sequence[Column], precision: str = "32"
 ) -> tuple[int, ...] | None:
-    """Find the elements per row of every output; arguments and errors as in `trial_outputs`."""
+    """Find the number of elements per row of every output; arguments and errors as in `trial_outputs`."""
     outputs = trial_outputs(model, inputs, columns, precision=precision)
     return None if outputs is None else widths_of(outputs)
 
@@ -192,7 +194,7 @@ def trial_outputs(
     precision: str = "32",
     batch_size: int = 2,
 ) -> tuple[Tensor, ...] | None:
-    """Run a model on made-up rows and return its outputs; None if it may accept real rows only.
+    """Run a model on made-up rows and return its outputs; None if it failed but may accept real rows.
 
     Args:
         model: in the mode of the trial.
@@ -204,7 +206,8 @@ def trial_outputs(
         batch_size: of the training, which may be the only number of rows that the model accepts.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes or arguments do not fit whatever the values, or an output is not one entry per row.
+        InvalidArgumentError: shapes, dtypes or arguments cannot fit for any values, or an output does not have one
+            entry per row.
     """
     collated = dict(examples or {})
     failed: list[Exception] = []
@@ -260,14 +263,14 @@ def forward(
 
 
 class OrderError(InvalidArgumentError):
-    """Raised for outputs with the names of the labels in another order."""
+    """Raised if the outputs have the labels' names in another order."""
 
 
 def _check_names(result: object, labels: Sequence[str]) -> None:
     if isinstance(result, dict) and [*result] != [*labels] and {*result} == {*labels}:
         raise OrderError(
-            f"model: forward returned the outputs {', '.join(map(repr, result))}, and label_cols are {', '.join(map(repr, labels))}. "
-            "Outputs and labels belong together by their order: give both in the same."
+            f"model: forward returned the outputs {', '.join(map(repr, result))}, but label_cols are {', '.join(map(repr, labels))}. "
+            "Outputs and labels are matched by their order, so give both in the same order."
         )
 
 
@@ -291,7 +294,7 @@ def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ..
     """
     if len(widths) != len(labels):
         raise InvalidArgumentError(
-            f"model: forward returned {len(widths)} outputs and label_cols has {len(labels)} columns "
+            f"model: forward returned {len(widths)} outputs, but label_cols has {len(labels)} columns "
             f"({', '.join(map(repr, labels))}). Return one tensor per label column, in the same order."
         )
     return tuple(widths)

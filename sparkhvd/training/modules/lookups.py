@@ -1,4 +1,4 @@
-"""Lookups in the embeddings of a model: indices beyond a table are named with their column, before ranks start if it is certain."""
+"""Errors for indices out of range of an embedding, with the column of the index; if possible before ranks start."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from sparkhvd.training.types import Columns
 
 Ranges = Mapping[str, Range]
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
-# Each costs two runs of the model.
+# Limit of checked columns, because each check runs the model twice.
 _MOST_CANDIDATES = 8
 _FORWARDS = tuple(kind.forward for kind in _KINDS)
 
 
 def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    """The embeddings of a model by name, without classes that change the indices."""
+    """Return the embeddings of a model by name, without subclasses that may change the indices."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -41,19 +41,21 @@ def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# On the driver: the model is run on rows of the smallest and of the largest values of its columns. A column is refused only if
-# as many elements of an embedding's index as it has are its smallest value in the one run and its largest in the other, whatever the
-# other columns hold: then the model looks up the column as it is. A part of an array, which need not hold the ends, is left to the model.
+# On the driver: the model runs on rows of the smallest, and on rows of the largest values of its columns. If an
+# embedding's index has as many elements equal to a column's smallest value in the first run, and to its largest value
+# in the second, as the column has elements, whatever the other columns hold, then the model looks up the column
+# unchanged. Only such a column is refused. An index that is a part of an array is not checked, because the part need
+# not contain the extreme values.
 
 
 @dataclass(frozen=True)
 class _Lookup:
-    """Call of an embedding.
+    """A call of an embedding.
 
     Attributes:
-        name: of the embedding.
-        num_rows: of its table.
-        indices: flat, on the CPU.
+        name: name of the embedding.
+        num_rows: number of rows of its table.
+        indices: the looked-up indices, flat, on the CPU.
     """
 
     name: str
@@ -63,7 +65,7 @@ class _Lookup:
 
 @dataclass(frozen=True)
 class _Beyond:
-    """Values of elements of a lookup's index beyond the table.
+    """Elements of a lookup's index that are out of range of the table.
 
     Attributes:
         call: number of the lookup in a run.
@@ -83,18 +85,18 @@ def check_lookups(
     examples: Columns,
     padded: Collection[str] = (),
 ) -> None:
-    """Reject a column of integers with values beyond the embedding that looks them up; the model is not changed.
+    """Raise an error if an embedding looks up a column with values out of its range; the model is not changed.
 
     Args:
-        model: of the user.
+        model: the user's model.
         inputs: binding of columns to its arguments.
         columns: feature columns with their shapes.
         ranges: smallest and largest value of columns of integers.
         examples: collated columns, for two rows.
-        padded: those of them whose values reach the model as they are.
+        padded: the collated columns whose values reach the model unchanged.
 
     Raises:
-        InvalidArgumentError: the model certainly looks up an index beyond a table.
+        InvalidArgumentError: the model certainly looks up an index that is out of range.
     """
     own = {
         c.name: ranges[c.name]
@@ -116,17 +118,19 @@ def check_lookups(
 
 def _text(table: str, num_rows: int, column: str, range_: Range) -> str:
     low, high = range_
-    remedy = f"Give it num_embeddings={high + 1}, or number the values from 0 without gaps."
+    remedy = (
+        f"Give the embedding num_embeddings={high + 1}, or number the values from 0 without gaps."
+    )
     if low < 0:
         remedy = "Number the values from 0."
     return (
-        f"embedding {table!r} has {num_rows} rows, so its indices are from 0 to {num_rows - 1}, and column {column!r}, which it looks up, "
-        f"is from {low} to {high} in the data. {remedy}"
+        f"embedding {table!r} has {num_rows} rows, so its indices must be from 0 to {num_rows - 1}, but column {column!r}, which it looks "
+        f"up, has values from {low} to {high} in the data. {remedy}"
     )
 
 
 class _Trial:
-    """Runs of a copy of a model on rows of the ends of its columns."""
+    """Runs a copy of a model on rows with the smallest or largest values of its columns."""
 
     def __init__(
         self,
@@ -143,13 +147,13 @@ class _Trial:
         self._ranges = ranges
         self._seen: list[_Lookup] = []
         for name, table in _tables(self._model).items():
-            table.max_norm = None  # it would rescale rows of the user's weights
+            table.max_norm = None  # would rescale rows of the user's weights
             table.register_forward_pre_hook(
                 self._hook(name, table.num_embeddings), with_kwargs=True
             )
 
     def beyond(self) -> Iterator[tuple[_Lookup, str]]:
-        """Yield lookups with an index beyond their table, each with its column."""
+        """Yield lookups with an index out of range, each with its column."""
         least, most = self._run(()), self._run(self._ranges)
         if [each.indices.shape for each in least] != [each.indices.shape for each in most]:
             return
@@ -164,7 +168,7 @@ class _Trial:
     def _candidates(
         self, call: int, lookups: tuple[_Lookup, _Lookup]
     ) -> Iterator[tuple[_Beyond, str]]:
-        """Yield values beyond a table with the columns of their ends."""
+        """Yield values out of range, with the columns that have these smallest and largest values."""
         least, most = (each.indices for each in lookups)
         is_beyond = (least < 0) | (most >= lookups[0].num_rows)
         ends = zip(least[is_beyond].tolist(), most[is_beyond].tolist(), strict=True)
@@ -173,7 +177,7 @@ class _Trial:
             yield from ((found, c) for c, range_ in self._ranges.items() if range_ == (low, high))
 
     def _is_from(self, found: _Beyond, column: str) -> bool:
-        """Whether an index holds all elements of a column, whatever the others are."""
+        """Whether an index contains all elements of a column, whatever the other columns hold."""
         others = self._ranges.keys() - {column}
         alone, without = (self._run(each)[found.call].indices for each in ({column}, others))
         num_elements: int = next(
@@ -209,11 +213,11 @@ class _Trial:
 
 
 # ----------------------------------------------------------------------------------------------------
-# On a rank: the error of a lookup has the table and the index in its frames.
+# On a rank: the stack frames of torch's error hold the table and the index of the failed lookup.
 
 # Torch's messages for `Embedding` and `EmbeddingBag` on the CPU.
 _LOOKUP = re.compile(r"index out of range in self|Index \d+ of input takes value")
-# Those of other operations with indices, such as a loss of classes, and of any of them on a GPU.
+# Messages of other operations with indices, such as a loss of classes, and of all such operations on a GPU.
 _INDEX = re.compile(
     r"Target -?\d+ is out of bounds|ndex -?\d+ is out of bounds|Class values must be|device-side assert"
 )
@@ -222,10 +226,10 @@ _FILE = torch.nn.functional.__file__
 
 @contextmanager
 def naming_lookups(model: nn.Module, columns: Columns) -> Iterator[None]:
-    """Name embedding, index and columns if an index in the block is out of range.
+    """Replace torch's error about an index out of range by an error that names embedding, index and columns.
 
     Raises:
-        InvalidArgumentError: in place of torch's error.
+        InvalidArgumentError: an index in the block was out of range.
     """
     try:
         yield
@@ -243,11 +247,11 @@ def is_lookup(error: Exception) -> bool:
 
 
 def index_problem(error: IndexError | RuntimeError, model: nn.Module, columns: Columns) -> str:
-    """Describe the index that raised an error of torch; "" for other errors.
+    """Describe the index that was out of range; "" for other errors.
 
     Args:
-        error: caught.
-        model: whose embedding it may be.
+        error: the error that torch raised.
+        model: the model, whose embedding may have raised it.
         columns: the batch, by column.
     """
     if _LOOKUP.search(str(error)) and (frame := _frame_of(error)) is not None:
@@ -270,7 +274,7 @@ def _lookup_text(index: Tensor, weight: Tensor, model: nn.Module, columns: Colum
     value = low if low < 0 else high
     table = f"Embedding {name.removesuffix('.weight')!r}" if name else "An embedding"
     holding = [n for n, values in columns.items() if _holds(values, value)]
-    where = "No column of the batch holds it: the model computes it"
+    where = "No column of the batch contains this index, so the model computes it"
     if holding:
         ends = listed(f"{n!r} (from {_ends(columns[n])} in this batch)" for n in holding)
         where = f"Of the columns of the batch {ends} hold{'s' * (len(holding) == 1)} it"
@@ -278,7 +282,7 @@ def _lookup_text(index: Tensor, weight: Tensor, model: nn.Module, columns: Colum
 
 
 def _frame_of(error: BaseException) -> FrameType | None:
-    """The frame of torch's function that looked up the index, or None."""
+    """Return the frame of torch's function that looked up the index, or None."""
     found, traceback = None, error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code

@@ -1,4 +1,4 @@
-"""Train and eval modes of the user's modules, whose own `train` and `eval` may return anything."""
+"""Train and eval modes of the user's modules, which may override `train` and `eval`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def in_mode(module: M, *, is_training: bool) -> M:
-    """Put a module into train or eval mode and return it, whatever its own method returns."""
+    """Put a module into train or eval mode and return the module, even if its own method returns something else."""
     if is_training:
         module.train()
     else:
@@ -23,28 +23,28 @@ def in_mode(module: M, *, is_training: bool) -> M:
 
 
 def check_modes(module: nn.Module, param: str) -> None:
-    """Check on a copy that `train` and `eval` of a module and its parts set modes; the module is not changed.
+    """Check that `train` and `eval` of a module and its parts set the mode; tries them on a copy.
 
     Raises:
-        InvalidArgumentError: such a method does something else, such as a training loop.
+        InvalidArgumentError: a method does something else, such as a training loop.
     """
     own = [
         (path, type(part).__qualname__, name)
         for path, part in module.named_modules()
-        # torch calls `eval` of the whole, which calls `train` of every part.
+        # Check `eval` of the whole module only, because torch calls only `train` of the parts.
         for name in ("train", "eval")[: 1 if path else 2]
         if _has_own(part, name)
     ]
     if not own:
         return
-    trial = copied(module)  # separate memory: the method may be a training loop
+    trial = copied(module)  # a copy with its own memory, because the method may be a training loop
     for path, kind, name in own:
         part = trial.get_submodule(path)
         if problem := _problem(part, name):
             where = f" (its part {path!r})" if path else ""
             raise InvalidArgumentError(
-                f"{param}{where}: {kind}.{name} is not the {name} of torch.nn.Module: {problem}. It is called to "
-                "switch between training and evaluation. Give your method another name."
+                f"{param}{where}: {kind}.{name} does not do what {name} of torch.nn.Module does: {problem}. The training calls it "
+                "to switch between training and evaluation. Give your method another name."
             )
 
 
@@ -64,11 +64,11 @@ def _problem(part: nn.Module, name: str) -> str:
     except TypeError as e:
         wanted = "train(mode=True)" if name == "train" else "eval() without arguments"
         return f"it cannot be called as {wanted}, because of a {e}"
-    # Set by hand: a method that leaves this mode unchanged sets no mode.
+    # Set training mode directly, to see whether the method changes it.
     for each in part.modules():
         each.training = True
     try:
         method(False) if name == "train" else method()
     except Exception as e:  # noqa: BLE001 - the user's own code
-        return f"called for eval mode it raised {type(e).__name__}: {e}"
-    return "called for eval mode it leaves `training` True" if part.training else ""
+        return f"called for eval mode, it raised {type(e).__name__}: {e}"
+    return "called for eval mode, it leaves `training` True" if part.training else ""

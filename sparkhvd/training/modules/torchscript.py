@@ -1,6 +1,7 @@
-"""Copy TorchScript modules so that the copies can be trained, and pickle them.
+"""Copies of TorchScript modules that can be trained, and their pickles.
 
-torch's own copy of a compiled module holds tensors inside the autograd graph, and pickle rejects the module.
+torch's own copy of a TorchScript module holds tensors that are not leaves of the autograd graph, and pickle rejects the
+module.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ def copy_parts(module: nn.Module, memo: dict[int, Any]) -> None:
     """Copy the TorchScript modules in a module.
 
     Args:
-        module: may be, or hold, TorchScript modules.
-        memo: of `copy.deepcopy`: its tensors replace those of the modules, and it receives the copies.
+        module: a TorchScript module, or a module that holds TorchScript modules.
+        memo: as for `copy.deepcopy`; its tensors replace the modules' tensors, and it receives the copies.
     """
     for part in _outermost(module):
         if id(part) in memo:
             continue
-        with torch.no_grad():  # else the copy's tensors would be results, which no optimizer takes
+        # Otherwise the copy's tensors would not be leaves, and optimizers reject them.
+        with torch.no_grad():
             made = copy.deepcopy(part)
         parameters = dict(part.named_parameters(remove_duplicate=False))
         for name, old in _tensors(part).items():
@@ -40,7 +42,7 @@ def copy_parts(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def reduce(module: ScriptModule) -> tuple[Any, ...]:
-    """Reduce a TorchScript module for pickle; its tensors are pickled as such, so that others may refer to them."""
+    """Reduce a TorchScript module for pickle, with its tensors as objects to which other objects may refer."""
     buffer = io.BytesIO()
     torch.jit.save(module, buffer)
     return _load, (buffer.getvalue(), _tensors(module))

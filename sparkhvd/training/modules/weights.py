@@ -25,10 +25,10 @@ from torch.nn import functional as F
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError
 
-# Larger weights use the store. Smaller ones are part of the program, which needs no path visible to all executors;
-# half the limit of one Spark Connect message.
+# Larger weights are a file in the store. Smaller weights are part of the program, which does not need a store that all
+# executors can read. The limit is half the limit of a Spark Connect message.
 CLOSURE_BYTES = 64 << 20
-# Larger files are mapped: the workers of a host then share the pages.
+# Files from this size on are mapped, so that the workers of a host share the pages.
 MAPPED_BYTES = 64 << 20
 # End record of a zip archive without a comment, as torch.save writes it.
 _ZIP_END, _ZIP_END_BYTES = b"PK\x05\x06", 22
@@ -36,13 +36,13 @@ _ZIP_END, _ZIP_END_BYTES = b"PK\x05\x06", 22
 
 @dataclass(frozen=True)
 class Weights:
-    """File of weights, in the store if large, else as bytes.
+    """Content of a file of weights: its bytes, or for large weights its place in the store.
 
     Attributes:
-        sha256: of the bytes.
-        data: the bytes, or None.
-        store: holds the file if `data` is None.
-        name: the file in the store; "" to name it by the hash.
+        sha256: SHA-256 of the bytes.
+        data: the bytes, or None for a file in the store.
+        store: store of the file if `data` is None.
+        name: path of the file in the store; "" for a path from the hash.
     """
 
     sha256: str
@@ -59,7 +59,7 @@ class Weights:
         """Load the tensors by name.
 
         Raises:
-            InvalidArgumentError: the file is not in the store as seen here.
+            InvalidArgumentError: this process does not find the file in the store.
             InternalError: the file has another hash.
         """
         if self.data is not None:
@@ -71,12 +71,14 @@ class Weights:
                 with open(path, "rb") as file:
                     digest = sha256_of(file, os.path.getsize(path))
                 if digest != self.sha256:
-                    raise InternalError(f"{url} is not what its name says.")
+                    raise InternalError(
+                        f"{url} has other content than was written: its SHA-256 differs."
+                    )
                 return load(path)
         except FileNotFoundError as e:
             raise InvalidArgumentError(
-                f"The weights {url} are not there for this executor. Give a store that all executors share, and "
-                "keep it for as long as the model is used."
+                f"The weights {url} do not exist on this executor. Give a store that all executors share, and "
+                "keep it as long as the model is used."
             ) from e
 
 
@@ -88,9 +90,9 @@ def dump(tensors: Mapping[str, Tensor], sink: IO[bytes] | io.RawIOBase | None = 
 
 
 def is_of_machine(error: Exception) -> bool:
-    """Whether an error of torch's reader comes from this machine or its torch, and not from the file.
+    """Whether an error of torch's reader comes from this machine or its torch, and not from a damaged file.
 
-    A damaged file is left out and repaired; a machine without memory must not lose an intact one by that.
+    Callers replace damaged files. They must not replace an intact file because a machine has too little memory.
     """
     text = str(error)
     return (
@@ -101,9 +103,9 @@ def is_of_machine(error: Exception) -> bool:
 
 
 def load(path: str) -> dict[str, Tensor]:
-    """Load the tensors of a file. Large tensors stay in the file until used; it may be deleted meanwhile."""
+    """Load the tensors of a file. A large file is mapped: its tensors are read when used, and it may be deleted."""
     if os.path.getsize(path) >= MAPPED_BYTES:
-        # Not every file system can map files.
+        # If the file system cannot map files, read the file below.
         with contextlib.suppress(OSError, RuntimeError):
             return _checked(torch.load(path, weights_only=True, mmap=True))
     return _checked(torch.load(path, weights_only=True))
@@ -114,7 +116,8 @@ def store_weights(
 ) -> Weights:
     """Write weights to the store if they are missing; a complete file is never changed or deleted.
 
-    A truncated file, left by a killed writer on a mount without rename, is written again. Without a `name` the hash names it.
+    A truncated file, from a writer that was killed on a mount without rename, is written again. Without a `name` the
+    file is named by the hash.
 
     Raises:
         InternalError: the bytes have another SHA-256 than `sha256`.
@@ -128,7 +131,7 @@ def store_weights(
 
 
 def _is_whole(store: Store, path: str) -> bool:
-    """Check whether a file of weights is complete; its hash is compared when it is loaded."""
+    """Check whether a file of weights is complete, without its hash, which is compared when the file is loaded."""
     if not store.exists(path) or (size := store.num_bytes(path)) < _ZIP_END_BYTES:
         return False
     with store.open_input(path) as file:
@@ -156,7 +159,7 @@ def _checked(loaded: object) -> dict[str, Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# SHA-256 of files, during and after writing, and checksums of tensors.
+# SHA-256 of files, and checksums of tensors.
 
 # Bytes per read.
 PIECE_BYTES = 16 << 20
@@ -165,7 +168,7 @@ _SUMMED_BYTES = 1 << 20
 
 
 class HashingWriter:
-    """File that hashes written bytes without a second copy of them."""
+    """File that hashes the bytes while they are written, without a copy of them."""
 
     def __init__(self, sink: IO[bytes] | io.RawIOBase | None) -> None:
         """Write to `sink`; None only hashes the bytes."""
@@ -198,7 +201,10 @@ def sha256_of(file: IO[bytes], num_bytes: int) -> str:
 
 
 def checksum(value: Tensor) -> int:
-    """Sum 8-byte words, each times an odd number by its position: at the speed of memory, on any device."""
+    """Sum the 8-byte words of a tensor, each times an odd number that depends on its position.
+
+    This runs at the speed of memory on every device.
+    """
     flat = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
     factors = 2 * torch.arange(_SUMMED_BYTES // 8, device=flat.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -4,5 +4,5 @@ Each module imports only those above it:
 
     transformations  functions on rows and batches
     watch            changes of the model by callbacks
-    callbacks        callbacks
+    callbacks        the user's callbacks
 """

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingClock:
-    """Epoch and step of the training; one object per run, moved by the loop."""
+    """Current epoch and step of a training; the loop advances them."""
 
     epoch: int = 0
     step: int = 0
 
 
 class _Spec(Protocol):
-    """Description of a run, implemented by `TrainSpec`."""
+    """Attributes of `TrainSpec` that this module uses."""
 
     @property
     def store(self) -> Store: ...
@@ -55,7 +55,7 @@ class _Spec(Protocol):
 
 
 class _State(Protocol):
-    """Objects changed by training, implemented by `TrainingState`."""
+    """Attributes of `TrainingState` that this module uses."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -106,7 +106,7 @@ class Context:
         return self.moment.step
 
 
-# Methods outside an epoch, which have no record for a number, with the advice of the error.
+# Methods that run outside of an epoch, where no record can take a logged number; with the text of the error.
 _OUTSIDE = {
     "on_train_begin": "no epoch has begun. Log in on_epoch_begin",
     "on_checkpoint": "the record of the epoch is written already. Log in on_epoch_end, or write to ctx.store",
@@ -121,14 +121,14 @@ class CallbackContext(Context):
         """Begin without numbers and without a request to stop."""
         super().__init__(spec, state, moment)
         self.logs = Logs()
-        self.stop_reason = ""  # requested on this rank
-        self.method = ""  # of the running callback
+        self.stop_reason = ""  # reason that this rank's callback gave for stopping
+        self.method = ""  # the callback method that runs now
 
     def log(self, name: str, value: SupportsFloat) -> None:
-        """Log a number: the epoch's record gets its mean over all calls on all ranks.
+        """Log a number; the epoch's record gets the mean over all calls on all ranks.
 
         Raises:
-            InvalidArgumentError: the name is taken, the value is not one number, or no epoch is running.
+            InvalidArgumentError: the name is reserved, the value is not one number, or no epoch is running.
         """
         if self.method in _OUTSIDE:
             raise InvalidArgumentError(
@@ -167,13 +167,13 @@ class Callback:
     def on_train_begin(self, ctx: CallbackContext) -> None:
         """Run once, when model, optimizer and data are ready; in a resumed run after its state is loaded.
 
-        A resumed run applies this method's changes of weights and states once: the checkpoint is loaded again afterwards.
+        A resumed run loads the checkpoint again afterwards, so changes of weights and states are not applied twice.
         """
 
     def on_epoch_begin(self, ctx: CallbackContext) -> None:
         """Run before the first step of an epoch, and again when a run resumes inside one.
 
-        Random numbers are those of the epoch's seed: a resumed run draws the same.
+        Random generators are seeded for the epoch, so a resumed run draws the same numbers.
         """
 
     def on_step_end(self, ctx: CallbackContext, loss: float | None) -> None:
@@ -192,26 +192,28 @@ class Callback:
     def on_checkpoint(self, ctx: CallbackContext, path: str) -> None:
         """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`.
 
-        A change of the model's weights or of the optimizer is an error here, because the checkpoint lacks it.
+        This method must not change the model's weights or the optimizer, because the checkpoint would not have the
+        change.
         """
 
     def on_train_end(self, ctx: CallbackContext, history: History) -> None:
         """Run once, when all epochs are done or a callback has stopped the training; not after an error.
 
-        With `return_model="last"`, `fit` returns rank 0's weights and buffers as they are afterwards, for example averages.
-        With "best" it returns the weights validated in the best epoch, and warns:
-        change them in `on_epoch_end` instead. The checkpoint keeps both, and a resumed run calls this again.
+        With `return_model="last"`, `fit` returns rank 0's weights and buffers after this method, for example averages.
+        With "best" it returns the weights validated in the best epoch, and warns if this method changed weights; change
+        them in `on_epoch_end` instead. The checkpoint keeps the weights before and after, and a resumed run calls this
+        method again.
         """
 
 
 class Writer(Protocol):
-    """Writer of checkpoints, implemented by `Saver`."""
+    """Methods of `Saver` that this module uses."""
 
     def wait(self) -> str:
         """Wait until the last checkpoint is written; return its path on the rank that writes."""
 
     def around_train_end(self, history: History) -> AbstractContextManager[None]:
-        """Add changes of the weights inside the block to the last checkpoint."""
+        """Add changes of the weights in the block to the last checkpoint."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -221,8 +223,8 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
     """Check the callbacks of a fit; runs on the driver.
 
     Raises:
-        InvalidArgumentError: an entry is no `Callback` object, has a method that is never called, or a method that does
-            not accept its arguments.
+        InvalidArgumentError: an entry is not a `Callback` object, or has a method that is never called or that does not
+            accept its arguments.
     """
     if callbacks is None:
         return ()
@@ -258,7 +260,7 @@ def _checked(where: str, callback: object) -> Callback:
             ) from e
     if hasattr(callback, "state_dict") != hasattr(callback, "load_state_dict"):
         raise InvalidArgumentError(
-            f"{where} ({name}) has only one of state_dict and load_state_dict. Give both, or none."
+            f"{where} ({name}) has only one of state_dict and load_state_dict. Define both or neither."
         )
     return callback
 
@@ -274,14 +276,14 @@ class Callbacks:
         self.ctx = ctx
         self._called = [c for c in self._all if c.ranks == "all" or hvd.rank() == 0]
         self.watch = Watch(ctx.model, ctx.optimizer, ctx.scheduler, others)
-        # Why training ends with the last epoch; equal on all ranks, "" to continue.
+        # Why training ends after the current epoch; the same on all ranks, "" to continue.
         self.stopped = ""
 
     def call(self, hook: str, *values: object) -> None:
-        """Call one method of every callback of this rank, in order.
+        """Call a method of every callback of this rank, in order.
 
         Raises:
-            RuntimeError: a callback raised the error's cause; the message names the callback.
+            RuntimeError: a callback raised an error, which is the cause of this error; the message names the callback.
         """
         self.ctx.method = hook
         for callback in self._called:
@@ -296,7 +298,7 @@ class Callbacks:
         try:
             getattr(callback, hook)(self.ctx, *values)
         except CollectiveError:
-            raise  # another rank was lost, not an error of this callback
+            raise  # another rank was lost, so the callback is not to blame
         except Exception as e:
             raise RuntimeError(
                 f"The callback {type(callback).__name__} raised {type(e).__name__} in {hook}: {e}"
@@ -308,22 +310,23 @@ class Callbacks:
 
     def step_end(self, loss_sum: torch.Tensor | float, weight: float) -> None:
         """Call `on_step_end`, with the sum of this rank's weighted losses and of their weights."""
-        if self.has("on_step_end"):  # reading the loss waits for the accelerator
+        # Without it avoid reading the loss, which waits for the accelerator.
+        if self.has("on_step_end"):
             self.call("on_step_end", float(loss_sum) / weight if weight else None)
 
     @property
     def see_checkpoints(self) -> bool:
-        """Whether a callback overrides `on_checkpoint`: every epoch then has a checkpoint."""
+        """Whether a callback overrides `on_checkpoint`, so that every epoch needs a checkpoint."""
         return _overrides("on_checkpoint", self._all)
 
     def checkpoint(self, saver: Writer) -> None:
         """Call `on_checkpoint` after the checkpoint of an epoch; every rank must call it."""
         if self.see_checkpoints:
-            path = saver.wait()  # on rank 0, which writes it in the background
+            path = saver.wait()  # wait for rank 0, which writes in the background
             self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
 
     def train_end(self, history: History, saver: Writer) -> None:
-        """Call `on_train_end`, whose weights become the model's; every rank must call it."""
+        """Call `on_train_end`, and save its changes of the model; every rank must call this."""
         if _overrides("on_train_end", self._all):
             with saver.around_train_end(history):
                 self.call("on_train_end", history)
@@ -332,14 +335,15 @@ class Callbacks:
         """Call the methods at the end of an epoch, and agree with all ranks; every rank must call it.
 
         Args:
-            record: of the epoch; callbacks of this rank may extend it, and logged numbers of all ranks are added.
+            record: record of the epoch; callbacks of this rank may extend it, and logged numbers of all ranks are
+                added.
 
         Returns:
-            The reason to stop, equal on all ranks; "" to continue.
+            The reason to stop, the same on all ranks; "" to continue.
         """
         if not self._all:
             return ""
-        self.ctx.logs = Logs()  # numbers logged before are in the record
+        self.ctx.logs = Logs()  # start anew, because the numbers logged so far are in the record
         if "val_loss" in record:
             self.call("on_validation_end", record)
         self.call("on_epoch_end", record)
@@ -352,15 +356,15 @@ class Callbacks:
         return self.stopped
 
     def state_dict(self) -> State:
-        """The states of the callbacks by position and class, and the reason to stop."""
+        """Return the states of the callbacks by position and class, and the reason to stop."""
         states = {
             _key(i, c): c.state_dict() for i, c in enumerate(self._all) if hasattr(c, "state_dict")
         }
         for key, state in states.items():
             if kind := unreadable_type(state):
                 raise InvalidArgumentError(
-                    f"The callback {key.partition(':')[2]} has a {kind} in its state_dict(), which a checkpoint cannot "
-                    "be read with. It may hold numbers, texts, lists, dicts and tensors."
+                    f"The callback {key.partition(':')[2]} has a {kind} in its state_dict(), so a checkpoint with it could not "
+                    "be read. A state may hold numbers, texts, lists, dicts and tensors."
                 )
         return {**states, "stopped": self.stopped}
 
@@ -384,12 +388,12 @@ def _key(index: int, callback: Callback) -> str:
 def _check_record(record: Record) -> None:
     for name, entry in record.items():
         value: object = entry
-        if hasattr(value, "item"):  # numbers of numpy, tensors with one element
+        if hasattr(value, "item"):  # a numpy number, or a tensor with one element
             record[name] = value = value.item()
         if not isinstance(name, str) or not isinstance(value, (int, float, str, type(None))):
             raise InvalidArgumentError(
-                f"on_epoch_end put {name!r}: {value!r:.100} into the record. Names must be texts, values numbers or "
-                "texts: the history is saved as JSON."
+                f"on_epoch_end put {name!r}: {value!r:.100} into the record. Names must be texts, and values numbers or "
+                "texts, because the history is saved as JSON."
             )
     if "epoch" not in record or "loss" not in record:
         raise InvalidArgumentError(

@@ -1,10 +1,10 @@
 """`transformation_fn` and `batch_transform_fn`: the user's functions between the materialized data and the tensors.
 
-They run in the training loop's own thread, so that their draws from torch, numpy and random follow the epoch's
-seed: a resumed run sees the same rows as an uninterrupted one.
+They run in the thread of the training loop, so that their random numbers from torch, numpy and random follow the
+epoch's seed. A resumed run then sees the same rows as an uninterrupted run.
 
-Their results decide the shapes and dtypes of the model's inputs. The driver learns these from the first rows,
-before any rank starts; the ranks check every batch against them.
+Their results determine the shapes and dtypes of the model's inputs. The driver learns the shapes and dtypes from the
+first rows, before any rank starts, and the ranks check every batch against them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from sparkhvd.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]
 
-# Rows on which the driver tries the functions: several, to detect varying shapes.
+# Number of rows on which the driver tries the functions, to detect shapes that vary between rows.
 PROBED_ROWS = 4
 
 
 @dataclass(frozen=True)
 class Transformations:
-    """The user's functions, applied in this order; picklable if they are.
+    """The user's functions on rows and batches, which are applied in this order.
 
     Attributes:
-        row: a dict of one row's values in, the same out; or None.
-        batch: a dict of arrays (rows, ...) in, the same out; or None.
+        row: function from a dict of a row's values to such a dict, or None.
+        batch: function from a dict of arrays (rows, ...) to such a dict, or None.
     """
 
     row: Callable[..., Any] | None = None
@@ -50,7 +50,7 @@ class Transformations:
 
     @property
     def name(self) -> str:
-        """Param of the function called last."""
+        """Name of the Param with the function that is called last."""
         return "transformation_fn" if self.batch is None else "batch_transform_fn"
 
     def run(self, columns: Mapping[str, Array], *, is_training: bool) -> dict[str, Array]:
@@ -72,7 +72,7 @@ class Transformations:
     def apply(
         self, columns: Mapping[str, Array], expected: Sequence[Column], *, is_training: bool
     ) -> dict[str, Array]:
-        """Transform columns for model and loss, checking the shapes and dtypes seen by the driver."""
+        """Transform columns for model and loss, and check that shapes and dtypes are those that the driver found."""
         if len(next(iter(columns.values()))) == 0:
             return {c.name: np.empty((0, *(c.shape or ())), np.dtype(c.dtype)) for c in expected}
         result = self.run(columns, is_training=is_training)
@@ -86,8 +86,8 @@ class Transformations:
         values = result[column.name]
         if values.shape[1:] != column.shape:
             raise InvalidArgumentError(
-                f"{self.name} returned {column.name!r} with rows of shape {list(values.shape[1:])}, and the first rows "
-                f"of the data had {list(column.shape or ())}; every row must have the same shape."
+                f"{self.name} returned {column.name!r} with rows of shape {list(values.shape[1:])}, but the first rows "
+                f"of the data had the shape {list(column.shape or ())}; every row must have the same shape."
             )
         dtype = np.dtype(column.dtype)
         if values.dtype == dtype:
@@ -102,8 +102,8 @@ class Transformations:
             )
         if dtype.kind in "iub" and values.dtype.kind == "f" and not np.array_equal(cast, values):
             raise InvalidArgumentError(
-                f"{self.name} returned {column.name!r} with numbers that are not whole ({values.dtype}), and it is "
-                f"used as {column.tensor_dtype}. Return whole numbers, or choose another dtype."
+                f"{self.name} returned {column.name!r} with numbers that are not whole ({values.dtype}), but the column "
+                f"is used as {column.tensor_dtype}. Return whole numbers, or choose another dtype."
             )
         return cast
 
@@ -111,7 +111,7 @@ class Transformations:
 def _row_by_row(
     function: Callable[..., Any], columns: Mapping[str, Array], num_rows: int, training: bool
 ) -> dict[str, Array]:
-    """Call a per-row function as a batch function: for each row, with the values stacked."""
+    """Call a function for each row, and stack the results to a batch."""
     keywords = _keywords(function, training)
     rows: list[Mapping[str, Any]] = []
     for i in range(num_rows):
@@ -152,7 +152,7 @@ def resolve_transformations(row: Any, batch: Any) -> Transformations:
     """Check the functions of a fit; runs on the driver.
 
     Raises:
-        InvalidArgumentError: one cannot be called with one argument.
+        InvalidArgumentError: a function cannot be called with one argument.
     """
     for name, function, meaning in (
         ("transformation_fn", row, "a dict of a row's values"),
@@ -168,7 +168,7 @@ def resolve_transformations(row: Any, batch: Any) -> Transformations:
             raise InvalidArgumentError(
                 f"{name} must take one argument, {meaning} (and training=, if it wants to know): {e}."
             ) from e
-        except ValueError:  # no signature: a C function
+        except ValueError:  # a C function without a signature
             continue
     return Transformations(row, batch)
 
@@ -184,13 +184,13 @@ def transformed_by(
 ) -> DataSchema:
     """Learn the schema of transformed data from the first rows; runs on the driver.
 
-    Random numbers of this process are unaffected. Errors as in `transformed_schema`.
+    Random numbers of this process are unaffected. Raises the errors of `transformed_schema`.
 
     Args:
-        functions: the user's.
+        functions: the user's functions.
         source: the rows.
-        schema: of the data, with columns as decoded.
-        decoders: run before the functions.
+        schema: schema of the data, with decoded columns.
+        decoders: decoders that run before the functions.
         inputs: the param.
         model_dtype: dtype of the model's parameters.
     """
@@ -199,8 +199,8 @@ def transformed_by(
     for column in columns:
         if column.is_collated or column.row_shape is None or column.kind in ("sparse", "ragged"):
             raise InvalidArgumentError(
-                f"{functions.name} cannot be used with column {column.name!r}, whose rows are sparse, of different "
-                "lengths or collated. Do both in a collate function, or make the rows dense and of one length."
+                f"{functions.name} cannot be used with column {column.name!r}, because its rows are sparse, of different "
+                "lengths or collated. Do both in a collate function, or make the rows dense and of equal length."
             )
     with _own_random_numbers():
         rows = source.examples(PROBED_ROWS)
@@ -217,21 +217,21 @@ def transformed_schema(
     inputs: Mapping[str, str | Sequence[str]] | None,
     model_dtype: str,
 ) -> DataSchema:
-    """Make the schema of transformed columns, for binding them to the model's arguments and the loss.
+    """Make the schema of transformed columns, to bind the columns to the model's arguments and to the loss.
 
-    Features are the names in `inputs`, else those of `feature_cols`; labels and sample weight keep their names.
-    Dtypes follow the rules for columns: floating values take the dtype of the model's parameters, integers become
-    int64; a dtype that the user chose for the column is kept.
+    Features have the names in `inputs`, or else the names of `feature_cols`. Labels and sample weight keep their names.
+    Dtypes follow the rules for columns: floating values take the dtype of the model's parameters, and integers become
+    int64; a dtype that the user chose for a column is kept.
 
     Args:
-        functions: for the messages.
-        found: their result for some rows.
-        schema: of the materialized data.
+        functions: the user's functions, for messages.
+        found: result of the functions for some rows.
+        schema: schema of the materialized data.
         inputs: the param.
         model_dtype: dtype of the model's parameters.
 
     Raises:
-        InvalidArgumentError: a name is missing, or its values are no numbers.
+        InvalidArgumentError: a name is missing, or its values are not numbers.
     """
     before = {c.name: c for c in schema.columns}
 
@@ -271,7 +271,7 @@ def transformed_schema(
 
 
 def bind_transformed(binding: InputBinding, schema: DataSchema) -> InputBinding:
-    """Bind transformed fields: an argument of one field with several axes keeps them, as an image (B, C, H, W)."""
+    """Bind transformed fields to arguments; an argument of one field keeps the field's axes, as an image (B, C, H, W)."""
     shapes = {c.name: c.shape or () for c in schema.features}
 
     def shaped(argument: Any) -> Any:
@@ -287,8 +287,8 @@ def flat_columns(columns: Sequence[Column], given: Sequence[Column]) -> tuple[Co
     """Convert transformed columns to their form in a DataFrame.
 
     Args:
-        columns: after the transformation.
-        given: of the DataFrame; a nested array that kept its shape is unchanged.
+        columns: columns after the transformation.
+        given: columns of the DataFrame; a nested array whose shape did not change is kept.
     """
     nested = {c.name: c.shape for c in given if not c.has_decoder}
     return tuple(
@@ -310,7 +310,7 @@ def _called(name: str, function: Callable[..., Any], given: Any, keywords: dict[
 
 
 def _keywords(function: Callable[..., Any], training: bool) -> dict[str, bool]:
-    """`training=` for functions with an argument of this name, else {}."""
+    """Return the keyword `training` for functions with an argument of this name, otherwise {}."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

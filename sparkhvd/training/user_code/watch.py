@@ -1,8 +1,8 @@
-"""Changes of the model by callbacks: a checkpoint keeps some, and cannot keep others.
+"""Detection of changes of the model by callbacks that a checkpoint cannot keep.
 
 A relaunched or resumed run builds the program's model and optimizer, loads the checkpoint and calls `on_train_begin`, then
-`on_epoch_begin`. These two may repeat any change except new parameters. Attributes of modules with plain values are kept; other
-changes are errors.
+`on_epoch_begin`. These two methods may make any change except new parameters, because a resumed run repeats them. In
+other methods, checkpoints keep changes of module attributes with plain values; other changes raise an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.modules.attributes import GENERATORS, can_be_kept, is_record
 from sparkhvd.training.modules.weights import checksum
 
-if TYPE_CHECKING:  # it imports callbacks
+if TYPE_CHECKING:  # an import at run time would be circular
     from sparkhvd.training.loss_state import LossState
 
 
@@ -36,13 +36,13 @@ _ABSENT = object()
 _PARAMETER, _BUFFER, _LAYER, _ATTRIBUTE, _HOOK = "parameter", "buffer", "layer", "attribute", "hook"
 _FUNCTION = "function"
 
-# By the name of a module, of a parameter, or of the optimizer: its contents of each kind.
+# For each name of a module or parameter, and for the optimizer: its contents of each kind.
 _Seen = dict[str, dict[str, Mapping[Any, object]]]
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """Difference between two inspections of the model: the contents of `owner` under `name` of a kind."""
+    """Difference between two inspections of the model, in the content `name` of an owner."""
 
     kind: str
     owner: str
@@ -64,7 +64,7 @@ class _Difference:
 
 @dataclass(frozen=True)
 class _Made:
-    """Change that no checkpoint keeps."""
+    """A change by a callback that a checkpoint cannot keep."""
 
     what: str
     callback: str
@@ -74,11 +74,12 @@ class _Made:
 
 
 class Watch:
-    """Recorder of changes by the callbacks of this rank.
+    """Records changes by the callbacks of this rank.
 
     Attributes:
-        attributes: (module, attribute) of values that callbacks have set and a checkpoint holds.
-        regrouped: by repeated methods that changed the parameters of the optimizer's groups: the epoch, and the groups before.
+        attributes: (module, attribute) pairs of values that callbacks have set and a checkpoint holds.
+        regrouped: for each repeated method that changed the parameters of the optimizer's groups: the epoch, and the
+            groups before the change.
     """
 
     def __init__(
@@ -99,25 +100,26 @@ class Watch:
 
     @contextmanager
     def during(self, callback: object, method: str, epoch: int) -> Iterator[None]:
-        """Record the changes by a callback's method inside the block.
+        """Record the changes that a callback's method makes in the block.
 
         Raises:
-            InvalidArgumentError: it has changed parameters or saved buffers, other than their values.
+            InvalidArgumentError: the method added, removed or replaced a parameter, added or removed a saved buffer, or
+                changed the training state after a checkpoint.
         """
         before, groups = self._inspect(), self._groups()
         written = self._written() if method == "on_checkpoint" else []
         yield
-        if method == "on_train_end":  # after the last checkpoint, which gets the supported changes
+        if method == "on_train_end":  # the last checkpoint gets the supported changes separately
             for each in _differences(before, self._inspect()):
                 if each.kind == _ATTRIBUTE and _is_kept(each.before, each.after):
                     self.attributes.add((each.owner, str(each.name)))
             return
         if method == "on_checkpoint" and (changed := _changed(written, self._written())):
             raise InvalidArgumentError(
-                f"The callback {type(callback).__name__} has changed {changed} in on_checkpoint of epoch {epoch}, behind the checkpoint: a run "
-                "that resumes from it would differ. Do it in on_epoch_end."
+                f"The callback {type(callback).__name__} changed {changed} in on_checkpoint of epoch {epoch}, after the checkpoint, so a run "
+                "that resumes from the checkpoint would differ. Make this change in on_epoch_end."
             )
-        if self.regrouped.get(method, (epoch,))[0] != epoch:  # another epoch's
+        if self.regrouped.get(method, (epoch,))[0] != epoch:  # the record is from an earlier epoch
             del self.regrouped[method]
         if method in ("on_train_begin", "on_epoch_begin") and not _is_same(groups, self._groups()):
             self.regrouped.setdefault(method, (epoch, groups))
@@ -125,10 +127,10 @@ class Watch:
             self._record(each, callback, method, epoch)
 
     def check(self, epoch: int) -> None:
-        """Reject changes that a run resumed in this epoch would lack.
+        """Raise an error for changes that a run resumed in this epoch would not have.
 
         Raises:
-            InvalidArgumentError: there is one; the message names the callback.
+            InvalidArgumentError: there is such a change; the message names the callback.
         """
         for made in self._made.values():
             if made.method == "on_train_begin":
@@ -136,29 +138,30 @@ class Watch:
             if made.method == "on_epoch_begin" and made.epoch == epoch:
                 continue
             raise InvalidArgumentError(
-                f"The callback {made.callback} has changed the model in {made.method} of epoch {made.epoch}: {made.what}. No checkpoint "
-                "holds that, and a run that resumes would differ. Do it in on_train_begin, which is called then too."
+                f"The callback {made.callback} changed the model in {made.method} of epoch {made.epoch}: {made.what}. A checkpoint cannot "
+                "hold this change, so a resumed run would differ. Make the change in on_train_begin, which a resumed run calls too."
             )
 
     def _record(self, each: _Difference, callback: object, method: str, epoch: int) -> None:
         name = type(callback).__name__
         if each.kind in (_PARAMETER, _BUFFER):
             raise InvalidArgumentError(
-                f"The callback {name} has changed the model in {method}: {each}. A run that resumes could not load its checkpoints. "
-                "Build the model with all of its parameters and buffers before fit, and freeze what is not used yet by requires_grad_(False)."
+                f"The callback {name} changed the model in {method}: {each}. A resumed run could not load such checkpoints. Build the "
+                "model with all of its parameters and buffers before fit, and freeze unused parameters with requires_grad_(False)."
             )
         if each.kind == _ATTRIBUTE and _is_kept(each.before, each.after):
             self.attributes.add((each.owner, str(each.name)))
             return
         if each.kind == _ATTRIBUTE and not _is_lost(each.before, each.after):
             return
-        if hasattr(callback, "load_state_dict"):  # which may repeat it
+        # The callback's `load_state_dict` may repeat the change.
+        if hasattr(callback, "load_state_dict"):
             return
         key = (each.kind, each.owner, each.name)
         made = self._made.get(key)
         before = each.before if made is None else made.before
         if each.after is before and (made is None or made.method != "on_train_begin"):
-            self._made.pop(key, None)  # undone
+            self._made.pop(key, None)  # the change was undone
         else:
             self._made[key] = _Made(str(each), name, method, epoch, before)
 
@@ -170,7 +173,10 @@ class Watch:
         return [list(group["params"]) for group in groups]
 
     def _written(self) -> list[tuple[str, Any]]:
-        """Mark weights, their flags, the optimizer's options and its state, with their kind. Marks change with them."""
+        """Return (kind, marker) pairs for weights, their flags, and the optimizer's options and state.
+
+        A marker differs after a change of its value.
+        """
         of_losses = [*self._others.parameters.values(), *self._others.buffers().values()]
         tensors = [*self._model.parameters(), *self._model.buffers(), *of_losses]
         weights = [(_mark(each), each.requires_grad) for each in tensors]
@@ -196,7 +202,7 @@ class Watch:
             seen[name] = {
                 _LAYER: {"": module},
                 _ATTRIBUTE: own.copy(),
-                # Not copy(): TorchScript's have no such method.
+                # Build a dict, because the parameters of TorchScript modules have no copy().
                 _PARAMETER: dict(module._parameters.items()),
                 _BUFFER: dict(module._buffers.items()),
                 _HOOK: _joined(hooks) if any(hooks) else {},
@@ -219,7 +225,7 @@ class Watch:
 
 
 def _mark(value: object) -> object:
-    """Make a marker that differs after a change of the value."""
+    """Return a marker of a value that differs after a change of the value."""
     if not isinstance(value, Tensor):
         return repr(value)
     is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_quantized
@@ -242,13 +248,14 @@ def _is_kept(before: object, after: object) -> bool:
 
 
 def _is_lost(before: object, after: object) -> bool:
-    """True for a value that is neither in a checkpoint nor kept by `forward`, such as outputs of a layer."""
+    """Whether a change is lost: a checkpoint cannot hold the value, and it is no output that `forward` stored."""
     if after is _ABSENT:
         return callable(before)
     if callable(before) or callable(after):
         return True
     if is_record(after):
-        return type(after) is not type(before)  # its values are saved
+        # The values of a record are saved, but not its class.
+        return type(after) is not type(before)
     return not _is_of_graph(after)
 
 
@@ -261,7 +268,7 @@ def _is_of_graph(value: object, depth: int = 4) -> bool:
 
 
 def _functions(scheduler: object) -> dict[object, object]:
-    """The functions called by a scheduler and omitted from its state dict, by attribute and number."""
+    """Return the functions that a scheduler calls but its state dict omits, by attribute and number."""
     found: dict[object, object] = {}
     for name, value in vars(scheduler).items():
         entries = value if isinstance(value, list) else [value]
@@ -273,7 +280,7 @@ def _functions(scheduler: object) -> dict[object, object]:
 
 
 def _joined(hooks: list[Any]) -> dict[object, object]:
-    """Hooks by kind and number. An added group of parameters brings hooks of our own, which are left out."""
+    """Return hooks by kind and number, without our own hooks on parameters of an added group."""
     return {
         (kind, number): function
         for kind, of_kind in enumerate(hooks)
@@ -298,6 +305,6 @@ def _of_kind(
         was, is_now = old.get(name, _ABSENT), new.get(name, _ABSENT)
         if was is is_now or (kind == _ATTRIBUTE and name in _OF_TORCH):
             continue
-        # A buffer may be replaced by another tensor.
+        # Replacing a buffer by another tensor is allowed.
         if kind != _BUFFER or was is _ABSENT or is_now is _ABSENT:
             yield _Difference(kind, owner, name, was, is_now)

@@ -70,7 +70,7 @@ def several() -> None:
     refused("communicator", comm=half)  # of the same size and, on two ranks, with the same rank
     assert (hvd.rank(), hvd.size(), total()) == (odd.Get_rank(), 2, odd.allreduce(RANK))
     hvd.shutdown()
-    refused("a process has one job", comm=[WORLD, odd])
+    refused("a process can join only one job", comm=[WORLD, odd])
     assert not hvd.is_initialized()
 
 

@@ -184,11 +184,14 @@ def test_tokens_are_filled_up_on_either_side() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tokenizer(str), "is no tokenizer of transformers"),
-        (lambda: tokenizer(made_tokenizer(pad_token=None)), "it has no token to fill up rows"),
+        (lambda: tokenizer(str), "is not a tokenizer of transformers"),
+        (lambda: tokenizer(made_tokenizer(pad_token=None)), "it has no padding token"),
         (lambda: tokenizer(made_tokenizer(), padding="none"), "padding is 'none'"),
         (lambda: tokenizer(made_tokenizer(), max_length=0), "max_length is 0"),
-        (lambda: tokenizer(made_tokenizer(), padding="max_length"), "neither max_length is given"),
+        (
+            lambda: tokenizer(made_tokenizer(), padding="max_length"),
+            "neither max_length nor the tokenizer",
+        ),
     ],
 )
 def test_wrong_tokenizers_are_refused(make: Any, message: str) -> None:

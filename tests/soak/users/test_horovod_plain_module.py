@@ -160,7 +160,7 @@ def test_wrong_arguments_are_refused_before_any_job(df: DataFrame, tmp_path: Pat
     def fit(**options: Any) -> None:
         TorchEstimator(**arguments(Net(), store=str(tmp_path), **options)).fit(df)
 
-    with pytest.raises(InvalidArgumentError, match="loss has 1 entries and label_cols 2"):
+    with pytest.raises(InvalidArgumentError, match="loss has 1 entries, but label_cols has 2"):
         fit(loss=[nn.MSELoss()])
     with pytest.raises(InvalidArgumentError, match="optimizer is required"):
         fit(optimizer=None)

@@ -119,8 +119,8 @@ def test_wrong_calls_are_refused_with_what_to_do() -> None:
     messages, _ = run_local(program.refused, num_proc=2)
     wanted = [
         "expected an optimizer of Keras, got str",
-        "is a DistributedOptimizer already",
-        "op=Adasum combines steps",
+        "is already a DistributedOptimizer",
+        "op=Adasum is not supported for Keras, because it combines the optimizer's steps",
         "backward_passes_per_step is 0",
         "Keras 3 has no global variables",
         "Call model.build(input_shape) before",

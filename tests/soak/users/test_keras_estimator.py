@@ -199,7 +199,7 @@ def test_steps_and_rates_are_those_that_params_give(df: DataFrame, tmp_path: Pat
     with pytest.raises(InvalidArgumentError, match="the optimizer's learning rate is a schedule"):
         estimator(2, tmp_path, **options, lr_scaling="linear").fit(df)
     del options["optimizer"]
-    with pytest.raises(InvalidArgumentError, match="less than one full step"):
+    with pytest.raises(InvalidArgumentError, match="fewer than one full step"):
         estimator(2, tmp_path, **options, drop_last=True).setBatchSize(50).fit(df)
 
 
@@ -388,11 +388,14 @@ def test_rank_that_is_killed_again_and_again_is_an_error_that_names_it(df: DataF
     [
         ({"model": object()}, "model is a object; it must be a keras.Model"),
         ({"model": keras.Sequential([keras.layers.Dense(1)])}, "the model is not built"),
-        ({"label_cols": ["y", "kind"]}, "the model has 1 outputs, and label_cols names 2"),
+        ({"label_cols": ["y", "kind"]}, "the model has 1 outputs, but label_cols has 2"),
         ({"loss": None}, "loss is not given. Give both"),
         ({"optimizer": None, "loss": None, "metrics": None}, "optimizer and loss are not given"),
         ({"checkpoint_callback": keras.callbacks.History()}, "it must be a ModelCheckpoint"),
-        ({"inputs": {"x": "x"}}, "inputs is not used with a model of Keras: give feature_cols"),
+        (
+            {"inputs": {"x": "x"}},
+            "inputs has no effect on a Keras model. Leave it out; instead: give feature_cols",
+        ),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
     ],
 )
@@ -433,7 +436,7 @@ def test_backend_that_is_not_there_is_an_error_that_names_the_variable(backend: 
     )
     assert ended.returncode == 1
     assert (
-        "It takes Keras 3 on its torch backend. Set the variable KERAS_BACKEND=torch"
+        "sparkhvd needs Keras 3 on its torch backend. Set the variable KERAS_BACKEND=torch"
         in ended.stderr
     )
 

@@ -247,9 +247,12 @@ def test_wrong_arguments_are_refused_before_any_job(df: DataFrame, tmp_path: Pat
         estimator(tmp_path, model=nn.Linear(2, 1)).fit(df)
     with pytest.raises(InvalidArgumentError, match="batch_format is 'list'; it must be one of"):
         estimator(tmp_path, batch_format="list").fit(df)
-    with pytest.raises(InvalidArgumentError, match="loss has no effect on a LightningModule: trai"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match="loss has no effect on a LightningModule. Leave it out; instead: trai",
+    ):
         estimator(tmp_path, loss=nn.MSELoss()).fit(df)
-    with pytest.raises(InvalidArgumentError, match="trainer_args has 'max_epochs', which the fit"):
+    with pytest.raises(InvalidArgumentError, match="trainer_args has 'max_epochs', but the fit"):
         estimator(tmp_path, trainer_args={"max_epochs": 3}).fit(df)
     with pytest.raises(TypeError, match="unexpected keyword argument 'callback'"):
         estimator(tmp_path, callback=[])

@@ -198,8 +198,8 @@ def test_nothing_is_lost_of_a_server_that_is_down_for_a_minute(
     _check_models(run.info.run_id, model, df)
     lines = [line for line in capsys.readouterr().out.splitlines() if "MLflow" in line]
     assert len(lines) == 2
-    assert lines[0].startswith(f"MLflow at 127.0.0.1:{server.port} does not answer (")
-    assert "answers again" in lines[1]
+    assert lines[0].startswith(f"MLflow at 127.0.0.1:{server.port} does not respond (")
+    assert "responds again" in lines[1]
     assert model.timings["train"] < 60  # the training has waited for nothing
 
 
@@ -212,7 +212,7 @@ def test_a_server_that_never_comes_costs_the_patience_and_a_warning(
             tracking_uri=f"http://user:pass@127.0.0.1:{silent.getsockname()[1]}", patience_s=2
         )
         est = estimator(mlp(2), store, epochs=2, loggers=[gone])
-        with pytest.warns(UserWarning, match=r"MLflow at 127.0.0.1:\d+ does not answer since 2 s"):
+        with pytest.warns(UserWarning, match=r"MLflow at 127.0.0.1:\d+ has not responded for 2 s"):
             model = est.fit(df)
     assert len(model.history) == 2
 

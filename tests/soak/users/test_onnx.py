@@ -141,7 +141,7 @@ def test_a_module_that_torch_cannot_export_is_a_clear_error(df: DataFrame, tmp_p
         Branching(3, 1), feature_cols=["x"], label_cols=["y"], input_shapes=[[3]]
     )
     with pytest.raises(
-        InvalidArgumentError, match=r"cannot export Branching: .*no branch on values"
+        InvalidArgumentError, match=r"cannot export Branching: .*without branches on values"
     ):
         model.to_onnx(tmp_path / "branching.onnx", dataset=df)
     assert list(tmp_path.iterdir()) == []

@@ -59,7 +59,7 @@ class SparkBackend(Backend):
         return run(fn, args, kwargs, num_proc=self.num_processes(), env=variables, **self._kwargs)
 
     def num_processes(self) -> int:
-        """By default Spark's default parallelism.
+        """Number of ranks; by default Spark's default parallelism.
 
         Raises:
             InvalidArgumentError: no number was given, and there is no classic session.
@@ -68,7 +68,7 @@ class SparkBackend(Backend):
             session = active_session()
             if not hasattr(session, "sparkContext"):
                 raise InvalidArgumentError(
-                    "SparkBackend(): num_proc is not given, and Spark Connect does not tell its default parallelism. Give it."
+                    "SparkBackend(): num_proc is not given, and Spark Connect does not report its default parallelism. Give num_proc."
                 )
             self._num_proc = int(session.sparkContext.defaultParallelism)
         return self._num_proc
@@ -77,7 +77,8 @@ class SparkBackend(Backend):
 def launch_arguments(backend: object) -> tuple[dict[str, Any], dict[str, str]] | None:
     """Arguments of `horovod.spark.run` and variables of a `SparkBackend`, for an estimator's own launch.
 
-    None for a backend with its own `run`, which an estimator must call: relaunches and live output are then the program's.
+    None for a backend with its own `run`. An estimator must call that `run`; relaunches and live output are then up to
+    the program.
     """
     if not isinstance(backend, SparkBackend) or type(backend).run is not SparkBackend.run:
         return None

@@ -20,7 +20,7 @@ PETASTORM_HDFS_DRIVER = "libhdfs"
 TOTAL_BUFFER_MEMORY_CAP_GIB = 4
 
 _ABSENT = {
-    "METRIC_PRINT_FREQUENCY": "epochs are shown, not steps. Print those in a callback's on_step_end()",
+    "METRIC_PRINT_FREQUENCY": "progress is shown per epoch, not per step. Print metrics of steps in a callback's on_step_end()",
     "MIXED_SPARSE_DENSE_VECTOR": "sparse and dense vectors of a column are one type. Leave it out",
 }
 

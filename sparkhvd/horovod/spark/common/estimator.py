@@ -37,19 +37,19 @@ __all__ = ["HorovodEstimator", "checked_for_fit"]
 
 # Launch arguments of `SparkBackend`, with their names in `LaunchOptions`.
 _LAUNCH = {
-    "stderr": "stream",  # `stdout` too, if given: lines of both are joined
+    "stderr": "stream",  # `stdout` wins if both are given: their lines are joined
     "stdout": "stream",
     "verbose": "verbose",
     "start_timeout": "start_timeout_s",
     "prefix_output_with_timestamp": "timestamps",
 }
 
-# Stands for the class's sparkhvd estimator, the next base class.
+# Stands for the next base class of a subclass: its estimator of sparkhvd.
 _Base: Any = object
 
 
 class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
-    """Mixin before an estimator of sparkhvd."""
+    """Mixin with Horovod's behaviour, in front of an estimator of sparkhvd."""
 
     _trusts_own_files: ClassVar[bool] = True
     _short_steps = True
@@ -61,7 +61,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     # --- hooks of subclasses
 
     def _get_or_create_backend(self) -> Any:
-        """A backend has `run(fn, args, kwargs, env)` and `num_processes()`.
+        """Choose the backend, an object with `run(fn, args, kwargs, env)` and `num_processes()`.
 
         Raises:
             InvalidArgumentError: `num_proc` is a pair, or differs from the backend's number of ranks.
@@ -80,7 +80,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return backend
 
     def get_model_class(self) -> type[Any]:
-        """A fit returns a model of this class."""
+        """Class of the fitted model."""
         raise NotImplementedError
 
     def _get_model_kwargs(
@@ -185,7 +185,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return records
 
     def _takes_slots(self) -> bool:
-        # A program's own backend may run ranks anywhere. If it starts Spark tasks, these are checked then.
+        # A program's own backend may run ranks anywhere. If it starts Spark tasks, their launch checks the slots.
         return launch_arguments(self._backend) is not None
 
     def _run_ranks(
@@ -226,7 +226,7 @@ def _metadata(schema: AnySchema) -> dict[str, dict[str, Any]]:
 
 
 def checked_for_fit(store: Any) -> Any:
-    """Check where the store's own methods place a run, and keep runs there.
+    """Check the folders of a run by the store's own methods, and keep runs there.
 
     Raises:
         InvalidArgumentError: its class has no place, or a method returns a place that a run cannot use.
@@ -251,7 +251,7 @@ def checked_for_fit(store: Any) -> Any:
         given = getattr(store, method)(name)
         if given is not None and bare_url(store._absolute(given)) not in (f"{run}/{wanted}", run):
             raise InvalidArgumentError(
-                f"{kind}.{method}({name!r}) is {given!r}, which a fit would not use: they are in {run}/{wanted}. Override get_run_path or give "
+                f"{kind}.{method}({name!r}) is {given!r}, which a fit would not use: it writes to {run}/{wanted}. Override get_run_path or give "
                 f"runs_path to have the whole run elsewhere, and leave {method} as it is."
             )
     if folder != bare_url(store.full_url("runs")):

@@ -30,17 +30,17 @@ __all__ = ["HorovodModel"]
 
 _NAMES = ("history", "model", "run_id", "_metadata", "optimizer", "loss", "loss_constructors")
 
-# Stands for the class's sparkhvd model, the next base class.
+# Stands for the next base class of a subclass: its model of sparkhvd.
 _Base: Any = object
 
 
 class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
-    """Mixin before a model of sparkhvd."""
+    """Mixin with Horovod's behaviour, in front of a model of sparkhvd."""
 
     _trusts_own_files: ClassVar[bool] = True
     _store_class: ClassVar[type[Store]] = Store
     _other_defaults: ClassVar[Mapping[str, object]] = OUTPUTS_ALONE
-    # Model class of sparkhvd, whose methods of these names the accessors of Params here call.
+    # Model class of sparkhvd. Accessors of Params here have the names of its methods, and call those methods.
     _own_class: ClassVar[type[own.TorchModel]] = own.TorchModel
 
     def __init__(self, *positional: object, **keywords: Any) -> None:
@@ -84,7 +84,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return self._own_class.getRunId(self) if run_id is None and self._fitted else run_id
 
     def get_prediction_fn(self) -> Callable[[Any, Mapping[str, Any]], Any]:
-        """The function takes the module and a row, a dict by column, and returns the row's outputs.
+        """Return the row function, from the module and a row (a dict by column) to the row's outputs.
 
         Subclasses may override this method.
         """
@@ -103,7 +103,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         is_own = type(self).get_prediction_fn is not HorovodModel.get_prediction_fn
-        # A module fed by the user's own batches was not tried on the columns.
+        # A fit has not tried the module on the columns if the user's own batches fed it.
         is_known = self._fitted is not None and (self._fitted.widths or not self._fitted.columns)
         if is_known and not is_own:
             transformed: DataFrame = super()._transform(dataset)
@@ -111,7 +111,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return _by_rows(dataset, *self._row_function(), self._output_names())
 
     def local(self) -> LocalModel:
-        """A row function of a subclass has no local predictor: it takes rows of Spark."""
+        """Make a predictor without Spark, unless a subclass has its own row function for rows of Spark."""
         if type(self).get_prediction_fn is not HorovodModel.get_prediction_fn:
             raise InvalidArgumentError(
                 f"local: {type(self).__name__} has a get_prediction_fn of its own, which transform calls. Call it on getModel() and a dict of "
@@ -143,7 +143,8 @@ def _by_rows(
     Starts a job for one row to find out; without a row, outputs are vectors.
     """
     rows = sql.struct(*[sql.col(f"`{name}`") for name in dataset.columns])
-    # Bytes, because the module and the function may be from a library that imports horovod.
+    # Pickled to bytes: the module and the function may be from a library that imports `horovod`, and the worker
+    # registers that name before it unpickles them.
     carried = kept_carried(
         SparkShim(dataset.sparkSession), dumps((predict, model, settings_here()))
     )

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.spark.common.params`: Params without an equivalent in sparkhvd's estimators, and differing values."""
+"""Horovod's `horovod.spark.common.params`: Params with no effect in sparkhvd, and different defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DEFAULTS", "OUTPUTS_ALONE", "EstimatorParams", "ModelParams"]
 _unused = functools.partial(param, any_value, "no effect", no_effect="nothing needs it")
 
 
-# Only outputs, without columns of their meaning.
+# Turns off the columns that interpret outputs: Horovod's models add the outputs alone.
 OUTPUTS_ALONE = {"predictionCol": "", "probabilityCol": "", "rawPredictionCol": ""}
 # Default values of Horovod's estimators.
 DEFAULTS = {
@@ -35,10 +35,10 @@ DEFAULTS = {
 
 
 class _Freely(TorchParams):
-    """Params of classes whose subclasses declare others, mix in some, and assign attributes of any name."""
+    """Base for subclasses with their own Params, mixins and attributes."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let Params and accessors of mixed-in classes win over those of sparkhvd that Horovod lacks."""
+        """Prefer Params and accessors of mixed-in classes to those of sparkhvd that Horovod lacks."""
         super().__init_subclass__(**options)
         known = {base for base in cls.__mro__ if base.__module__.startswith("sparkhvd")}
         of_known = {each for base in known for each in base.__mro__}

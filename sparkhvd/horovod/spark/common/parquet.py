@@ -1,4 +1,4 @@
-"""Data of a fit as plain Parquet in the store's folders: for the user's data modules, and for `fit_on_parquet()` after a fit.
+"""Data of a fit as plain Parquet in the store's folders, for data modules of the user and for `fit_on_parquet()`.
 
 As in Horovod's `fit`, data sets are counted from 0 in a process, and each DataFrame is written once. A fit whose ranks read
 packed data writes no Parquet; the DataFrame of the last such fit is kept and written on demand.
@@ -81,7 +81,7 @@ def _frame(source: Any) -> DataFrame:
 
 @dataclass(frozen=True)
 class _Written:
-    """Data set in the store; it refers to its DataFrames weakly, so that a later fit's cannot be confused with deleted ones."""
+    """Data set in the store; weak references keep its deleted DataFrames apart from later DataFrames."""
 
     training: weakref.ref[DataFrame]
     validation: weakref.ref[DataFrame] | None
@@ -173,7 +173,7 @@ def find(
         last = sets.last
         if last is not None and is_asked and not last.sources.has_validation:
             raise InvalidArgumentError(
-                "fit_on_parquet: path is not given and validation is, and the data would be those of the last fit of this process, which had no "
+                "fit_on_parquet: validation is given and path is not, so the data are those of the last fit of this process, which had no "
                 "validation rows. Clear validation, call fit with it, or give paths."
             )
         written = None if last is None else sets.write(last, store)
@@ -208,7 +208,7 @@ def _is_there(store: Store, places: DataPaths, spark: SparkSession) -> bool:
 
 
 def _data_path(store: Store, role: str, idx: int | None) -> str:
-    """`role` is "train" or "val". The store names the folder, or else Horovod's convention."""
+    """Path of the data of a role, "train" or "val", named by the store or else by Horovod's convention."""
     asked = getattr(store, f"get_{role}_data_path", None)
     if asked is not None:
         return str(asked(idx))

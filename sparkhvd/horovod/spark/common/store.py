@@ -128,12 +128,12 @@ class Store(StoreWithRuns):
         return _appended(self.get_runs_path(), f"/{run_id}")
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """None if runs are not kept."""
+        """Folder of a run's checkpoints; None if runs are not kept."""
         run = self.get_run_path(run_id)
         return _appended(run, "/checkpoints") if self.saving_runs() else None
 
     def get_checkpoint_filename(self) -> str:
-        """The file points to a run's newest checkpoint."""
+        """Name of the file that points to a run's newest checkpoint."""
         return "latest.json"
 
     def get_checkpoints(self, run_id: str, suffix: str = ".pt") -> list[str]:
@@ -142,7 +142,7 @@ class Store(StoreWithRuns):
         return [self.full_url(path) for path in found if path.endswith(suffix)]
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """None if runs are not kept."""
+        """Folder of a run's logs; None if runs are not kept."""
         run = self.get_run_path(run_id)
         return _appended(run, f"/{self.get_logs_subdir()}") if self.saving_runs() else None
 
@@ -156,11 +156,11 @@ class Store(StoreWithRuns):
         return place.full_url(relative)
 
     def get_full_path_fn(self) -> Callable[[str], str]:
-        """`get_full_path`, for functions on ranks."""
+        """Return `get_full_path` as a function for ranks."""
         return functools.partial(Store.get_full_path, self)
 
     def get_localized_path(self, path: str) -> str:
-        """A path for `fs`."""
+        """Path of a file or folder in `fs`."""
         place, relative = self._located(path)
         return place._place.full(relative)
 
@@ -179,7 +179,7 @@ class Store(StoreWithRuns):
         return self, path
 
     def _absolute(self, path: str) -> str:
-        """An absolute path becomes a URL in the store's file system. A relative path stays."""
+        """Make an absolute path a URL in the store's file system; a relative path stays."""
         if os.path.isabs(path) and not self.is_local:
             path = urlsplit(self.url)._replace(path=path, query="").geturl()
         return own.Store(path).url if os.path.isabs(path) or "://" in path else path
@@ -219,16 +219,16 @@ class Store(StoreWithRuns):
                 shutil.copyfileobj(content, sink)
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """The function copies the content of a local folder to a run's folder. It also works on ranks."""
+        """Return a function, also for ranks, to copy the content of a local folder to a run's folder."""
         return functools.partial(Store.copy, self, rpath=self.get_run_path(run_id), recursive=True)
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], AbstractContextManager[str]]:
-        """The function makes a local folder, deleted at the end of its `with`."""
+        """Return a function to make a local folder, deleted at the end of its `with`."""
         del run_id
         return tempfile.TemporaryDirectory
 
     def _writable(self, path: str) -> tuple[own.Store, str]:
-        """Like `_located`, and make the folder."""
+        """Like `_located`; also make the folder of a path outside of the store."""
         place, relative = Store._located(self, path)
         if place is not self:
             place.prove_writable()

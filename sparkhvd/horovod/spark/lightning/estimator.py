@@ -108,7 +108,7 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
     def _loop(self, options: FitOptions) -> LightningLoop:
         loop = super()._loop(options)
         if self._is_plain:
-            # The module finds columns by name, and its optimizer is built with these two already.
+            # The module finds columns by name, and `compression` and `lr_scaling` are already in its optimizer.
             loop = replace(loop, columns=None, strategy={})
         # Horovod's default is TensorBoard if installed; Lightning otherwise writes a CSV table.
         return loop if self._get("logger") is not None else replace(loop, logger=True)

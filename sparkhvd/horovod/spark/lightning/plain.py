@@ -35,7 +35,7 @@ def package_name(parts: Iterable[object]) -> str:
 
 
 def check_metrics(metrics: Sequence[AnyMetric]) -> tuple[Metric, ...]:
-    """The metrics must be means over rows.
+    """Check that the metrics are means over rows.
 
     Raises:
         InvalidArgumentError: a metric is not a mean over rows.
@@ -43,7 +43,7 @@ def check_metrics(metrics: Sequence[AnyMetric]) -> tuple[Metric, ...]:
     for each in metrics:
         if not isinstance(each, Metric):
             raise InvalidArgumentError(
-                f"metrics has {each.name!r}, and of a module that Lightning's trainer trains the estimator reports means over rows. Give "
+                f"metrics has {each.name!r}, but for a module trained by Lightning's trainer the estimator reports only means over rows. Give "
                 "functions of (output, label), or make the module a LightningModule, which logs metrics of torchmetrics."
             )
     return tuple(each for each in metrics if isinstance(each, Metric))
@@ -82,7 +82,7 @@ class PlainModule:
             def training_step(self, batch: Any, batch_idx: int) -> Tensor:
                 del batch_idx
                 loss, means, num_rows = step(self, batch)
-                # Only of this rank: the ranks' mean in each step would be another message.
+                # The loss of this rank only: a mean over ranks would cost a message in every step.
                 self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
                 self._log_means({"train_loss": loss.detach(), **means}, num_rows)
                 return loss
