@@ -15,6 +15,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, IntegerType, StructField, StructType
 
+from sparkhvd.data.tables import element_names
 from sparkhvd.errors import InvalidArgumentError
 
 # Column of the permuted rows: number of the permutation, 0 for the original.
@@ -84,7 +85,7 @@ def permutation_importance(
         raise InvalidArgumentError(
             f"permutation_importance: the DataFrame has {len(rows)} rows; nothing can be permuted."
         )
-    parts = [part for name in columns for part in _parts(df.schema[name], rows[0][name])]
+    parts = [part for name in columns for part in _parts(df, name, rows[0][name])]
     generator = random.Random(seed)
     permutations = [
         generator.sample(range(len(rows)), len(rows)) for _ in range(len(parts) * repeats)
@@ -119,15 +120,12 @@ def permutation_importance(
     return sorted(importances, key=lambda each: -each.importance)
 
 
-def _parts(field: StructField, value: Any) -> list[_Part]:
-    """Features in a column: each element of its first value, or the column as a whole."""
+def _parts(df: DataFrame, column: str, value: Any) -> list[_Part]:
+    """Features in a column, by its first value."""
     if not isinstance(value, (Vector, list)) or len(value) == 1:
-        return [_Part(field.name, field.name, None)]
-    names = {index: f"{field.name}[{index}]" for index in range(len(value))}
-    attributes = (field.metadata or {}).get("ml_attr", {}).get("attrs", {})
-    for group in attributes.values():
-        names.update({a["idx"]: a["name"] for a in group if "idx" in a and "name" in a})
-    return [_Part(names[index], field.name, index) for index in range(len(value))]
+        return [_Part(column, column, None)]
+    names = element_names(df, column)
+    return [_Part(names.get(i, f"{column}[{i}]"), column, i) for i in range(len(value))]
 
 
 def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> DataFrame:
