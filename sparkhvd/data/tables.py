@@ -7,10 +7,10 @@ import json
 import posixpath
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
 from sparkhvd import spark as connect
@@ -266,6 +266,53 @@ def has_small_partitions(df: DataFrame) -> bool:
     return not any(
         _contains(plan, patterns, name) for name in (*_CODE_PATTERNS, "SCALA_UDF", "GENERATE")
     )
+
+
+# Stages of Spark ML that change the values of a vector, drop its elements' names and keep their order.
+_ELEMENTWISE = re.compile(
+    r"org\.apache\.spark\.ml\.feature\."
+    r"(StandardScalerModel|MinMaxScalerModel|MaxAbsScalerModel|RobustScalerModel|Normalizer|ElementwiseProduct)\b"
+)
+
+
+def element_names(df: DataFrame, column: str) -> dict[int, str]:
+    """Names of a vector's elements in Spark ML's metadata, by index; {} without names.
+
+    A scaler of Spark ML drops them: the names are then of the vector before it, as far as the plan of a classic DataFrame shows it.
+    """
+    names = _attribute_names(df.schema[column].metadata or {})
+    if names or is_connect(df.sparkSession):
+        return names
+    plan = df._jdf.queryExecution().analyzed()
+    matching = [each for each in _items(plan.output()) if each.name() == column]
+    attribute = matching[0] if len(matching) == 1 else None
+    made: dict[int, JavaObject] = {}
+    nodes = [plan]
+    while nodes:
+        node = nodes.pop()
+        nodes += _items(node.children())
+        if _class_name(node) == "Project":
+            made |= {
+                each.exprId().id(): each.child()
+                for each in _items(node.projectList())
+                if _class_name(each) == "Alias"
+            }
+    while attribute is not None and not names:
+        source = made.get(attribute.exprId().id())
+        if source is not None and _class_name(source) == "ScalaUDF":
+            is_elementwise = _ELEMENTWISE.match(_java_name(source.function()))
+            inputs = list(_items(source.children())) if is_elementwise else []
+            source = inputs[0] if len(inputs) == 1 else None
+        is_column = source is not None and _class_name(source) == "AttributeReference"
+        attribute = source if is_column else None
+        if attribute is not None:
+            names = _attribute_names(json.loads(attribute.metadata().json()))
+    return names
+
+
+def _attribute_names(metadata: Mapping[str, Any]) -> dict[int, str]:
+    groups = metadata.get("ml_attr", {}).get("attrs", {}).values()
+    return {a["idx"]: a["name"] for group in groups for a in group if "idx" in a and "name" in a}
 
 
 def file_roots(df: DataFrame) -> list[str]:

@@ -15,6 +15,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, IntegerType, StructField, StructType
 
+from sparkhvd.data.tables import element_names
 from sparkhvd.errors import InvalidArgumentError
 
 # Column that numbers the copies of the rows; copy 0 is the original.
@@ -86,7 +87,7 @@ def permutation_importance(
         raise InvalidArgumentError(
             f"permutation_importance: the DataFrame has {len(rows)} rows; nothing can be permuted."
         )
-    parts = [part for name in columns for part in _parts(df.schema[name], rows[0][name])]
+    parts = [part for name in columns for part in _parts(df, name, rows[0][name])]
     generator = random.Random(seed)
     permutations = [
         generator.sample(range(len(rows)), len(rows)) for _ in range(len(parts) * repeats)
@@ -122,15 +123,12 @@ def permutation_importance(
     return sorted(importances, key=lambda each: -each.importance)
 
 
-def _parts(field: StructField, value: Any) -> list[_Part]:
+def _parts(df: DataFrame, column: str, value: Any) -> list[_Part]:
     """List the features in a column: the elements of a vector or list, as in the first row, or the column itself."""
     if not isinstance(value, (Vector, list)) or len(value) == 1:
-        return [_Part(field.name, field.name, None)]
-    names = {index: f"{field.name}[{index}]" for index in range(len(value))}
-    attributes = (field.metadata or {}).get("ml_attr", {}).get("attrs", {})
-    for group in attributes.values():
-        names.update({a["idx"]: a["name"] for a in group if "idx" in a and "name" in a})
-    return [_Part(names[index], field.name, index) for index in range(len(value))]
+        return [_Part(column, column, None)]
+    names = element_names(df, column)
+    return [_Part(names.get(i, f"{column}[{i}]"), column, i) for i in range(len(value))]
 
 
 def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> DataFrame:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from pyspark.ml.evaluation import RegressionEvaluator
-from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.feature import PCA, MaxAbsScaler, StandardScaler, VectorAssembler
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
 from sparkhvd import InvalidArgumentError
+from sparkhvd.data.tables import element_names
 from tests.estimator.fits import fitted
 
 if TYPE_CHECKING:
@@ -60,6 +61,26 @@ def test_a_vector_without_names_has_numbers(df: DataFrame, evaluator: Regression
     model: Any = fitted(exact(), inputs=3)
     found = model.permutation_importance(bare, evaluator, num_rows=20, repeats=1)
     assert [each.feature for each in found] == ["x[0]", "x[2]", "x[1]"]
+
+
+def test_names_come_through_scalers_and_renames_but_not_through_other_stages(df: DataFrame) -> None:
+    scaler = StandardScaler(inputCol="x", outputCol="scaled", withMean=True).fit(df)
+    largest = MaxAbsScaler(inputCol="renamed", outputCol="scaled").fit(
+        df.selectExpr("x AS renamed")
+    )
+    scaled = scaler.transform(df)
+    twice = largest.transform(scaled.drop("x").withColumnRenamed("scaled", "renamed"))
+    names = {0: "much", 1: "none", 2: "some"}
+    assert element_names(scaled, "scaled") == names
+    assert element_names(twice.where("y > 0").drop("renamed").limit(9), "scaled") == names
+    # Other numbers in as many columns.
+    mixed = PCA(k=3, inputCol="x", outputCol="mixed").fit(df).transform(df)
+    assert element_names(mixed, "mixed") == {}
+    model: Any = fitted(exact(), inputs=3)
+    as_input = scaled.drop("x").withColumnRenamed("scaled", "x")
+    evaluator = RegressionEvaluator(labelCol="y", predictionCol="y__output")
+    found = model.permutation_importance(as_input, evaluator, num_rows=20, repeats=1)
+    assert {each.feature for each in found} == {"much", "none", "some"}
 
 
 class OfHalf(RegressionEvaluator):

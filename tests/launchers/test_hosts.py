@@ -396,7 +396,9 @@ def test_an_agent_starts_in_a_folder_that_has_names_of_pythons_modules(tmp_path:
 def test_wrong_calls_are_told() -> None:
     with pytest.raises(InvalidArgumentError, match="give one of them"):
         sparkhvd.run_hosts(print)
-    with pytest.raises(InvalidArgumentError, match="num_proc .-np. is 3; it must have as many"):
+    with pytest.raises(
+        InvalidArgumentError, match="num_proc .-np. is 3; there must be at least one slot per rank"
+    ):
         sparkhvd.run_hosts(print, hosts="a:1,b:1", num_proc=3)
     with pytest.raises(PreflightError, match="2 of 2 hosts cannot run"):
         sparkhvd.run_hosts(print, hosts="no-1.invalid:1,no-2.invalid:1")

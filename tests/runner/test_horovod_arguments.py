@@ -66,7 +66,7 @@ def test_choices_that_ask_for_nothing_are_silent() -> None:
         ),
         (
             {"hosts": "localhost:1"},
-            "with 1 slots, and num_proc .-np. is 2; it must have as many slots",
+            "with 1 slots, and num_proc .-np. is 2; there must be at least one slot per rank",
         ),
         ({"hosts": "localhost:many"}, "hosts is 'localhost:many'"),
         ({"stdout": "ranks.log"}, "stdout is 'ranks.log'; it must be a text stream"),
