@@ -176,6 +176,7 @@ def prepare(
         if store.exists(f"{directory}/{DAMAGED_NAME}"):
             store.delete(directory)
         own(store, directory, new_lease(store, app_id, keep_data))
+        changed = ""
         try:
             with renewing(store):
                 manifest = materialize(
@@ -191,12 +192,12 @@ def prepare(
             if tables and _key_of(df, schema, data_key)[2] != tables:
                 store.write_bytes(f"{directory}/{DAMAGED_NAME}", b"")
                 manifest = replace(manifest, tables=())
-                reason = "a table has got a newer version while it was written"
+                changed = "a table has got a newer version while it was written"
                 manifest.save(store, directory)
         except BaseException:
             disown(store, directory)
             raise
-    why = reason if key is None or is_scoped else "no earlier data of this key"
+    why = changed or (reason if key is None or is_scoped else "no earlier data of this key")
     return PreparedData(manifest, directory, False, time.monotonic() - started, why)
 
 

@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 from sparkhvd.data import ownership, reuse
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.manifest import DAMAGED_NAME
+from sparkhvd.data.manifest import DAMAGED_NAME, TableVersion
 from sparkhvd.data.ownership import release, renew_leases
 from sparkhvd.data.packed import read_packed
 from sparkhvd.data.reuse import PreparedData, ReuseScope, plan_key, prepare
@@ -69,6 +69,21 @@ def test_the_same_plan_is_materialized_once(
     assert again.manifest == first.manifest
     assert again.data_dir == first.data_dir
     assert again.reason == "same plan, files and columns"
+
+
+def test_data_of_a_table_that_changes_during_the_write_are_not_reused(
+    spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = iter(range(9))
+
+    def key_of(*_: Any) -> tuple[str, str, tuple[TableVersion, ...]]:
+        return "key", "same tables", (TableVersion("delta", "t", "t", "u", next(versions)),)
+
+    monkeypatch.setattr(reuse, "_key_of", key_of)
+    first, again = (prepared(numbers(spark), store) for _ in range(2))
+    assert first.reason == "a table has got a newer version while it was written"
+    assert first.manifest.tables == ()
+    assert not again.reused
 
 
 def test_another_plan_type_time_zone_or_data_key_is_another_key(spark: SparkSession) -> None:

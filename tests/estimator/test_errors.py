@@ -370,8 +370,8 @@ def test_an_error_of_the_first_batch_reaches_the_driver_within_a_second(
         ),
         (
             {"model": mlp(2, 3)},
-            "model, tried on two rows of zeros: Label 'y' has shape (2,) and the model's output "
-            "(2, 3): the loss would broadcast one over the other.",
+            "model, tried on two rows of zeros: Label 'y' has shape (2,), but the model's output has shape "
+            "(2, 3): the loss would broadcast.",
         ),
         (
             {"validation": "none"},

@@ -144,11 +144,11 @@ class LabelBinding:
         expected = (
             "this loss takes scores (rows, classes, ...) and class indices (rows, ...)"
             if self.kinds[i] == "class_index"
-            else "the loss would broadcast one over the other"
+            else "the loss would broadcast"
         )
         stated = f", or, if your loss accepts these shapes, give label_shapes={{{self.columns[i]!r}: {[*label[1:]]}}}"
         return InvalidArgumentError(
-            f"Label {self.columns[i]!r} has shape {tuple(label)} and the model's output {tuple(output)}: {expected}. "
+            f"Label {self.columns[i]!r} has shape {tuple(label)}, but the model's output has shape {tuple(output)}: {expected}. "
             "Change the last layer or the label so that they have the same number of elements per row"
             f"{stated if self.kinds[i] == 'unknown' else ''}."
         )
