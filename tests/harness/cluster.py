@@ -134,8 +134,6 @@ def shared_cluster(directory: Path, conf: Mapping[str, str]) -> Iterator[Cluster
             "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
             "spark.connect.grpc.binding.address": "127.0.0.1",
             "spark.connect.grpc.binding.port": str(port),
-            # Else each Python worker imports torch.
-            "spark.python.daemon.module": "sparkhvd.python_daemon",
             **conf,
         }
         script = write_script(directory / "driver.py", _DRIVER, master=master, conf=merged)

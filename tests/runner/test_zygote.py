@@ -27,7 +27,7 @@ from sparkhvd.runner.zygote_client import ZygoteClient, of_this_process
 from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
 from tests.harness.processes import ZYGOTE, children, find, is_alive, wait_until_gone
-from tests.harness.soak import SOAK, amount, left_to_soak, soak
+from tests.harness.soak import SOAK, left_to_soak, soak
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -254,12 +254,13 @@ def sleep_and_place(seconds: float) -> int:
     return here.rank
 
 
+@soak("a zygote that is killed while ranks run, below")
 @pytest.mark.timeout(3600)
 def test_launches_succeed_whenever_the_zygote_is_killed(own_zygote: None) -> None:
     """Every fifth launch has its zygote killed at a random moment: before it forks, while ranks start, or while they run."""
     seed = secrets.randbelow(2**32)
     dice = random.Random(seed)
-    launches = amount(5, 500)
+    launches = 500
     zygotes = set()
     for number in range(launches):
         (pid,) = launch(1)
@@ -274,7 +275,6 @@ def test_launches_succeed_whenever_the_zygote_is_killed(own_zygote: None) -> Non
     assert wait_until_gone(zygotes - {of_this_process.pid()}) == set()
 
 
-@soak("kills at random moments, above")
 def test_ranks_survive_their_zygote_and_the_next_launch_has_another(own_zygote: None) -> None:
     (before,) = launch()
     killer = subprocess.Popen(
