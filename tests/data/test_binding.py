@@ -353,7 +353,12 @@ def test_labels_meet_their_outputs(
             (ROWS, 1),
             r"has shape \(4, 2\), but the model's output has shape \(4, 1\)",
         ),
-        (mine, column("y", 1), (ROWS, 3), r"has shape \(4, 1\), but the model's output has shape \(4, 3\)"),
+        (
+            mine,
+            column("y", 1),
+            (ROWS, 3),
+            r"has shape \(4, 1\), but the model's output has shape \(4, 3\)",
+        ),
         (nn.CrossEntropyLoss(), INT, (ROWS,), r"scores \(rows, classes, \.\.\.\)"),
         (nn.CrossEntropyLoss(), column("y", 2, "int64"), (ROWS, 3), r"has shape \(4, 2\)"),
         (nn.MSELoss(), FLOAT, (2, 1), "has shape \\(2, 1\\) for a batch of 4 rows"),

@@ -53,7 +53,12 @@ def test_labels_that_fit_pass(width: int, label: Column, loss: Any) -> None:
             nn.MSELoss(),
             r"\(2,\), but the model's output has shape \(2, 2\): the loss",
         ),
-        (nn.Linear(4, 1), PAIR, nn.L1Loss(), r"\(2, 2\), but the model's output has shape \(2, 1\): the loss"),
+        (
+            nn.Linear(4, 1),
+            PAIR,
+            nn.L1Loss(),
+            r"\(2, 2\), but the model's output has shape \(2, 1\): the loss",
+        ),
         (nn.Linear(4, 2), PAIR, nn.NLLLoss(), "class indices"),
         (nn.Linear(4, 1), PAIR, lambda o, t: (o - t).mean(), "would broadcast"),
     ],
