@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict
 
-# Workers of a transform load this too, and need nothing of `sparkhvd.torch`.
+# For type checkers only: workers of a transform load this module too, and must not load `sparkhvd.torch`.
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from torch import nn

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import PCA, MaxAbsScaler, StandardScaler, VectorAssembler
+from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
@@ -57,7 +58,7 @@ def test_features_are_ranked_by_what_the_model_makes_of_them(
 
 
 def test_a_vector_without_names_has_numbers(df: DataFrame, evaluator: RegressionEvaluator) -> None:
-    bare = df.withColumn("x", F.col("x").alias("x", metadata={"ml_attr": {"num_attrs": 3}}))
+    bare = df.withColumn("x", array_to_vector(F.array("much", "none", "some")))
     model: Any = fitted(exact(), inputs=3)
     found = model.permutation_importance(bare, evaluator, num_rows=20, repeats=1)
     assert [each.feature for each in found] == ["x[0]", "x[2]", "x[1]"]

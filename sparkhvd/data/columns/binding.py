@@ -91,7 +91,7 @@ _LABELS = re.compile(r"label|^targets?$|^(start|end)_positions$|^future_values$"
 
 
 def label_arguments(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
-    """Select the arguments for labels, from which a model computes its own loss; `forward` works without them."""
+    """Select the optional arguments of `forward` for labels, from which the model computes its own loss."""
     forward = _Forward.of(model)
     return tuple(
         n

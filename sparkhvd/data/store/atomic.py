@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 COPY_BYTES = 16 << 20
-# Tries to create a folder, because another process may remove it while it is empty.
+# Number of attempts to create a folder: another process may remove it while it is empty.
 _TRIES = 100
 # Errors of a FUSE mount that does not implement rename.
 _NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV)

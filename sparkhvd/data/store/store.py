@@ -212,7 +212,7 @@ class Store:
         return list_files(self._place)
 
     def list_above(self, names: Sequence[str]) -> Paths:
-        """List the files directly in folders of these names beside and above the root, as "../name/file"."""
+        """List the files that are directly in folders with these names, beside or above the root, as "../name/file"."""
         return list_above(self._place, names)
 
     def last_change(self, path: str) -> float | None:

@@ -220,7 +220,7 @@ def _snapshot(table: Table, name: str, request: VersionRequest) -> Snapshot:
             else "the table has no snapshot and so no rows"
         )
     raise InvalidArgumentError(
-        f"fit_on_table({name!r}): {request.text} does not exist: the snapshot has expired or never existed; {known}. Give a snapshot "
+        f"fit_on_table({name!r}): {request.text} does not exist. The snapshot has expired, or it never existed: {known}. Give a snapshot "
         "that the table has."
     )
 

@@ -57,7 +57,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Run:
-    """Run in the store.
+    """A run that is kept in the store.
 
     Attributes:
         store: store of the run.

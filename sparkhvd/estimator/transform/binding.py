@@ -192,7 +192,7 @@ def _shaped(
         return column.with_shape((width,))
     reason = "a decoder gives" if column.has_decoder else f"{column.source} has"
     raise InvalidArgumentError(
-        f"transform: column {column.name!r}: how many elements per row {reason} is not known before rows are read. Give input_shapes, one "
+        f"transform: column {column.name!r}: before rows are read, it is not known how many elements per row {reason}. Give input_shapes, one "
         "shape per feature column such as [-1, 4]. For a vector, metadata as VectorAssembler writes them are enough."
     )
 

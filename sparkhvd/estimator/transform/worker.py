@@ -225,7 +225,7 @@ def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
 
 
 def _ordinal(address: str, count: int) -> int | None:
-    """Find torch's number of the GPU with an address, which is a number or a UUID; None if torch does not see it."""
+    """Find torch's number of the GPU at `address`, a number or a UUID; None if torch does not see it."""
     if address.isdigit():
         return int(address) if int(address) < count else None
     for index in range(count):

@@ -401,7 +401,7 @@ class AttemptCoordinator(Protocol):
     address: tuple[str, int] | None
 
     def take(self, spec: TaskSpec) -> None:
-        """Start, before the stage is submitted."""
+        """Start the coordination of an attempt. Call this before its stage is submitted."""
 
     def poll(self) -> None:
         """Do the periodic work, every second, from a thread that may query Spark."""
@@ -439,7 +439,7 @@ class CoordinatorInDriver:
         self._stack = contextlib.ExitStack()
 
     def take(self, spec: TaskSpec) -> None:
-        """Start, before the stage is submitted."""
+        """Start the coordination of an attempt. Call this before its stage is submitted."""
         settings = JobSettings.from_json(spec.settings).values
         listener = Listener.bind(driver_port.address_of_one_interface(self._shim), settings)
         self._made = AttemptCoordination(spec, self._listening, listener, self._log, self._replace)
@@ -487,7 +487,7 @@ class CoordinatorInTask:
         self._news = noticing_tasks(shim.session, size, self._started.set)
 
     def take(self, spec: TaskSpec) -> None:
-        """Start, before the stage is submitted."""
+        """Start the coordination of an attempt. Call this before its stage is submitted."""
         files = self._options.shared
         assert files is not None
         self._files = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)

@@ -232,7 +232,7 @@ def variables(
 
 
 def visible_names(visible: str) -> list[str]:
-    """GPUs in a value of CUDA_VISIBLE_DEVICES, by their names there."""
+    """List the names of GPUs in a value of CUDA_VISIBLE_DEVICES."""
     return [name.strip() for name in visible.split(",") if name.strip()]
 
 

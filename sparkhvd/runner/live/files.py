@@ -31,7 +31,7 @@ _LAST_LOOK_S = 15.0
 
 
 class Chunks(Protocol):
-    """Files that ranks can write."""
+    """Part of a store that a rank's writer needs."""
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write a file atomically."""

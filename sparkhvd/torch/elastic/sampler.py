@@ -106,8 +106,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         last = min(first + batch_size, len(self._share))
         if not 0 <= first <= len(self._share) or batch_size < 1:
             raise InvalidArgumentError(
-                f"ElasticSampler.record_batch({batch_idx}, {batch_size}): this rank has only {len(self._share)} rows since the rows "
-                "were last divided. Count batches from 0 in each pass over the loader."
+                f"ElasticSampler.record_batch({batch_idx}, {batch_size}): since the rows were last divided, this rank has had only {len(self._share)} "
+                "rows. Count batches from 0 in each pass over the loader."
             )
         self.mark(first, last)
 

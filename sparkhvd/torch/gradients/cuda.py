@@ -172,7 +172,7 @@ class DeviceBucket(GradientBucket):
         return self._memory
 
     def show(self) -> None:
-        """Move `.grad` to the flat memory, before any backward."""
+        """Make every `.grad` a view of the flat memory, before any backward pass."""
         self._flat.show()
 
     def zero(self) -> None:

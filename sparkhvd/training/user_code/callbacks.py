@@ -309,7 +309,7 @@ class Callbacks:
         return _overrides(hook, self._called)
 
     def step_end(self, loss_sum: torch.Tensor | float, weight: float) -> None:
-        """Call `on_step_end`, with the sum of this rank's weighted losses and of their weights."""
+        """Call `on_step_end` with this rank's mean loss. The arguments are the sums of weighted losses and of weights."""
         # Without it avoid reading the loss, which waits for the accelerator.
         if self.has("on_step_end"):
             self.call("on_step_end", float(loss_sum) / weight if weight else None)

@@ -61,7 +61,7 @@ class Store(StoreWithRuns):
 
     @classmethod
     def create(cls, path_or_url: str | os.PathLike[str], *names: Any, **options: Any) -> Any:
-        """Open the store at a path or URL, of the required kind.
+        """Open the store at a path or URL, of the kind that the address needs.
 
         Args:
             path_or_url: absolute path or URL; the folder is made.
