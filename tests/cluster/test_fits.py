@@ -323,7 +323,8 @@ def test_a_client_is_told_of_a_table_that_is_read_past_its_log(
 ) -> None:
     folder, output = of_a_client
     assert (
-        f"WARNED 1 The DataFrame reads files in '{folder}/table' without the '_delta_log'" in output
+        f"WARNED 1 The DataFrame reads files in '{folder}/table' without the log '_delta_log'"
+        in output
     )
 
 

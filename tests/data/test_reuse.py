@@ -309,7 +309,7 @@ def test_a_table_that_is_read_past_its_log_is_told_once(
     with pytest.warns(UserWarning, match="The DataFrame reads files") as warned:
         assert prepared(df, store).manifest.num_rows == 6
     (text,) = [str(w.message) for w in warned]
-    assert f"in 'file:{table}' without the {log.partition('/')[0]!r} there" in text
+    assert f"in 'file:{table}' without the log {log.partition('/')[0]!r}" in text
     assert f"Read the table: spark.read.{reader}.load('file:{table}')." in text
 
 
