@@ -213,7 +213,7 @@ LOCK = threading.Lock()
         ),
         (
             {"lr_scaling": "square"},
-            "lr_scaling is 'square'; it must be 'linear'. Leave it out to use learning rates unchanged.",
+            "lr_scaling is 'square'; it must be 'linear', or not given: then learning rates are used as given.",
         ),
         (
             {"loss_constructors": [nn.MSELoss]},
@@ -431,6 +431,8 @@ def test_transform_names_columns_that_do_not_fit(df: DataFrame) -> None:
         model.transform(model.transform(df))
     with pytest.raises(InvalidArgumentError, match="does not define how to compute probabilities"):
         model.copy().setProbabilityCol("p").transform(df)
-    with pytest.raises(InvalidArgumentError, match="column 'x' is of type double; the model was"):
+    with pytest.raises(
+        InvalidArgumentError, match="column 'x' is of type double, but the model was trained"
+    ):
         model.transform(df.selectExpr("y AS x"))
     assert np.isfinite(model.transform(df).first().y__output)
