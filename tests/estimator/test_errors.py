@@ -213,7 +213,7 @@ LOCK = threading.Lock()
         ),
         (
             {"lr_scaling": "square"},
-            "lr_scaling is 'square'; it must be 'linear', or not given: then learning rates are used as given.",
+            "lr_scaling is 'square'; it must be 'linear'. Leave it out to use learning rates unchanged.",
         ),
         (
             {"loss_constructors": [nn.MSELoss]},

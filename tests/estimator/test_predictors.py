@@ -339,7 +339,9 @@ def test_thresholds_choose_as_spark_ml_does() -> None:
                     best, chosen = scaled, c
             expected.append(chosen)
         assert labels.most_likely(torch.tensor(probability), thresholds).tolist() == expected
-    with pytest.raises(InvalidArgumentError, match="thresholds has 2 numbers and the model 3"):
+    with pytest.raises(
+        InvalidArgumentError, match="thresholds has 2 numbers, but the model has 3 classes"
+    ):
         labels.most_likely(torch.tensor(probability), [0.5, 0.5])
 
 
