@@ -20,6 +20,7 @@ from sparkhvd.data.store.addresses import without_secrets
 from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store
 from sparkhvd.spark import is_connect
+from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
     from py4j.java_gateway import JavaObject, JavaPackage, JVMView
@@ -306,7 +307,7 @@ def element_names(df: DataFrame, column: str) -> dict[int, str]:
         is_column = source is not None and _class_name(source) == "AttributeReference"
         attribute = source if is_column else None
         if attribute is not None:
-            names = _attribute_names(json.loads(attribute.metadata().json()))
+            names = _attribute_names(read_json(attribute.metadata().json(), most_bytes=None))
     return names
 
 

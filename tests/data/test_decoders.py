@@ -115,7 +115,7 @@ def test_ranks_without_rows_get_empty_columns(tmp_path: Path, rows: int) -> None
         (
             lambda text: np.zeros(int(text) // 10),
             "decoders['t'] returned float64 of shape (1,) for a row; for the first row it returned "
-            "the shape (0,), stored as float32. Return one shape and dtype, or give collate_fn={'t': "
+            "shape (0,), stored as float32. Return one shape and dtype, or give collate_fn={'t': "
             "...} for rows that differ.",
         ),
         (

@@ -191,8 +191,8 @@ def test_an_epoch_goes_on_in_the_order_in_which_it_was_begun(
     [
         ({"rows": 7}, "has rows=7, but this loader has rows=1003"),
         ({"seed": 1}, "has seed=1, but this loader has seed=0"),
-        ({"shuffle": False}, "of shuffle=False"),
-        ({"subset": "train"}, "of subset='train'"),
+        ({"shuffle": False}, "has shuffle=False, but this loader has shuffle=True"),
+        ({"subset": "train"}, "has subset='train', but this loader has subset='all'"),
         ({"validation": 0.5}, "has validation=0.5, but this loader has validation=None"),
         ({"row": -5}, "Give what state_dict"),
         ({"epoch": -1}, "Give what state_dict"),

@@ -172,7 +172,7 @@ def test_manifest_of_another_format_is_refused() -> None:
         (DataFile("p", 1, (1,)),), DataSchema((X,), (Y,)), 1, format_version=99
     ).to_json()
     with pytest.raises(
-        InvalidArgumentError, match="format version 99, this sparkhvd reads 1, 2, 3"
+        InvalidArgumentError, match="format version 99, but this sparkhvd reads 1, 2, 3"
     ):
         Manifest.from_json(text)
 

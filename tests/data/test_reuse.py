@@ -310,7 +310,7 @@ def test_a_table_that_is_read_past_its_log_is_told_once(
         assert prepared(df, store).manifest.num_rows == 6
     (text,) = [str(w.message) for w in warned]
     assert f"in 'file:{table}' without the log {log.partition('/')[0]!r}" in text
-    assert f"Read the table: spark.read.{reader}.load('file:{table}')." in text
+    assert f"Read the table instead: spark.read.{reader}.load('file:{table}')." in text
 
 
 def test_a_file_rewritten_in_place_is_read_again(

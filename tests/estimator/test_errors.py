@@ -431,6 +431,8 @@ def test_transform_names_columns_that_do_not_fit(df: DataFrame) -> None:
         model.transform(model.transform(df))
     with pytest.raises(InvalidArgumentError, match="does not define how to compute probabilities"):
         model.copy().setProbabilityCol("p").transform(df)
-    with pytest.raises(InvalidArgumentError, match="column 'x' is of type double; the model was"):
+    with pytest.raises(
+        InvalidArgumentError, match="column 'x' is of type double, but the model was trained"
+    ):
         model.transform(df.selectExpr("y AS x"))
     assert np.isfinite(model.transform(df).first().y__output)

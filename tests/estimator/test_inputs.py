@@ -318,7 +318,7 @@ def test_a_second_dataframe_must_fit_the_first(spark: SparkSession, tmp_path: Pa
         ),
         (
             df.select(F.array(F.lit(1.0)).alias("x"), "y"),
-            "The DataFrame given as validation has shape (1,) per row in column 'x'; the training data have (2,).",
+            "The DataFrame given as validation has shape (1,) per row in column 'x', but the training data have (2,).",
         ),
         (df.filter("y > 5"), "The DataFrame given as validation: The DataFrame has no rows"),
     ):

@@ -628,7 +628,7 @@ def test_two_optimizers_train_adversaries_without_labels(df: DataFrame) -> None:
                 "train_step": elbo,
                 "outputCols": ["a", "b"],
             },
-            r"outputCols has 2 names \(\['a', 'b'\]\); the model has 1 outputs",
+            r"outputCols has 2 names \(\['a', 'b'\]\), but the model has 1 outputs",
         ),
         (
             {

@@ -271,7 +271,7 @@ def test_params_without_effect_warn_once_with_the_remedy() -> None:
         ),
         (
             {"epochs": 3, "maxIter": 3},
-            "TorchEstimator(): 'epochs' and 'maxIter' are names of the same param, 'epochs'. Give one.",
+            "TorchEstimator(): 'epochs' and 'maxIter' are names of the same param, 'epochs'. Give only one of them.",
         ),
         (
             {"batch_size": "64"},

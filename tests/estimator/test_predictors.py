@@ -160,7 +160,10 @@ def test_several_labels_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"TorchRegressor: labelCol has 2 columns"):
         TorchRegressor(label_cols=["a", "b"])._options()
     places = Column("label", "array", "int64", (6,), "array<int>", "int64")
-    with pytest.raises(InvalidArgumentError, match=r"label 'label' has \(6,\) classes per row"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"label 'label' has class indices of shape \(6,\) per row, but must have one",
+    ):
         TorchClassifier()._check_label(DataSchema((VECTOR,), (places,)))
 
 
@@ -220,7 +223,9 @@ def test_columns_are_spark_mls_alone() -> None:
     assert [o.name for o in outputs] == ["rawPrediction", "probability", "prediction"]
     model.setThresholds([0.3, 0.3, 0.4])
     model.setOutputFn(None)
-    with pytest.raises(InvalidArgumentError, match="thresholds has 3 numbers and the model 2 clas"):
+    with pytest.raises(
+        InvalidArgumentError, match="thresholds has 3 numbers, but the model has 2 clas"
+    ):
         output_columns(model._fitted, model._read_options(PredictOptions), df)
     value = trained(TorchModel, scores(1), "value", predictionCol="p", thresholds=[0.5, 0.5])
     with pytest.raises(InvalidArgumentError, match=r"thresholds is \[0.5, 0.5\], but the loss"):
@@ -283,7 +288,7 @@ def test_a_row_of_several_columns_is_one_vector() -> None:
     model = trained(TorchRegressionModel, Sum(), "value", (image, number), width=1)
     assert model.predict([1, 2, 3, 4, 5, 6, 7]) == 721.0
     with pytest.raises(
-        InvalidArgumentError, match=r"has 6 elements, and .* 7 \('image' 6, 'number' 1\)"
+        InvalidArgumentError, match=r"has 6 elements, but .* 7 \('image' 6, 'number' 1\)"
     ):
         model.predict([1, 2, 3, 4, 5, 6])
     with pytest.raises(
@@ -303,7 +308,10 @@ def test_a_regressor_brings_outputs_back_to_the_labels_scale() -> None:
 def test_rows_that_no_vector_can_stand_for_are_named() -> None:
     text = Column("t", "string", "object", (), "string", "int64", has_decoder=True, decoded=())
     model = classifier(scores(3, 1), columns=(text,), decoders={"t": len})
-    with pytest.raises(InvalidArgumentError, match="reads column 't' of type string, which a vect"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match="reads column 't' of type string, whose values a vector cannot hold",
+    ):
         model.predict([1.0])
     bad = [1.0, math.nan, 0.0, 0.0]
     with pytest.raises(InvalidArgumentError, match="column 'features' is NaN in 1 rows"):
@@ -331,7 +339,9 @@ def test_thresholds_choose_as_spark_ml_does() -> None:
                     best, chosen = scaled, c
             expected.append(chosen)
         assert labels.most_likely(torch.tensor(probability), thresholds).tolist() == expected
-    with pytest.raises(InvalidArgumentError, match="thresholds has 2 numbers and the model 3"):
+    with pytest.raises(
+        InvalidArgumentError, match="thresholds has 2 numbers, but the model has 3 classes"
+    ):
         labels.most_likely(torch.tensor(probability), [0.5, 0.5])
 
 

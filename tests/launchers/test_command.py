@@ -291,7 +291,7 @@ def test_the_doctor_tries_a_store(tmp_path: Path, store: str, found: str) -> Non
         (["-np", "2", "--fusion-threshold-mb", "inf", "true"], "is 'inf'; it must be a number"),
         (["-np", "2", "--start-timeout", "nan", "true"], "--start-timeout is nan; it must be"),
         (["-np", "2", "--output-filename", "/dev/null", "true"], "'/dev/null' cannot be written"),
-        (["-np", "2", "--network-interfaces", "none0", "true"], "interfaces='none0': on host "),
+        (["-np", "2", "--network-interfaces", "none0", "true"], "interfaces='none0': host "),
         (["-np", "2", "--hostfile", sys.executable, "true"], "cannot be read"),
         (["-np", "1", "--log-hide-timestamp", "no-program"], "--log-hide-timestamp is accepted"),
     ],

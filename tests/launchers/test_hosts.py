@@ -316,7 +316,11 @@ esac
     [
         (["python", "no.py"], {}, "the script 'no.py' does not exist in"),
         (["true"], {"SPARKHVD_PORT_RANGE": "45001"}, "every port of port_range='45001' is taken"),
-        (["true"], {"SPARKHVD_INTERFACES": "none0"}, "interfaces='none0': on host .* none of them"),
+        (
+            ["true"],
+            {"SPARKHVD_INTERFACES": "none0"},
+            r"interfaces='none0': host .* has no interface of this choice that is up \(no interface matches\)\. Its interfaces are ",
+        ),
         (["true"], {"SPARKHVD_SSH": "/no/ssh"}, "'/no/ssh' cannot be started"),
     ],
 )

@@ -84,12 +84,17 @@ def test_numbers_that_agree_with_the_job(devices: int, hosts: int, place: object
 @pytest.mark.parametrize(
     ("devices", "hosts", "place", "message"),
     [
-        (4, 1, ALONE, r"devices=4, num_nodes=1.* started alone.*`sparkhvdrun -np 4 python script"),
+        (
+            4,
+            1,
+            ALONE,
+            r"devices=4, num_nodes=1.* a job of one rank.*`sparkhvdrun -np 4 python script",
+        ),
         (2, 2, ALONE, "Start 4 ranks"),
         (1, 2, ALONE, "Start 2 ranks"),
-        (2, 1, FOUR, r"makes 2 ranks, and 4 were started, on 2 host\(s\)"),
-        (1, 3, FOUR, "makes 3 ranks, and 4 were started"),
-        (8, 1, FOUR, "makes 8 ranks"),
+        (2, 1, FOUR, r"needs 2 ranks, but 4 were started, on 2 host\(s\)"),
+        (1, 3, FOUR, "needs 3 ranks, but 4 were started"),
+        (8, 1, FOUR, "needs 8 ranks"),
     ],
 )
 def test_numbers_that_do_not(devices: int, hosts: int, place: object, message: str) -> None:

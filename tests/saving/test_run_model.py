@@ -208,7 +208,7 @@ def test_runs_that_cannot_give_a_model_are_explained(store: Store) -> None:
     train(run, module, 1)
     run.finish(Finished(1), 1)
     store.delete("runs/two/checkpoints/epoch-1.pt")
-    with pytest.raises(InvalidArgumentError, match=r"has no epoch-1\.pt, .*: it was deleted"):
+    with pytest.raises(InvalidArgumentError, match=r"has no epoch-1\.pt, .*: the file was deleted"):
         TorchModel.from_run(store, "two")
     store.write_bytes("runs/two/model.json", b"{}")
     with pytest.raises(InvalidArgumentError, match=r"model\.json is damaged"):

@@ -86,7 +86,7 @@ def test_complex_parameters_reach_every_rank(dtype: torch.dtype) -> None:
     [
         ({"a": 3}, "found int for 'a'"),
         ([3], "expected tensors or .name, tensor. pairs, found int"),
-        ([("a", torch.ones(1)), ("a", torch.ones(1))], "'a' comes twice"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "two tensors have the name 'a'"),
     ],
     ids=str,
 )
@@ -299,7 +299,7 @@ def test_state_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
 
     root, other = on_ranks(2, body)
     assert "holds a Own" in root
-    assert "rank 0 cannot describe" in other
+    assert "rank 0 cannot send its optimizer's state" in other
 
 
 def test_optimizers_of_another_structure_are_a_mismatch_on_every_rank() -> None:

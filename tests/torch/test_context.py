@@ -125,7 +125,7 @@ def test_a_process_set_that_is_not_registered_is_a_clear_error(alone: Any) -> No
     assert hvd.global_process_set.size() == 1
     assert hvd.global_process_set.rank() == 0
     assert hvd.global_process_set.included()
-    with pytest.raises(InvalidArgumentError, match="it is not registered"):
+    with pytest.raises(InvalidArgumentError, match="the process set is not registered"):
         hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0]))
 
 

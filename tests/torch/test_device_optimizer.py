@@ -447,7 +447,7 @@ def test_a_step_under_capture_is_refused() -> None:
 def test_complex_parameters_on_a_gpu_are_refused() -> None:
     def body(gpu: FakeDevice) -> None:
         phase = nn.Parameter(gpu.tensor(torch.ones(3, dtype=torch.complex64)))
-        with pytest.raises(InvalidArgumentError, match="on cuda:. gradients must be real ones"):
+        with pytest.raises(InvalidArgumentError, match="on cuda:. gradients must be real"):
             hvd.DistributedOptimizer(training.sgd([phase]))
 
     on_gpus(2, body)

@@ -504,8 +504,8 @@ def test_parameters_without_dimensions() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"compression": hvd.Compression.fp16}, "FP16Compressor is for real ones"),
-        ({"compression": hvd.Compression.powersgd()}, "is for real ones"),
+        ({"compression": hvd.Compression.fp16}, "FP16Compressor is for real numbers"),
+        ({"compression": hvd.Compression.powersgd()}, "is for real numbers"),
         ({"op": hvd.Max}, "op=Max is not defined for complex numbers"),
     ],
     ids=["fp16", "powersgd", "max"],

@@ -91,7 +91,7 @@ def test_a_removed_set_may_be_added_again() -> None:
         assert hvd.remove_process_set(first) is True
         assert hvd.remove_process_set(first) is False
         assert hvd.remove_process_set(hvd.global_process_set) is False
-        with pytest.raises(InvalidArgumentError, match="it is not registered"):
+        with pytest.raises(InvalidArgumentError, match="the process set is not registered"):
             hvd.allreduce(torch.ones(1), process_set=first)
         assert hvd.add_process_set(first) is first
         assert first.process_set_id != number
@@ -116,8 +116,8 @@ def test_a_removed_set_may_be_added_again() -> None:
     [
         ([], "at least one rank"),
         ([0, 0], "named twice"),
-        ([2], "they must be from 0 to 1"),
-        ([-1, 0], "they must be from 0 to 1"),
+        ([2], "ranks must be from 0 to 1"),
+        ([-1, 0], "ranks must be from 0 to 1"),
         (["a"], "ranks must be integers"),
         ([0, 1], "duplicate process set"),
         (range(2), "duplicate process set"),
@@ -172,7 +172,7 @@ def test_a_set_ends_with_its_engine() -> None:
 
 
 def test_init_registers_sets_or_fails_as_a_whole() -> None:
-    with pytest.raises(InvalidArgumentError, match="they must be from 0 to 0"):
+    with pytest.raises(InvalidArgumentError, match="ranks must be from 0 to 0"):
         hvd.init(process_sets=[[0, 1]])
     assert not hvd.is_initialized()
     with pytest.raises(InvalidArgumentError, match="'static'"):

@@ -880,7 +880,7 @@ def test_another_memory_format_after_construction_is_an_error(share: bool) -> No
         return str(caught.value)
 
     for text in on_ranks(2, body):
-        assert "had strides (12, 1, 6, 3) when the optimizer was built" in text
+        assert "had strides (12, 1, 6, 3) when the optimizer divided its memory" in text
 
 
 def test_other_memory_for_a_shared_parameter_is_an_error_on_every_rank() -> None:

@@ -364,7 +364,7 @@ def test_options_that_sparse_gradients_do_not_take() -> None:
 
     for of_max, of_powersgd in on_ranks(2, body):
         assert "the gradient of 'table' is sparse, and op=Max is not possible" in of_max
-        assert "Compression.powersgd(rank=4, warm_up_steps=0) is for dense ones" in of_powersgd
+        assert "Compression.powersgd(rank=4, warm_up_steps=0) is for dense gradients" in of_powersgd
 
 
 def test_a_compressor_of_the_users_gets_the_values() -> None:

@@ -661,7 +661,7 @@ def test_ranks_of_a_process_set_normalize_together_and_others_alone() -> None:
 def test_a_process_set_that_is_not_registered_is_a_clear_error() -> None:
     def body() -> Any:
         layer = sync_layer(process_set=hvd.ProcessSet([0, 1]))
-        with pytest.raises(InvalidArgumentError, match="it is not registered"):
+        with pytest.raises(InvalidArgumentError, match="the process set is not registered"):
             layer(torch.ones(2, CHANNELS))
 
     on_ranks(3, body)

@@ -130,7 +130,7 @@ def test_a_lost_file_of_frozen_parameters_is_named(tmp_path: Path) -> None:
     one.train(2)
     (path,) = frozen_files(one)
     one.store.delete(path)
-    with pytest.raises(InvalidArgumentError, match=r"frozen-\w+\.pt.* is damaged or gone"):
+    with pytest.raises(InvalidArgumentError, match=r"frozen-\w+\.pt.* is damaged or missing"):
         Checkpoints(one.store, RUN_DIR).load(3)
 
 

@@ -447,7 +447,7 @@ def test_checkpoints_without_the_state_load_and_other_shapes_are_an_error(store:
     with pytest.raises(RanksFailed) as failed:
         used.train(2, epochs=2)
     for error in failed.value.errors.values():
-        assert "parameter 'loss0.log_var' has shape (2,) there and (1,) here" in str(error)
+        assert "parameter 'loss0.log_var' has shape (2,) there, but (1,) in this loss" in str(error)
 
 
 def test_precision_clipping_and_compiled_models(store: Store) -> None:

@@ -138,7 +138,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         "metric 'mse' compares an output of shape (4, 3) with a label of shape (4,). Give a metric that fits this label, "
         "for example 'accuracy' for classes."
     )
-    with pytest.raises(InvalidArgumentError, match=r"returned shape \(2,\) for 4 rows"):
+    with pytest.raises(InvalidArgumentError, match=r"'m' returned the shape \(2,\) for 4 rows"):
         Metric("m", lambda o, t: torch.ones(2), 0, "identity").row_sum(torch.ones(4), torch.ones(4))
 
 

@@ -160,9 +160,18 @@ class Raises(OwnLoop):
             OwnLoop,
             r"OwnLoop\.train does not do what train of torch\.nn\.Module does: .*train\(mode=True\)",
         ),
-        (LoopOfEpochs, r"LoopOfEpochs\.train is not .*leaves `training` True"),
-        (EvalOfRows, r"EvalOfRows\.eval is not .*eval\(\) without arguments"),
-        (Raises, r"Raises\.train is not .*NotImplementedError: no modes here"),
+        (
+            LoopOfEpochs,
+            r"LoopOfEpochs\.train does not do what train of torch\.nn\.Module does: .*leaves `training` True",
+        ),
+        (
+            EvalOfRows,
+            r"EvalOfRows\.eval does not do what eval of torch\.nn\.Module does: .*eval\(\) without arguments \(missing .*'rows'\)",
+        ),
+        (
+            Raises,
+            r"Raises\.train does not do what train of torch\.nn\.Module does: .*NotImplementedError: no modes here",
+        ),
     ],
 )
 def test_a_method_of_another_meaning_is_named_before_any_job(

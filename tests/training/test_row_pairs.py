@@ -132,7 +132,7 @@ def test_weights_and_masks_that_broadcast_are_found(
     loss: Any, output: Tensor, label: Tensor
 ) -> None:
     text = said(loss, output, label)
-    assert re.match(r"loss compares all pairs of rows in the operation '(mul|where|sub)', ", text)
+    assert re.match(r"loss compares all pairs of rows in the operation '(mul|where|sub)': ", text)
     assert "set pairs_rows=False" in text
 
 
@@ -412,7 +412,10 @@ def test_several_labels_are_told_apart() -> None:
     losses, _ = resolve_losses([F.mse_loss, squeezed], 2, per_row=False)
     metrics = resolve_metrics({"m": squeezed}, ["y", "z"], ["value"] * 2)
     text = unpaired(losses, metrics, [PAIR, COLUMN], [PAIR, COLUMN])
-    assert re.findall(r"(loss|metric '\w+') gives", text) == ["loss", "metric 'z_m'"]
+    assert re.findall(r"(loss|metric '\w+') returns the same number", text) == [
+        "loss",
+        "metric 'z_m'",
+    ]
 
 
 class Focal(nn.Module):

@@ -581,7 +581,7 @@ def test_a_split_without_validation_rows_is_named(store: Store) -> None:
     with pytest.raises(RanksFailed) as failed:
         case.train(1, drop_last=True, batch_size=32)
     assert str(failed.value.errors[0]) == (
-        "There are no training steps: 10 of 10 rows are training rows, and drop_last leaves out a step that is not full."
+        "There are no training steps, because 10 of 10 rows are training rows, and drop_last leaves out a step that is not full."
     )
 
 
@@ -600,7 +600,7 @@ def test_validation_data_of_their_own_without_rows_are_named(store: Store) -> No
     Manifest((), case.schema, 0).save(store, "held_out")
     with pytest.raises(RanksFailed) as failed:
         case.train(1, epochs=1, has_validation=True, validation_dir="held_out")
-    assert "no validation steps: 0 of 0 rows" in str(failed.value.errors[0])
+    assert "no validation steps, because 0 of 0 rows" in str(failed.value.errors[0])
 
 
 def test_validation_data_of_their_own_may_have_fewer_rows_than_ranks(store: Store) -> None:

@@ -154,7 +154,7 @@ def test_collated_rows_need_the_widths_alone() -> None:
     padded = torch.tensor([r + [0] * (4 - len(r)) for r in rows])
     model = TorchModel.from_module(module, widths=[2], **params)
     assert outputs(model, types, {"t": rows}) == expected(module, padded)
-    with pytest.raises(InvalidArgumentError, match=r"'t' is collated. Tell .* widths=\[1\]"):
+    with pytest.raises(InvalidArgumentError, match=r"'t' is collated. Give .* widths=\[1\]"):
         bound(TorchModel.from_module(module, **params), [StructField("t", types["t"])])
 
 
@@ -279,7 +279,7 @@ def test_arguments_of_the_constructor() -> None:
     with pytest.raises(InvalidArgumentError, match="describe a trained module. Give model, too"):
         TorchModel(history=history)
     with pytest.raises(
-        InvalidArgumentError, match="link is 'logit'. Give the loss of the training"
+        InvalidArgumentError, match="link is 'logit'. Give either the loss of the training"
     ):
         TorchModel.from_module(module, link="logit")
     with pytest.raises(InvalidArgumentError, match="and loss is given, too"):

@@ -553,13 +553,16 @@ def test_no_rows_give_no_rows(data: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ({"a": [1.0], "x": [[1, 2, 3]]}, "column 'k', which the data do not have.* 'a', 'x'"),
+        ({"a": [1.0], "x": [[1, 2, 3]]}, "column 'k', which the data does not have.* 'a', 'x'"),
         (pd.DataFrame({"A": [1.0]}).iloc[:0], "column 'a', which the data do not have.* 'A'"),
         (
             {**VALUES, "x": VALUES["x"][:, :2]},
             "'x' has 2 elements per row in a batch, but the model takes 3",
         ),
-        ({**VALUES, "x": VALUES["a"]}, "'x' is of type double; the model was trained with vector"),
+        (
+            {**VALUES, "x": VALUES["a"]},
+            "'x' is of type double, but the model was trained with vector",
+        ),
         (
             {**VALUES, "k": np.array(["t"] * ROWS)},
             "'k' of type string, which cannot become a tensor",
@@ -569,7 +572,7 @@ def test_no_rows_give_no_rows(data: Any) -> None:
         ({**VALUES, "a": [1.0, "t", 2.0, 3.0, 4.0]}, "column 'a' cannot be read: Arrow"),
         ({**VALUES, "a": object()}, "column 'a' is a object; give an array"),
         ({**VALUES, "a": np.ones(ROWS) * 1j}, "column 'a' cannot be read: Arrow"),
-        (np.zeros((2, 4)), r"shape \(2, 4\), and the model reads \(rows, 5\): 'a' 1, 'x' 3, 'k' 1"),
+        (np.zeros((2, 4)), r"shape \(2, 4\), but the model reads \(rows, 5\): 'a' 1, 'x' 3, 'k' 1"),
         (np.zeros(5), r"shape \(5,\), but the model reads"),
         (np.float64(3), r"got a numpy\.float64\. Give a pandas"),
         ([1, 2], r"got a builtins\.list\. Give"),

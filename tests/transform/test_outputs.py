@@ -82,7 +82,7 @@ def test_columns_are_added_where_the_loss_tells_their_meaning(
 def test_several_outputs_have_no_prediction() -> None:
     assert [o.name for o in outputs(("softmax", "value"), (3, 1))] == ["y__output", "z__output"]
     with pytest.raises(
-        InvalidArgumentError, match="predictionCol is 'prediction', and the model has 2 outputs"
+        InvalidArgumentError, match="predictionCol is 'prediction', but the model has 2 outputs"
     ):
         outputs(("softmax", "value"), (3, 1), predictionCol="prediction")
 

@@ -207,7 +207,7 @@ def test_columns_that_cannot_be_used_are_named_before_a_job(df: DataFrame) -> No
         ),
         (
             df.withColumn("x", F.col("k")),
-            "transform: column 'x' is of type int; the model was trained with vector.",
+            "transform: column 'x' is of type int, but the model was trained with vector.",
         ),
         (
             wide,

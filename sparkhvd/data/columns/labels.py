@@ -450,7 +450,7 @@ def most_likely(probability: Tensor, thresholds: Sequence[float]) -> Tensor:
     num_classes = probability.shape[1]
     if len(thresholds) != num_classes:
         raise InvalidArgumentError(
-            f"thresholds has {len(thresholds)} numbers and the model {num_classes} classes. Give one per class."
+            f"thresholds has {len(thresholds)} numbers, but the model has {num_classes} classes. Give one number per class."
         )
     ratio = probability.double() / probability.new_tensor(thresholds, dtype=torch.float64)
     # 0 / 0 is NaN: a class with probability 0 is not chosen even if its threshold is 0.

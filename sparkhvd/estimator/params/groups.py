@@ -224,7 +224,7 @@ def is_scaling(value: str) -> str:
     """Check `lr_scaling`."""
     if value == "linear":
         return ""
-    return "it must be 'linear', or not given: then learning rates are used as given"
+    return "it must be 'linear'. Leave it out to use learning rates unchanged"
 
 
 model_param = functools.partial(param, group="model")

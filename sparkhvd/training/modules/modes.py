@@ -63,7 +63,7 @@ def _problem(part: nn.Module, name: str) -> str:
             inspect.signature(method).bind(*arguments)
     except TypeError as e:
         wanted = "train(mode=True)" if name == "train" else "eval() without arguments"
-        return f"it cannot be called as {wanted}, because of a {e}"
+        return f"it cannot be called as {wanted} ({e})"
     # Set training mode directly, to see whether the method changes it.
     for each in part.modules():
         each.training = True

@@ -85,6 +85,6 @@ def test_what_is_not_the_jobs_is_refused() -> None:
     (messages,) = run_local(program.refused, (LIGHTNING,), num_proc=1)
     assert len(messages) == 2
     assert messages[0].startswith(
-        "Fabric(devices=4, num_nodes=1, strategy='sparkhvd'): this process was started alone"
+        "Fabric(devices=4, num_nodes=1, strategy='sparkhvd'): this process is a job of one rank"
     )
     assert messages[1].startswith("FabricStrategy(process_group_backend=...): the job has")

@@ -147,7 +147,7 @@ def test_exception_on_every_rank_leaves_ranks_that_can_train_again(tmp_path: Pat
 def test_more_devices_than_ranks_are_refused_with_the_way_to_start_them() -> None:
     (alone,) = run_local(program.refused, (LIGHTNING,), num_proc=1)
     assert (
-        "Trainer(devices=4, num_nodes=1, strategy='sparkhvd'): this process was started alone"
+        "Trainer(devices=4, num_nodes=1, strategy='sparkhvd'): this process is a job of one rank"
         in alone
     )
     assert "`sparkhvdrun -np 4 python script.py`" in alone
@@ -155,7 +155,7 @@ def test_more_devices_than_ranks_are_refused_with_the_way_to_start_them() -> Non
     assert (
         two
         == [
-            "Trainer(devices=4, num_nodes=1, strategy='sparkhvd') makes 4 ranks, and 2 were started, on 1 host(s). Leave devices and "
+            "Trainer(devices=4, num_nodes=1, strategy='sparkhvd') needs 4 ranks, but 2 were started, on 1 host(s). Leave devices and "
             "num_nodes out, or give numbers whose product is the number of ranks."
         ]
         * 2
