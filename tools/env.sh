@@ -70,6 +70,8 @@ install_packages() {
     rm -rf "$wheels"
     build_pyspark &
     building=$!
+    # A failure elsewhere must not leave pip running.
+    trap "kill $building 2>/dev/null || true" EXIT
     packages+=(--find-links "$wheels")
   fi
   if ! "$python" -c 'import torch' 2>/dev/null; then
@@ -85,13 +87,13 @@ install_packages() {
     # With the pandas of the extra `spark`.
     install --no-build-isolation -e ".[test-tools]" "pandas<3" || fail_to_install
     wait "$building" || fail_to_install
+    trap - EXIT
   fi
   install "${packages[@]}" -e ".[test,dev]" || fail_to_install
   rm -rf "$wheels"
 }
 
 fail_to_install() {
-  [ -z "$building" ] || kill "$building" 2>/dev/null || true
   fail "could not install sparkhvd; the last lines above say why."
 }
 

@@ -1,4 +1,4 @@
-"""Facts from a DataFrame's plan: identity for reuse, small partitions, and tables read without their logs."""
+"""Facts from a DataFrame's plan: identity for reuse, small partitions, tables read without their logs, names of vectors."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_wrong_arguments_are_refused_before_any_job(df: DataFrame, tmp_path: Pat
         fit(optimizer=None)
     with pytest.raises(InvalidArgumentError, match="precision has no effect on a LightningModule"):
         fit(precision="bf16-mixed")
-    with pytest.raises(InvalidArgumentError, match="metrics has 'y_f1', and of a module"):
+    with pytest.raises(InvalidArgumentError, match="metrics has 'y_f1', but for a module"):
         fit(metrics=["f1"])
     with pytest.raises(InvalidArgumentError, match="has no argument 'reduction'"):
         fit(sample_weight_col="weight", loss=lambda output, label: (output - label).abs().mean())
