@@ -389,8 +389,7 @@ class Loader(IterableDataset[Any]):
 
         Raises:
             InvalidArgumentError: an argument is out of range, names a column that does not exist, or only one of `rank`
-                and
-            `size` is given.
+                and `size` is given.
         """
         super().__init__()
         if batch_format not in ("dict", "tuple"):

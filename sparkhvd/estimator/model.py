@@ -534,8 +534,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         Raises:
             InvalidArgumentError: onnx or onnxscript is not installed, a column is not a dense tensor, or torch cannot
-                export the
-            module.
+                export the module.
         """
         if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
             raise InvalidArgumentError(

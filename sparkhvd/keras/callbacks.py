@@ -87,8 +87,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         steps_per_epoch: batches of an epoch; None = as Keras counts them. Used with `staircase=False`.
 
     Raises:
-        InvalidArgumentError: `initial_lr` is no number; the learning rate of the optimizer is a schedule; the number of batches
-        of an epoch is unknown.
+        InvalidArgumentError: `initial_lr` is no number; the learning rate of the optimizer is a schedule; the number of
+            batches of an epoch is unknown.
     """
 
     def __init__(

@@ -261,8 +261,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: send sparse gradients as dense ones.
         gradient_predivide_factor: with Average, divide by this before and by size / this after the sum.
         op: Average, Sum, Min, Max or Product.
-        backward_passes_per_step: batches whose gradients are accumulated before they are reduced and applied. Batches between do
-        not count as iterations.
+        backward_passes_per_step: batches whose gradients are accumulated before they are reduced and applied. Batches
+            between do not count as iterations.
         average_aggregated_gradients: divide these sums by `backward_passes_per_step`.
         num_groups: deprecated; give `groups`.
         groups: a number of buckets, or lists of variables that share one.

@@ -34,7 +34,7 @@ from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 from tests.harness.pages import named
 from tests.harness.processes import wait_for_no_trainers
-from tests.harness.soak import soak
+from tests.harness.soak import SOAK, soak
 from tests.harness.spark import ROOT, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(100)]
@@ -326,11 +326,13 @@ def no_trainer_is_left() -> Iterator[None]:
 def page_scripts(folder: Path) -> dict[str, tuple[Path, Path, Sequence[str]]]:
     """Write the pages' scripts, each into a folder of its own; of Horovod's only the import is changed."""
     horovod = block(HOROVOD_PAGE, "before")
-    texts = {
-        "ddp_before": block(DDP_PAGE, "before"),
-        "ddp_after": block(DDP_PAGE, "after"),
-        "horovod_after": horovod.replace("import horovod.torch as", "import sparkhvd.torch as"),
-    }
+    texts = {"horovod_after": horovod.replace("import horovod.torch as", "import sparkhvd.torch as")}
+    if SOAK:
+        # DDP that frees its group last joins Gloo's thread under the GIL. That thread needs the GIL to free a tensor
+        # that Python has released, so both wait for ever, if rarely: `del model` lets `dist` free the group.
+        end = "dist.destroy_process_group()"
+        texts["ddp_before"] = block(DDP_PAGE, "before").replace(end, f"del model\n{end}")
+        texts["ddp_after"] = block(DDP_PAGE, "after")
     scripts: dict[str, tuple[Path, Path, Sequence[str]]] = {}
     for name, text in texts.items():
         path = folder / name / "train.py"

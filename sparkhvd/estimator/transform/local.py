@@ -100,8 +100,7 @@ class LocalModel:
 
         Raises:
             InvalidArgumentError: a column is missing, has another type or shape than in training, or holds values that
-                cannot be
-            used.
+                cannot be used.
         """
         try:
             return self._predict(data)
