@@ -53,24 +53,22 @@ NATIVE_SOURCES := $(shell find native -type f 2>/dev/null)
 # Prefix of every command that starts Spark; looked up each time, because Java is installed outside.
 WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
-# One target at a time, because the compiler and the tests each use all cores; only package downloads run in parallel.
-.NOTPARALLEL:
 .PHONY: test-torch torch-env quick soak-python soak-torch soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks corpus
-.PHONY: env test-env classes collected native not-tested native-tested compiled stand-in test test-native test-races races test-python test-sanitizers fuzz fuzz-native fuzz-python fuzz-if-clang lint format demo soak bench gpu clean java
+.PHONY: env classes collected native stand-in test test-native test-races races test-python test-sanitizers fuzz fuzz-native fuzz-python fuzz-if-clang lint format demo soak bench gpu clean java
 
-env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
+ENV := $(PACKAGES) $(NATIVE) $(BYTECODE) java
+# The compiler runs while pip downloads and unpacks.
+IN_PARALLEL = $(MAKE) --no-print-directory --jobs=5
+
+env:
+	@$(IN_PARALLEL) $(ENV)
 
 $(BUILD_TOOLS): tools/env.sh
 	@tools/env.sh build-tools
 	@touch $@
 
-# The compiler runs while packages are downloaded; on $(COMPILE).
-COMPILE = $(NATIVE)
 $(PACKAGES): pyproject.toml setup.py tools/env.sh | $(BUILD_TOOLS)
-	@mkdir -p build
-	@$(MAKE) --no-print-directory $(COMPILE) >build/compile.log 2>&1 & compiling=$$!; \
-	  tools/env.sh packages || { kill $$compiling; exit 1; }; \
-	  wait $$compiling || { cat build/compile.log >&2; exit 1; }
+	@tools/env.sh packages
 	@touch $@
 
 $(NATIVE): $(NATIVE_SOURCES) setup.py | $(BUILD_TOOLS)
@@ -90,7 +88,7 @@ $(CLASSES): tests/harness/jvm.py $(PACKAGES) | java
 classes: $(CLASSES)
 
 # Otherwise both workers would compile the bytecode of torch and of the tests.
-collected: env
+collected: $(ENV)
 	@$(PY) -m pytest --collect-only -q | tail -n 1
 
 native: $(NATIVE) stand-in
@@ -102,16 +100,11 @@ stand-in: $(NATIVE)
 java:
 	@tools/java.sh >/dev/null
 
-# In a new checkout the C++ tests run while packages are downloaded. Neither needs two cores.
-test-env: COMPILE = compiled native-tested
-test-env: env
 # Matters if nothing has been compiled before.
 test: export SPARKHVD_UNITY_BUILD = ON
-# Lint, the C++ tests and a JVM run in parallel: they wait for timers as much as they compute.
-test: not-tested $(BUILD_TOOLS)
-	@echo "make test: the environments come first; in a new checkout that takes minutes, and build/logs/ has their output"
-	@tools/together.sh test-env torch-env
-	@tools/together.sh lint native-tested test-races classes collected
+test:
+	@echo "make test: environments, lint and the C++ tests come first; in a new checkout that takes minutes"
+	@$(IN_PARALLEL) --output-sync=target lint test-native test-races torch-env collected classes
 	@$(MAKE) --no-print-directory test-python
 	@$(MAKE) --no-print-directory test-torch
 
@@ -138,22 +131,9 @@ format: $(PACKAGES)
 	$(VENV)/bin/ruff format .
 	find native -name '*.h' -o -name '*.cc' | xargs $(VENV)/bin/clang-format -i
 
-# All that `make test` runs of C++.
-compiled: stand-in
-	$(VENV)/bin/cmake --build build/native --target sparkhvd_tests sparkhvd_library_test
-	$(RACES_UNCHANGED) || { $(call BUILD_SANITIZED,thread,ON,sparkhvd_tests); }
-
-test-native: $(NATIVE)
+# Not beside `stand-in`, which uses the same folder.
+test-native: stand-in
 	$(VENV)/bin/cmake --build build/native --target check
-
-# `make test` runs them once, as soon as it can.
-NATIVE_TESTED := build/native/.tested
-not-tested:
-	@rm -f $(NATIVE_TESTED)
-
-native-tested:
-	@if test -f $(NATIVE_TESTED); then cat build/logs/native.log; else \
-	  mkdir -p build/logs && $(MAKE) --no-print-directory test-native 2>&1 | tee build/logs/native.log && touch $(NATIVE_TESTED); fi
 
 # Real NCCL libraries from PyPI, without a GPU; cached in build/nccl, skipped without an index.
 test-nccl: stand-in
