@@ -59,6 +59,8 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 ENV := $(PACKAGES) $(NATIVE) $(BYTECODE) java
 # The compiler runs while pip downloads and unpacks.
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=5
+# ninja cannot use the pipe of make's job server, and uses all cores.
+NO_JOBSERVER := env -u MAKEFLAGS
 
 env:
 	@$(IN_PARALLEL) $(ENV)
@@ -72,7 +74,7 @@ $(PACKAGES): pyproject.toml setup.py tools/env.sh | $(BUILD_TOOLS)
 	@touch $@
 
 $(NATIVE): $(NATIVE_SOURCES) setup.py | $(BUILD_TOOLS)
-	@$(PY) setup.py -q build_ext --inplace
+	@$(NO_JOBSERVER) $(PY) setup.py -q build_ext --inplace
 	@touch $@
 
 # Every rank and every Python worker of Spark is a new process that imports the package: compile it once.
@@ -95,7 +97,7 @@ native: $(NATIVE) stand-in
 
 # Stand-in for GPU tests without a GPU; checked each time, so that no test uses a stale one.
 stand-in: $(NATIVE)
-	@$(VENV)/bin/cmake --build build/native --target fake_cuda nccl_conformity
+	@$(NO_JOBSERVER) $(VENV)/bin/cmake --build build/native --target fake_cuda nccl_conformity
 
 java:
 	@tools/java.sh >/dev/null
@@ -133,7 +135,7 @@ format: $(PACKAGES)
 
 # Not beside `stand-in`, which uses the same folder.
 test-native: stand-in
-	$(VENV)/bin/cmake --build build/native --target check
+	$(NO_JOBSERVER) $(VENV)/bin/cmake --build build/native --target check
 
 # Real NCCL libraries from PyPI, without a GPU; cached in build/nccl, skipped without an index.
 test-nccl: stand-in
@@ -146,7 +148,7 @@ test-nccl: stand-in
 define BUILD_SANITIZED
 $(VENV)/bin/cmake -Snative -Bbuild/native-$(1)$(if $(filter OFF,$(2)),-all) -GNinja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1) -DSPARKHVD_SANITIZE_QUICK=$(2) && \
-	  $(VENV)/bin/cmake --build build/native-$(1)$(if $(filter OFF,$(2)),-all) --target $(3)
+	  $(NO_JOBSERVER) $(VENV)/bin/cmake --build build/native-$(1)$(if $(filter OFF,$(2)),-all) --target $(3)
 endef
 THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier stream depart rank_0 frames memory tensors
 COMPUTE_LONG = memory_of_the_callers fits_no_message counts_along control_bytes_of_rank_0
