@@ -236,6 +236,6 @@ def test_tiles_show_validation_and_the_best_epoch() -> None:
         for n, (loss, validation) in enumerate(losses, 1)
     ]
     page = render(document(history=history))
-    assert "<b>0.4</b><span>least val_loss, epoch 2</span>" in page
+    assert "<b>0.4</b><span>lowest val_loss, epoch 2</span>" in page
     assert "<b>0.2</b><span>loss</span>" in page
     assert "least" not in render(document(history=history[:1]))

@@ -42,7 +42,7 @@ figure{margin:0;max-width:560px;break-inside:avoid}svg{display:block;width:100%;
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:3px 16px 3px 0;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}
 th{font-weight:600}th,td{white-space:nowrap}td:last-child{white-space:normal}.n{text-align:right}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0}
-@media screen and (max-width:500px){body{padding:16px}.row b{flex-basis:76px}.row span{flex-basis:84px}}
+@media screen and (max-width:500px){body{padding:16px}.row b{flex-basis:90px}.row span{flex-basis:84px}}
 @media print{body{max-width:none;padding:0;font-size:11px}h2{break-after:avoid}tr{break-inside:avoid}i,.tile{print-color-adjust:exact}.wide{overflow:visible}}
 """ + "".join(
     f".s{i}{{stroke:var(--c{i})}}.f{i}{{fill:var(--c{i})}}.b{i}{{background:var(--c{i})}}\n"
@@ -187,7 +187,7 @@ def _best(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tu
     if name is None or len(finite) < 2:
         return []
     loss, epoch = min(finite)
-    return [(f"least {name}, epoch {format_number(epoch)}", format_number(loss))]
+    return [(f"lowest {name}, epoch {format_number(epoch)}", format_number(loss))]
 
 
 def _phases(document: Document) -> str:
