@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -102,17 +103,16 @@ def permutation_importance(
     sampled = spark.createDataFrame(numbered, StructType([*fields, *_NUMBERS]))
     predicted = transform(_permuted(sampled, df.schema, parts, repeats))
     is_of_spark = type(evaluator).__module__ == "pyspark.ml.evaluation"
-    read = _read_columns(predicted, evaluator) if is_of_spark else predicted
-    copies: list[list[Any]] = [[] for _ in range(1 + len(permutations))]
-    for copy, row in read.select(_VARIANT, F.struct("*").alias("row")).collect():
-        copies[copy].append(row)
+    number = 1 + len(permutations)
+    if is_of_spark:
+        copies = _copies_of_rows(_read_columns(predicted, evaluator), number)
+    else:
+        copies = _collected_copies(predicted, number)
 
-    def measure(copy: list[Any]) -> float:
-        return float(evaluator.evaluate(spark.createDataFrame(copy, read.schema)))
+    def measure(copy: Callable[[], DataFrame]) -> float:
+        return float(evaluator.evaluate(copy()))
 
-    # Several evaluations run at once, because most of their time is planning and waiting for short tasks. Each
-    # evaluation has its own DataFrame of rows, because a filter with another number would make Spark compile the query
-    # again.
+    # Several evaluations run at once, because most of their time is planning and waiting for short tasks.
     with ThreadPoolExecutor(_EVALUATIONS if is_of_spark else 1) as pool:
         found = list(pool.map(measure, copies))
     sign = 1.0 if evaluator.isLargerBetter() else -1.0
@@ -142,6 +142,44 @@ def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> DataFrame:
     ]
     quoted = (name.replace("`", "``") for name in names)
     return predicted.select(*(F.col(f"`{name}`") for name in quoted))
+
+
+def _copies_of_rows(read: DataFrame, number: int) -> list[Callable[[], DataFrame]]:
+    """Divide rows by the number of their copy, into DataFrames of one partition that share no query.
+
+    A filter with another number would make Spark compile the query again for each copy.
+
+    Args:
+        read: columns that an evaluator reads, and the number of the copy.
+        number: number of copies.
+    """
+    if not hasattr(read, "toArrow"):  # before pyspark 4
+        return _collected_copies(read, number)
+    vectors = {f.name for f in read.schema.fields if isinstance(f.dataType, VectorUDT)}
+    fields = [(f, F.col("`{}`".format(f.name.replace("`", "``")))) for f in read.schema.fields]
+    table = read.select(
+        *(vector_to_array(c).alias(f.name) if f.name in vectors else c for f, c in fields)
+    ).toArrow()
+    columns = [
+        (array_to_vector(c) if f.name in vectors else c).alias(f.name, metadata=f.metadata)
+        for f, c in fields
+    ]
+    copy_of_row = table.column(_VARIANT).to_numpy()
+
+    def copy(index: int) -> DataFrame:
+        rows = table.filter(copy_of_row == index)
+        return read.sparkSession.createDataFrame(rows).coalesce(1).select(*columns)
+
+    return [functools.partial(copy, index) for index in range(number)]
+
+
+def _collected_copies(read: DataFrame, number: int) -> list[Callable[[], DataFrame]]:
+    """Divide rows of any type by the number of their copy, as `_copies_of_rows` divides rows of an evaluator of Spark."""
+    copies: list[list[Any]] = [[] for _ in range(number)]
+    for copy, row in read.select(_VARIANT, F.struct("*").alias("row")).collect():
+        copies[copy].append(row)
+    create = read.sparkSession.createDataFrame
+    return [functools.partial(create, copy, read.schema) for copy in copies]
 
 
 def _permuted(

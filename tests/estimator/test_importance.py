@@ -14,6 +14,7 @@ from torch import nn
 
 from sparkhvd import InvalidArgumentError
 from sparkhvd.data.tables import element_names
+from sparkhvd.estimator import importance
 from tests.estimator.fits import fitted
 
 if TYPE_CHECKING:
@@ -97,6 +98,25 @@ def test_an_evaluator_of_ones_own_reads_any_column(df: DataFrame) -> None:
     halves = df.withColumn("which half", (F.col("y") > 2).cast("int"))
     found = model.permutation_importance(halves, evaluator, num_rows=40, repeats=1)
     assert [each.feature for each in found] == ["much", "some", "none"]
+
+
+def test_copies_of_rows_have_the_rows_types_and_metadata_of_each_copy(df: DataFrame) -> None:
+    number = F.pmod(F.monotonically_increasing_id(), F.lit(3)).cast("int")
+    rows = df.select(
+        number.alias(importance._VARIANT),
+        F.col("x").alias("raw`x"),
+        F.expr("y > 2 AS `la.bel`"),
+        "y",
+    )
+    rows = rows.withColumn("y", F.when(F.col("y") > 1, F.col("y")))
+    fast = [make() for make in importance._copies_of_rows(rows, 3)]
+    slow = [make() for make in importance._collected_copies(rows, 3)]
+    assert sum(copy.count() for copy in fast) == 100
+    for one, other in zip(fast, slow, strict=True):
+        assert one.collect() == other.collect()
+        types = [(f.name, f.dataType, f.metadata) for f in one.schema.fields]
+        assert types == [(f.name, f.dataType, f.metadata) for f in other.schema.fields]
+    assert fast[0].schema["raw`x"].metadata["ml_attr"]["num_attrs"] == 3
 
 
 def test_what_cannot_be_permuted_is_an_error(df: DataFrame, evaluator: RegressionEvaluator) -> None:
