@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,8 @@ class Missing(Exception):
 
 # Tests of the engine need no torch.
 TESTS = "tests/engine"
+# Import of a harness module.
+USE = re.compile(r"from tests\.harness(?:\.(\w+)| import ([\w, ]+))")
 
 
 def python_of(version: str) -> str:
@@ -69,11 +72,27 @@ def copy_tests() -> Path:
     copy = WORK / "tests"
     shutil.rmtree(copy, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__")
-    for part in (TESTS, "tests/harness", "native/include"):
+    for part in (TESTS, "native/include"):
         shutil.copytree(ROOT / part, copy / part, ignore=ignore)
-    for part in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml"):
+    (copy / "tests/harness").mkdir()
+    harness = [f"tests/harness/{name}.py" for name in sorted({"__init__", *harness_names()})]
+    for part in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml", *harness):
         shutil.copy2(ROOT / part, copy / part)
     return copy
+
+
+def harness_names() -> set[str]:
+    """Name the harness modules that the tests use, because the tests' configuration imports all, and many need torch."""
+    used: set[str] = set()
+    files = [*(ROOT / TESTS).rglob("*.py"), ROOT / "tests" / "conftest.py"]
+    while files:
+        text = files.pop().read_text()
+        new = {
+            name for pair in USE.findall(text) for name in ", ".join(filter(None, pair)).split(", ")
+        } - used
+        used |= new
+        files += [ROOT / "tests" / "harness" / f"{name}.py" for name in new]
+    return used
 
 
 def run_under(version: str, tests: Path, arguments: list[str]) -> bool:
