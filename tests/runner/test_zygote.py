@@ -25,12 +25,15 @@ from sparkhvd.runner import context, run_local
 from sparkhvd.runner.processes import InheritedPipes
 from sparkhvd.runner.zygote_client import ZygoteClient, of_this_process
 from sparkhvd.settings import Settings
+from tests.harness.by_value import by_value
 from tests.harness.paths import ROOT
 from tests.harness.processes import ZYGOTE, children, find, is_alive, wait_until_gone
 from tests.harness.soak import SOAK, left_to_soak, soak
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.processes
+
+travels_by_value = by_value(__name__)
 
 FRESH = Settings(nursery="0")
 # Of the job, and not of the process.
