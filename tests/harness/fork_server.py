@@ -18,7 +18,12 @@ from tests.harness.paths import ROOT
 
 # What a training needs, and an engine.
 _OF_TORCH = ("torch", "sparkhvd.torch.elastic", "tests.harness.rank_process")
-_OF_ENGINES = ("numpy", "sparkhvd.engine.engine", "tests.harness.meeting", "tests.harness.rank_process")
+_OF_ENGINES = (
+    "numpy",
+    "sparkhvd.engine.engine",
+    "tests.harness.meeting",
+    "tests.harness.rank_process",
+)
 _ANSWER_BYTES = 32
 _START_S = 120.0
 
