@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd import rendezvous
+from sparkhvd import launchers, rendezvous
 from sparkhvd.engine.calls import Reduction
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, ReduceOp
@@ -389,13 +389,12 @@ def leave_beside_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
 
 
 def summed() -> float:
-    """Connect the ranks, and return the sum of their numbers from 1."""
-    import torch
-
-    import sparkhvd.torch as hvd
-
-    hvd.init()
-    try:
-        return hvd.allreduce(torch.tensor(1.0 + hvd.rank()), op=hvd.Sum).item()
-    finally:
-        hvd.shutdown()
+    """Connect the ranks of any launcher, and return the sum of their numbers from 1."""
+    if rendezvous.current_rendezvous() is not None:
+        engine = meet()
+    else:
+        found = launchers.find()
+        assert found is not None
+        engine = Engine(found.connect(), found.settings)
+    with engine:
+        return float(allreduce(engine, "sum", np.array([engine.rank + 1.0]))[0])

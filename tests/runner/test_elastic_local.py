@@ -25,6 +25,7 @@ def no_trainer_is_left() -> Iterator[None]:
     assert wait_for_no_trainers() == set()
 
 
+@pytest.mark.usefixtures("torch_in_the_zygote")
 def test_a_process_that_is_killed_is_replaced_and_no_step_is_lost(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,9 +55,9 @@ def test_an_exception_before_the_ranks_have_met_ends_the_job() -> None:
     assert "in fails" in caught.value.traceback
 
 
-def test_too_few_slots_are_told(tmp_path: Path) -> None:
+def test_too_few_slots_are_told() -> None:
     with pytest.raises(ElasticError, match=r"after 1 s .*start_timeout=.* 1 of the 2 ranks"):
-        run(train, (str(tmp_path), 2), np=2, min_np=2, slots=1, start_timeout=1, verbose=0)
+        run(fails, np=2, min_np=2, slots=1, start_timeout=1, verbose=0)
 
 
 @pytest.mark.parametrize(
