@@ -55,9 +55,9 @@ def test_an_exception_before_the_ranks_have_met_ends_the_job() -> None:
     assert "in fails" in caught.value.traceback
 
 
-def test_too_few_slots_are_told() -> None:
+def test_too_few_slots_are_told(tmp_path: Path) -> None:
     with pytest.raises(ElasticError, match=r"after 1 s .*start_timeout=.* 1 of the 2 ranks"):
-        run(fails, np=2, min_np=2, slots=1, start_timeout=1, verbose=0)
+        run(train, (str(tmp_path), 2), np=2, min_np=2, slots=1, start_timeout=1, verbose=0)
 
 
 @pytest.mark.parametrize(
