@@ -326,7 +326,9 @@ def no_trainer_is_left() -> Iterator[None]:
 def page_scripts(folder: Path) -> dict[str, tuple[Path, Path, Sequence[str]]]:
     """Write the pages' scripts, each into a folder of its own; of Horovod's only the import is changed."""
     horovod = block(HOROVOD_PAGE, "before")
-    texts = {"horovod_after": horovod.replace("import horovod.torch as", "import sparkhvd.torch as")}
+    texts = {
+        "horovod_after": horovod.replace("import horovod.torch as", "import sparkhvd.torch as")
+    }
     if SOAK:
         # DDP that frees its group last joins Gloo's thread under the GIL. That thread needs the GIL to free a tensor
         # that Python has released, so both wait for ever, if rarely: `del model` lets `dist` free the group.
