@@ -13,7 +13,7 @@ import pytest
 from sparkhvd.settings import Settings
 from tests.harness.fork_server import ForkServer
 from tests.harness.rank_process import RankProcess, rank_processes
-from tests.harness.soak import SOAK, amount
+from tests.harness.soak import SOAK, amount, soak
 
 pytestmark = pytest.mark.processes
 
@@ -64,6 +64,9 @@ def one_round(seed: int, server: ForkServer) -> None:
                 assert_lost(rank, lost.rank)
 
 
+@soak(
+    "torch/test_exact: programs of each kind equal one process; engine/test_faults: a rank that is killed in training, or stopped"
+)
 @pytest.mark.timeout(SECONDS + 300)
 def test_random_programs_are_exact_and_a_killed_rank_is_named(fork_server: ForkServer) -> None:
     dice = random.Random(SEED)
