@@ -93,6 +93,9 @@ def average():
     return ones.item()
 
 import sparkhvd
+from sparkhvd.runner.zygote_client import of_this_process
+
+of_this_process._useful.add("torch")  # imported once, where each rank would
 assert sparkhvd.run_local(average, num_proc=2) == [2.0, 2.0]
 """
 # As `python -W error`, in ranks too.

@@ -18,9 +18,12 @@ from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 from sparkhvd.data import Dataset, load, make_spark_converter, prepare
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import run
+from tests.harness.by_value import by_value
 from tests.harness.paths import ROOT
 
 pytestmark = pytest.mark.spark
+
+travels_by_value = by_value(__name__)
 
 ROWS = 103
 

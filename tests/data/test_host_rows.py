@@ -28,8 +28,11 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import RankError
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
+from tests.harness.by_value import by_value
 
 pytestmark = pytest.mark.processes
+
+travels_by_value = by_value(__name__)
 
 # What is read, and whether its rows are shared.
 Key = tuple[str, bool]

@@ -20,10 +20,13 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.store.store import Store
 from sparkhvd.runner import run_local
 from tests.data.test_reader import DATA_DIR, ID, X, make
+from tests.harness.by_value import by_value
 from tests.harness.paths import ROOT
 from tests.harness.soak import soak
 
 pytestmark = pytest.mark.processes
+
+travels_by_value = by_value(__name__)
 
 ROWS = 2003
 # Rows of a step over all ranks.

@@ -1,6 +1,6 @@
 """Scripts that start themselves, as users do.
 
-python -m tests.distributed.script RANK INIT_METHOD     two ranks
+python -m tests.distributed.script FOLDER               starts two ranks, whose output FOLDER has
 torchrun ... -m tests.distributed.script
 """
 
@@ -143,10 +143,23 @@ def launched() -> None:
 
 
 def main() -> None:
-    rank, method = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    meet(rank, method)
-    lose(rank, method)
+    """Fork the ranks of a process that has the compiler, which each would import for DDP; print how they ended."""
+    import torch._dynamo
+
+    folder = sys.argv[1]
+    pids = []
+    for rank in range(2):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        output = os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        torch.set_num_threads(1)
+        meet(rank, f"file://{folder}/store")
+        lose(rank, f"file://{folder}/store")
+        return
+    say(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from sparkhvd.runner import run_local
+from tests.harness.by_value import by_value
 from tests.harness.soak import SOAK, left_to_soak
 
 pytestmark = pytest.mark.processes
+
+travels_by_value = by_value(__name__)
 
 
 def everything(with_users: bool, is_soak: bool) -> dict[str, Any]:
@@ -35,6 +38,7 @@ def everything(with_users: bool, is_soak: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("zygote_has_compiler")
 @pytest.mark.parametrize("size", [2, 3, *left_to_soak("sizes 2 and 3 test the same code", 1, 4)])
 def test_collectives_and_their_users_give_what_one_process_computes(size: int) -> None:
     for found in run_local(everything, args=(size == 2, SOAK), num_proc=size):

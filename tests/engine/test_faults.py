@@ -157,11 +157,15 @@ def test_broken_connection_ends_every_rank_and_names_its_ends(
 
 
 @pytest.mark.parametrize(
-    ("body", "size"), [("fork_while_working", 3), ("train_with_forked_loaders", 2)]
+    ("body", "size", "server"),
+    [("fork_while_working", 3, "engine_server"), ("train_with_forked_loaders", 2, "fork_server")],
 )
-def test_killed_rank_is_named_though_its_forked_children_live(body: str, size: int) -> None:
+def test_killed_rank_is_named_though_its_forked_children_live(
+    request: pytest.FixtureRequest, body: str, size: int, server: str
+) -> None:
     lost = size - 1
-    with rank_processes(f"{BODIES}:{body}", size) as ranks:
+    forks = request.getfixturevalue(server)
+    with rank_processes(f"{BODIES}:{body}", size, server=forks) as ranks:
         for rank in ranks:
             assert rank.expect(90) == "running"  # torch is imported, and loaders are started
         time.sleep(0.5)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sparkhvd.settings import Settings
+from tests.harness.fork_server import ForkServer
 from tests.harness.paths import ROOT
 from tests.harness.rank_process import rank_processes
 from tests.harness.soak import SOAK, amount
@@ -29,14 +30,17 @@ def check(before: dict[str, int], after: dict[str, int], limit: int = 4 * MIB) -
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("tcp_only", [False, True])
-def test_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
+@pytest.mark.parametrize(("tcp_only", "server"), [(False, "fork_server"), (True, "engine_server")])
+def test_generations_of_processes_leave_nothing(
+    request: pytest.FixtureRequest, tcp_only: bool, server: str
+) -> None:
     """Meet with a real rendezvous each time, by hvd.init(), and over TCP as engines; a leak of 4 KiB per generation shows."""
     settings = Settings(connect_timeout_s=60, stall_shutdown_s=60)
     body = "meet_and_leave" if tcp_only else "initialize_and_shut_down"
     body = f"tests.engine.generations:{body}"
     count = amount(50, 10_000)
-    with rank_processes(body, 2, tcp_only=tcp_only, settings=settings) as ranks:
+    forks: ForkServer = request.getfixturevalue(server)
+    with rank_processes(body, 2, tcp_only=tcp_only, settings=settings, server=forks) as ranks:
         for rank in ranks:
             rank.tell(count)
         reports = [rank.expect(LIMIT_S) for rank in ranks]

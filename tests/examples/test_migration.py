@@ -370,7 +370,7 @@ def run_job(folder: Path) -> Job:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(zygote_has_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_job(tmp_path_factory.mktemp("migration"))
 
 

@@ -1,4 +1,4 @@
-"""A process that has imported torch, and forks members of elastic jobs: a fresh one would import it for seconds."""
+"""Processes that have imported what ranks need, and fork them: a fresh rank would import torch for seconds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-import pytest
-
 from tests.harness.paths import ROOT
 
-# What a training needs.
-_MODULES = ("torch", "sparkhvd.torch.elastic", "tests.harness.rank_process")
+# What a training needs, and an engine.
+_OF_TORCH = ("torch", "sparkhvd.torch.elastic", "tests.harness.rank_process")
+_OF_ENGINES = (
+    "numpy",
+    "sparkhvd.engine.engine",
+    "tests.harness.meeting",
+    "tests.harness.rank_process",
+)
 _ANSWER_BYTES = 32
 _START_S = 120.0
 
@@ -48,12 +52,12 @@ class ForkedProcess:
 class ForkServer:
     """Starts processes that run `tests.harness.rank_process.main`; a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # none that a fork loses
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **variables},
                 cwd=ROOT,
@@ -83,25 +87,45 @@ class ForkServer:
         self._process.wait(_START_S)
 
 
+# Servers of this test run: the one with torch, and that of ranks whose test names none.
 _running: list[ForkServer] = []
+_default: list[ForkServer] = []
 
 
 def running() -> ForkServer | None:
-    """Return the server of this test run; None where no test has asked for one."""
+    """Return the server with torch; None where no test has asked for one."""
     return _running[-1] if _running else None
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """Processes of `tests.harness.elastic` are forks of one that has imported torch."""
-    with ForkServer() as server:
+def default() -> ForkServer | None:
+    """Return the server of ranks whose test names none; None where they are fresh processes."""
+    return _default[-1] if _default else None
+
+
+@contextlib.contextmanager
+def as_running() -> Iterator[ForkServer]:
+    """Start the server with torch."""
+    with ForkServer(_OF_TORCH) as server:
         _running.append(server)
         yield server
         _running.clear()
 
 
+@contextlib.contextmanager
+def as_default(server: ForkServer) -> Iterator[None]:
+    """Let ranks whose test names no server be its forks."""
+    _default.append(server)
+    yield
+    _default.pop()
+
+
+def of_engines() -> ForkServer:
+    """Return a server of ranks that need no torch."""
+    return ForkServer(_OF_ENGINES)
+
+
 def main() -> None:
-    for name in _MODULES:
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
     server = socket.socket(fileno=int(sys.argv[1]))

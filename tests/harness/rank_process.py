@@ -27,6 +27,7 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
 from sparkhvd.wire import rebuild
+from tests.harness import fork_server
 from tests.harness.fork_server import ForkedProcess, ForkServer
 
 DEADLINE_S = 30.0
@@ -180,8 +181,9 @@ def rank_processes(
         tcp_only: as if every rank were on a host of its own.
         hosts: index of the host of each rank, to simulate several; None puts all on one.
         with_engine: whether the rank makes an engine before it calls `target`.
-        server: forks the ranks; None for fresh processes.
+        server: forks the ranks; None for the module's, or fresh processes.
     """
+    server = server or fork_server.default()
     settings = settings or Settings(connect_timeout_s=DEADLINE_S)
     listeners = [Listener.bind("127.0.0.1", settings) for _ in range(size)]
     ranks: list[RankProcess] = []

@@ -55,6 +55,7 @@ def run_programs(folder: str) -> tuple[str, float, str]:
     return place, trainer.callback_metrics["loss_epoch"].item(), of_fabric
 
 
+@pytest.mark.usefixtures("zygote_has_torch")
 def test_programs_of_the_page_train_as_one_process(tmp_path: Path) -> None:
     programs = [named(PAGE, name).text for name in ("trainer", "fabric")]
     for name, program in zip(("train.py", "fabric.py"), programs, strict=True):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 import resource
+from collections.abc import Callable
 
 import pytest
 
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
+from tests.harness.by_value import by_value
 from tests.harness.soak import left_to_soak
 
 BLOCK_BYTES = 64 << 20
@@ -21,18 +23,22 @@ pytestmark = [
     ),
 ]
 
+travels_by_value = by_value(__name__)
 
-def faults_of_later_blocks(with_torch: bool) -> list[int]:
-    """Page faults of writing blocks of the size of those that were freed before: tensors, or bytes, which start sooner."""
 
-    def write_block() -> None:
-        if with_torch:
-            import torch
+def write_tensor() -> None:
+    import torch
 
-            torch.ones(BLOCK_BYTES // 4)
-        else:
-            b"x" * BLOCK_BYTES  # noqa: B018 - allocated, written, freed
+    torch.ones(BLOCK_BYTES // 4)
 
+
+def write_bytes() -> None:
+    """Start sooner: a rank imports what its function names, whether it is called or not."""
+    b"x" * BLOCK_BYTES  # noqa: B018 - allocated, written, freed
+
+
+def faults_of_later_blocks(write_block: Callable[[], None]) -> list[int]:
+    """Page faults of writing blocks of the size of those that were freed before."""
     write_block()
     faults = []
     for _ in range(8):
@@ -60,10 +66,8 @@ def test_freed_memory_is_kept_unless_the_user_configures_the_allocator(
     keep: bool, env: dict[str, str], is_kept: bool
 ) -> None:
     settings = Settings(keep_freed_memory=keep)
-    with_torch = keep and not env
-    (faults,) = run_local(
-        faults_of_later_blocks, (with_torch,), num_proc=1, env=env, settings=settings
-    )
+    write = write_tensor if keep and not env else write_bytes
+    (faults,) = run_local(faults_of_later_blocks, (write,), num_proc=1, env=env, settings=settings)
     pages = BLOCK_BYTES // resource.getpagesize()
     # Not none and not all: the interpreter has faults of its own, and the kernel may map several pages at once.
     assert all((one < pages // 20) == is_kept for one in faults), faults

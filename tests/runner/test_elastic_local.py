@@ -25,6 +25,7 @@ def no_trainer_is_left() -> Iterator[None]:
     assert wait_for_no_trainers() == set()
 
 
+@pytest.mark.usefixtures("torch_in_the_zygote")
 def test_a_process_that_is_killed_is_replaced_and_no_step_is_lost(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,11 +18,14 @@ from sparkhvd.runner import context, run_local
 from sparkhvd.runner.gpu import decide, probe
 from sparkhvd.runner.trainer import Trainer
 from sparkhvd.settings import Settings
+from tests.harness.by_value import by_value
 from tests.harness.fake_driver import fake_driver, uuid_of
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import left_to_soak
 
 pytestmark = pytest.mark.processes
+
+travels_by_value = by_value(__name__)
 
 ASK = "import sys, json; from sparkhvd.runner.gpu.probe import cuda_uuids; print(json.dumps(cuda_uuids(sys.argv[1])))"
 

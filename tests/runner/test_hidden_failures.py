@@ -13,12 +13,15 @@ from sparkhvd.errors import RankError
 from sparkhvd.runner import run
 from sparkhvd.runner.live_output import hidden_failures
 from sparkhvd.spark import SparkShim
+from tests.harness.by_value import by_value
 from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.spark
+
+travels_by_value = by_value(__name__)
 
 
 class Log:

@@ -25,9 +25,12 @@ from sparkhvd.runner.outcomes import OutcomeKind
 from sparkhvd.runner.protocol import Prologue
 from sparkhvd.runner.trainer import Trainer
 from sparkhvd.settings import JobSettings, Settings
+from tests.harness.by_value import by_value
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.pure
+
+travels_by_value = by_value(__name__)
 
 KEY = secrets.token_hex(32)
 

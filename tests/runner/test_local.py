@@ -22,6 +22,7 @@ from sparkhvd.runner import context, run_local
 from sparkhvd.settings import Settings
 from sparkhvd.topology import HOROVOD_NAMES
 from tests.harness import faults
+from tests.harness.by_value import by_value
 from tests.harness.paths import ROOT
 from tests.harness.processes import is_alive, wait_for_no_trainers, wait_until_gone
 from tests.harness.soak import left_to_soak
@@ -30,6 +31,8 @@ from tests.harness.waiting import wait_until
 from tests.runner.test_run_loggers import Kept
 
 pytestmark = pytest.mark.processes
+
+travels_by_value = by_value(__name__)
 
 
 @pytest.fixture(autouse=True)

@@ -144,7 +144,9 @@ def test_one_rank_of_the_active_session_and_what_its_launch_leaves(spark: SparkS
 
     context.setJobDescription("nightly")
     try:
-        ((threads, processors, (program,)),) = run(found, args=(os.urandom(2 << 20),), num_proc=1)
+        ((threads, processors, (program,)),) = run(
+            found, args=(os.urandom(2 << 20),), num_proc=1, env={"SPARKHVD_NURSERY": "0"}
+        )
         tracker = context._jsc.sc().statusStore()  # type: ignore[union-attr]  # classic
 
         def described() -> bool:
@@ -305,7 +307,7 @@ def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -
     options = job.LaunchOptions(
         shared=files,
         run_dir="runs/a",
-        requirements=("torch",),
+        requirements=("numpy",),
         env={"SPARKHVD_NURSERY": "0"},
     )
     report = job.launch(SparkShim(spark), body, (), {}, 2, options)

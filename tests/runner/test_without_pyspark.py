@@ -50,6 +50,9 @@ def of_horovod():
     import sparkhvd.horovod.spark.torch
 
 if __name__ == "__main__":
+    from sparkhvd.runner.zygote_client import of_this_process
+
+    of_this_process._useful.add("torch")  # imported once, where each rank would
     refusals = {name: refused(lambda: getattr(sparkhvd, name)) for name in sparkhvd.__all__}
     print(json.dumps({
         "ranks": sparkhvd.run_local(add, args=(3,), num_proc=2),
@@ -100,7 +103,8 @@ def test_functions_run_on_this_host_and_spark_is_named_where_it_is_needed(
 
 def test_scripts_run_and_the_doctor_examines(without: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import sparkhvd.torch as hvd\nhvd.init()\nprint('of', hvd.size())\n")
+    # The test before has ranks that import torch.
+    script.write_text("from sparkhvd import launchers\nprint('of', launchers.find().job.size)\n")
     command = [sys.executable, "-m", "sparkhvd.runner.command", "-np", "2", sys.executable, script]
     for each, text in ((command, "[1] of 2"), ([*command[:2], "sparkhvd", "doctor"], "ok   torch")):
         done = subprocess.run(each, env=without, capture_output=True, text=True, timeout=120)

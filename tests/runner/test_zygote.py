@@ -25,12 +25,15 @@ from sparkhvd.runner import context, run_local
 from sparkhvd.runner.processes import InheritedPipes
 from sparkhvd.runner.zygote_client import ZygoteClient, of_this_process
 from sparkhvd.settings import Settings
+from tests.harness.by_value import by_value
 from tests.harness.paths import ROOT
 from tests.harness.processes import ZYGOTE, children, find, is_alive, wait_until_gone
 from tests.harness.soak import SOAK, left_to_soak, soak
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.processes
+
+travels_by_value = by_value(__name__)
 
 FRESH = Settings(nursery="0")
 # Of the job, and not of the process.
@@ -327,7 +330,9 @@ PROGRAM = """
 import os, sys, time
 from sparkhvd.runner import run_local
 from sparkhvd.runner.zygote_client import of_this_process
-from tests.runner.test_zygote import pid_and_parent
+
+def pid_and_parent():
+    return os.getpid(), os.getppid()
 
 if __name__ == "__main__":
     run_local(pid_and_parent, num_proc=2, verbose=0)
@@ -462,7 +467,9 @@ SHARED = """
 import os, sys
 from sparkhvd.runner import run_local
 from sparkhvd.runner.zygote_client import of_this_process
-from tests.runner.test_zygote import pid_and_parent
+
+def pid_and_parent():
+    return os.getpid(), os.getppid()
 
 if __name__ == "__main__":
     of_this_process.share(os.getppid())
@@ -528,4 +535,4 @@ def test_the_setting_decides_for_ranks(
         return lazy_compiler.is_loaded()
 
     env = {"SPARKHVD_LAZY_COMPILER": setting, "SPARKHVD_NURSERY": nursery}
-    assert run_local(trains, num_proc=2, env=env, verbose=0) == [expected] * 2
+    assert run_local(trains, num_proc=1, env=env, verbose=0) == [expected]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sparkhvd.runner import run
+from tests.harness.by_value import by_value
 from tests.harness.processes import ZYGOTE, is_alive
 from tests.harness.soak import soak
 from tests.harness.waiting import wait_until
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.spark
+
+travels_by_value = by_value(__name__)
 
 
 def parent() -> tuple[int, str]:

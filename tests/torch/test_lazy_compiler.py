@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sparkhvd import lazy_compiler
 from tests.harness.paths import ROOT
-from tests.harness.soak import soak
+from tests.harness.soak import SOAK, left_to_soak
 
 pytestmark = pytest.mark.processes
 
-PROGRAMS = {
-    "estimator, training loop, worker, a rank's optimizer, a process group": (
-        "from sparkhvd import TorchEstimator; import sparkhvd.estimator.transform.worker, sparkhvd.training.train; "
-        "import torch, sparkhvd.torch as hvd; hvd.init(); p = torch.nn.Parameter(torch.ones(2)); "
-        "o = hvd.DistributedOptimizer(torch.optim.Adam([p])); p.sum().backward(); o.step(); o.zero_grad(); "
-        "o.load_state_dict(o.state_dict()); "
-        "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)"
-    ),
-}
+# Runs programs in forks of a process that has imported torch, as each would for seconds: [status, output] by name.
+FORKS = """
+import json, os, sys, traceback, torch
+
+found = {}
+for name, text in json.load(sys.stdin).items():
+    if not (pid := os.fork()):
+        status = 1
+        try:
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            exec(compile(text, name, "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with open(name) as output:
+        found[name] = status, output.read()
+print(json.dumps(found))
+"""
 
 
-def python(program: str, *args: str) -> str:
-    command = [sys.executable, "-c", program, *args]
+def run(programs: dict[str, str], folder: Path) -> dict[str, tuple[int, str]]:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=250, cwd=ROOT, check=False
+        [sys.executable, "-c", FORKS],
+        input=json.dumps(programs),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    found: dict[str, tuple[int, str]] = json.loads(done.stdout)
+    return found
 
 
-@pytest.mark.parametrize("what", PROGRAMS)
-def test_no_compiler_is_imported_by(what: str) -> None:
-    unwanted = ("sympy", "torch._inductor.config", lazy_compiler.REAL)
-    ending = f"; import sys; print([n for n in {unwanted!r} if n in sys.modules])"
-    assert python(PROGRAMS[what] + ending).strip() == "[]"
+NO_COMPILER = f"""
+from sparkhvd import TorchEstimator
+import sparkhvd.estimator.transform.worker, sparkhvd.training.train
+import sys, torch, sparkhvd.torch as hvd
 
+hvd.init()
+p = torch.nn.Parameter(torch.ones(2))
+o = hvd.DistributedOptimizer(torch.optim.Adam([p]))
+p.sum().backward()
+o.step()
+o.zero_grad()
+o.load_state_dict(o.state_dict())
+torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+unwanted = ("sympy", "torch._inductor.config", {lazy_compiler.REAL!r})
+print([name for name in unwanted if name in sys.modules])
+"""
 
 TRAINING = """
 import hashlib, sys, torch
@@ -84,23 +120,9 @@ def digest():
 """
 
 
-def test_every_optimizer_of_torch_gives_the_same_bits() -> None:
-    program = (
-        f"{TRAINING}\nlazy_compiler.install()\nlazy = digest(), lazy_compiler.is_loaded()\n"
-        "import torch._dynamo.utils\nprint(*lazy, digest(), lazy_compiler.is_loaded())"
-    )
-    lazy, was_loaded, plain, is_loaded = python(program).split()
-    assert (lazy, was_loaded, is_loaded) == (plain, "False", "True")
-
-
-# What loads the compiler, each in a fork of a process with the stand-in.
-LATER = """
+# What loads the compiler.
+SUBMODULE = """
 from pytest import raises as pytest_raises
-
-def step():
-    p.grad = torch.ones(2)
-    torch.compile(lambda: o.step(), backend="eager")()
-    assert p[0] < 0
 
 def submodule():
     import torch._dynamo.config as config
@@ -116,7 +138,8 @@ def submodule():
     from torch._dynamo.utils import counters
     from torch._dynamo.output_graph import counters as seen
     assert counters is seen
-
+"""
+DECORATOR = """
 def decorator():
     inner = torch.compiler.disable(lambda x: x + 1)
     outer = torch.compile(lambda x: inner(x) * 2, backend="eager")
@@ -129,8 +152,15 @@ def decorator():
     counter = CompileCounter()
     torch.compile(breaks, backend=counter)(torch.ones(2))
     assert counter.frame_count == 2
-
-import importlib, os, sys, torch
+"""
+STEP = """
+def step():
+    p.grad = torch.ones(2)
+    torch.compile(lambda: o.step(), backend="eager")()
+    assert p[0] < 0
+"""
+BEFORE = """
+import importlib, sys, torch
 from sparkhvd import lazy_compiler
 
 lazy_compiler.install()
@@ -140,54 +170,97 @@ p.grad = torch.zeros(2)
 o.step()
 o.zero_grad()
 assert not lazy_compiler.is_loaded()
-for case in [submodule, decorator] if sys.argv[1:] == ["quick"] else [step]:
-    if pid := os.fork():
-        assert os.waitpid(pid, 0)[1] == 0, case
-        continue
-    case()
-    assert lazy_compiler.is_loaded() and torch._dynamo is sys.modules["torch._dynamo"]
-    assert "lazy_compiler" not in repr(type(torch._dynamo))
-    # torch keeps its own function again.
-    o.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-    kept = vars(torch.optim.Optimizer.add_param_group.__wrapped__)["__dynamo_disable"]
-    assert "lazy_compiler" not in kept.__code__.co_filename, kept
-    sys.stdout.flush()
-    os._exit(0)
+"""
+AFTER = """
+assert lazy_compiler.is_loaded() and torch._dynamo is sys.modules["torch._dynamo"]
+assert "lazy_compiler" not in repr(type(torch._dynamo))
+# torch keeps its own function again.
+o.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+kept = vars(torch.optim.Optimizer.add_param_group.__wrapped__)["__dynamo_disable"]
+assert "lazy_compiler" not in kept.__code__.co_filename, kept
 """
 
+# The same bits before a submodule has loaded the compiler, and after.
+OPTIMIZERS = (
+    f"{TRAINING}{SUBMODULE}{BEFORE}\nlazy = digest(), lazy_compiler.is_loaded()\nsubmodule()\n{AFTER}\n"
+    "print(*lazy, digest(), lazy_compiler.is_loaded())"
+)
 
-def test_torch_is_as_ever_once_something_compiles() -> None:
-    python(LATER, "quick")
+BLOCK = """
+import sys, torch
+from sparkhvd import lazy_compiler
+
+p = torch.nn.Parameter(torch.zeros(2))
+with lazy_compiler.installed():
+    o = torch.optim.SGD([p], lr=0.1)
+    p.grad = torch.ones(2)
+    o.step()
+assert not lazy_compiler.is_loaded() and 'torch._dynamo' not in sys.modules
+assert '_dynamo' not in vars(torch)
+assert not vars(torch.optim.Optimizer.add_param_group.__wrapped__)
+o.step()
+assert lazy_compiler.is_loaded()
+with lazy_compiler.installed():
+    assert torch._dynamo.config
+assert lazy_compiler.is_loaded() and torch._dynamo.config
+"""
+
+ERROR = """
+import sys, torch
+from sparkhvd import lazy_compiler
+
+lazy_compiler.install()
+sys.modules['sympy'] = None
+for _ in range(2):
+    try:
+        torch.compile(lambda x: x)(torch.ones(1))
+    except ImportError as e:
+        assert 'sympy' in str(e)
+    else:
+        raise AssertionError
+p = torch.nn.Parameter(torch.zeros(2))
+torch.optim.SGD([p], lr=0.1)
+"""
+
+PROGRAMS = {
+    "no compiler": NO_COMPILER,
+    "optimizers": OPTIMIZERS,
+    "decorator": f"{DECORATOR}{BEFORE}\ndecorator()\n{AFTER}",
+    "block": BLOCK,
+}
+OF_SOAK = {"step": f"{STEP}{BEFORE}\nstep()\n{AFTER}", "error": ERROR}
 
 
-@soak("a step of an optimizer is compiled after steps with the stand-in")
-def test_a_step_is_compiled_after_steps_that_were_not() -> None:
-    python(LATER)
+Outputs = dict[str, tuple[int, str]]
 
 
-def test_a_block_leaves_torch_as_it_was() -> None:
-    python(
-        "import sys, torch\nfrom sparkhvd import lazy_compiler\n"
-        "p = torch.nn.Parameter(torch.zeros(2))\n"
-        "with lazy_compiler.installed():\n"
-        "    o = torch.optim.SGD([p], lr=0.1); p.grad = torch.ones(2); o.step()\n"
-        "assert not lazy_compiler.is_loaded() and 'torch._dynamo' not in sys.modules\n"
-        "assert '_dynamo' not in vars(torch)\n"
-        "assert not vars(torch.optim.Optimizer.add_param_group.__wrapped__)\n"
-        "o.step(); assert lazy_compiler.is_loaded()\n"
-        "with lazy_compiler.installed(): assert torch._dynamo.config\n"
-        "assert lazy_compiler.is_loaded() and torch._dynamo.config\n"
-    )
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    return run(PROGRAMS | (OF_SOAK if SOAK else {}), tmp_path_factory.mktemp("programs"))
 
 
-@soak("test_torch_is_as_ever_once_something_compiles")
-def test_an_error_of_the_import_reaches_what_compiles_each_time() -> None:
-    python(
-        "import sys, torch\nfrom sparkhvd import lazy_compiler\nlazy_compiler.install()\n"
-        "sys.modules['sympy'] = None\n"
-        "for _ in range(2):\n"
-        "    try: torch.compile(lambda x: x)(torch.ones(1))\n"
-        "    except ImportError as e: assert 'sympy' in str(e)\n"
-        "    else: raise AssertionError\n"
-        "p = torch.nn.Parameter(torch.zeros(2)); torch.optim.SGD([p], lr=0.1)\n"
-    )
+def test_no_compiler_is_imported_by_what_trains(outputs: Outputs) -> None:
+    """Run an estimator, the training loop, a worker, a rank's optimizer and a process group."""
+    status, output = outputs["no compiler"]
+    assert status == 0, output
+    assert output.splitlines()[-1] == "[]"
+
+
+def test_every_optimizer_of_torch_gives_the_same_bits(outputs: Outputs) -> None:
+    status, output = outputs["optimizers"]
+    assert status == 0, output
+    lazy, was_loaded, plain, is_loaded = output.splitlines()[-1].split()
+    assert (lazy, was_loaded, is_loaded) == (plain, "False", "True")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "decorator",
+        "block",
+        *left_to_soak("decorators and an optimizer's step, here", "step", "error"),
+    ],
+)
+def test_torch_is_as_ever_once_something_compiles(outputs: Outputs, program: str) -> None:
+    status, output = outputs[program]
+    assert status == 0, output

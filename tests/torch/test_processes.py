@@ -123,7 +123,7 @@ def everything() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reports() -> list[dict[str, Any]]:
+def reports(zygote_has_compiler: None) -> list[dict[str, Any]]:
     return run_local(everything, num_proc=2, verbose=0)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from sparkhvd.settings import Settings
+from tests.harness.fork_server import ForkServer
 from tests.harness.rank_process import RankProcess, rank_processes
-from tests.harness.soak import SOAK, amount
+from tests.harness.soak import SOAK, amount, soak
 
 pytestmark = pytest.mark.processes
 
@@ -35,7 +36,7 @@ def assert_lost(rank: RankProcess, lost: int) -> None:
     assert f"rank {lost}" in message["text"].lower(), message["text"]
 
 
-def one_round(seed: int) -> None:
+def one_round(seed: int, server: ForkServer) -> None:
     """Programs until a rank is killed; before that, ranks are stopped for a while."""
     dice = random.Random(seed)
     size = dice.choice((2, 3, 4)) if SOAK else 2
@@ -44,7 +45,7 @@ def one_round(seed: int) -> None:
         bucket_bytes=dice.choice((256, 4096, 1 << 25)), stall_shutdown_s=60, connect_timeout_s=60
     )
     body = "tests.torch.random_training:work"
-    with rank_processes(body, size, settings=settings, **layout) as ranks:
+    with rank_processes(body, size, settings=settings, server=server, **layout) as ranks:
         for rank in ranks:
             rank.tell(seed)
         for rank in ranks:
@@ -63,14 +64,17 @@ def one_round(seed: int) -> None:
                 assert_lost(rank, lost.rank)
 
 
+@soak(
+    "torch/test_exact: programs of each kind equal one process; engine/test_faults: a rank that is killed in training, or stopped"
+)
 @pytest.mark.timeout(SECONDS + 300)
-def test_random_programs_are_exact_and_a_killed_rank_is_named() -> None:
+def test_random_programs_are_exact_and_a_killed_rank_is_named(fork_server: ForkServer) -> None:
     dice = random.Random(SEED)
     until = time.monotonic() + SECONDS
     while True:
         seed = dice.randrange(2**32)
         try:
-            one_round(seed)
+            one_round(seed, fork_server)
         except BaseException as error:
             raise AssertionError(f"the round of seed {seed}") from error
         if time.monotonic() > until:

@@ -163,6 +163,7 @@ def uneven(rounds: int) -> None:
 
 
 @pytest.mark.timeout(SECONDS * 4 + 100)
+@pytest.mark.usefixtures("zygote_has_torch")
 @pytest.mark.parametrize(
     ("num_proc", "is_shared"),
     [(2, True), (3, True), (4, True), (4, False)] if SOAK else [(3, True), (2, False)],

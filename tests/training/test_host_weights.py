@@ -12,8 +12,11 @@ from torch import nn
 import sparkhvd.torch as hvd
 from sparkhvd.runner import run_local
 from sparkhvd.training.host_memory import SHARED_BYTES, share_frozen
+from tests.harness.by_value import by_value
 
 pytestmark = pytest.mark.processes
+
+travels_by_value = by_value(__name__)
 
 # Square matrices of 4 MiB.
 WIDTH, LAYERS = 1 << 10, 4

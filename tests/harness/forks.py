@@ -1,0 +1,31 @@
+"""Fixtures of ranks that are forks; apart from `fork_server.py`, because ranks import that, and pytest takes them long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness import fork_server as servers
+from tests.harness.fork_server import ForkServer
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Processes of `tests.harness.elastic` are forks of one that has imported torch."""
+    with servers.as_running() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def engine_server() -> Iterator[ForkServer]:
+    """Starts ranks that need no torch."""
+    with servers.of_engines() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ranks_are_forks(engine_server: ForkServer) -> Iterator[None]:
+    """Let ranks of `rank_processes` in this module be forks, where a test names no other server."""
+    with servers.as_default(engine_server):
+        yield
