@@ -21,6 +21,7 @@ from sparkhvd import (
     Settings,
     Store,
     TorchEstimator,
+    lazy_compiler,
 )
 from tests.estimator.fits import estimator, fitted, mlp
 from tests.harness import faults
@@ -48,6 +49,10 @@ def df(spark: SparkSession) -> DataFrame:
 
 MODEL = mlp(2)
 OTHER = mlp(2)
+with (
+    lazy_compiler.installed()
+):  # otherwise the collection of tests imports torch's compiler, for seconds
+    OF_OTHER, OF_MODEL = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (OTHER, MODEL))
 
 
 class Unpicklable(nn.Module):
@@ -92,7 +97,7 @@ LOCK = threading.Lock()
             "example torch.optim.Adam.",
         ),
         (
-            {"optimizer": torch.optim.SGD(OTHER.parameters(), lr=0.1)},
+            {"optimizer": OF_OTHER},
             "optimizer: parameter group 0 holds a parameter of shape (6, 2) that the model does not "
             "have, so it belongs to another model. Build the optimizer from this model's parameters()"
             " and the loss's parameters, or give a function of the parameters.",
@@ -198,7 +203,7 @@ LOCK = threading.Lock()
             "run_id is '../x'; it names a folder and may hold only letters, digits, '.', '_' and '-'.",
         ),
         (
-            {"model": lambda: mlp(2), "optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.1)},
+            {"model": lambda: mlp(2), "optimizer": OF_MODEL},
             "optimizer is an instance of SGD with the parameters of one model, but model is a function",
         ),
         ({"model": lambda: 3}, "model: the function returned 3; it must return a torch.nn.Module."),

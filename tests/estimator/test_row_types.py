@@ -19,8 +19,6 @@ from tests.harness.by_value import by_value
 
 pytestmark = pytest.mark.spark
 
-pl = pytest.importorskip("lightning", reason="Lightning is not installed")
-
 travels_by_value = by_value(__name__)
 
 # By Spark type: what a row has, and the dtype of the batch.
@@ -118,19 +116,24 @@ class FirstTwo(nn.Module):
         return self.net(x[:, :2])
 
 
-class Classes(pl.LightningModule):  # type: ignore[misc]  # untyped
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.net, self.folder = nn.Linear(2, 2), folder
+def classes(folder: Path) -> nn.Module:
+    import lightning
 
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.net(x)
+    class Classes(lightning.LightningModule):  # type: ignore[misc,name-defined]  # untyped
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 2)
 
-    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-        return step(self.folder, self.net, batch)
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            return step(folder, self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    return Classes()
 
 
 def common(folder: Path) -> dict[str, Any]:
@@ -168,13 +171,20 @@ def test_a_row_has_the_types_of_the_columns_and_a_batch_those_of_the_model(
     assert batch == {**{n: t[1] for n, t in wanted.items()}, "label": "int64", "weight": "float32"}
 
 
+@pytest.fixture(scope="module")
+def lightning() -> None:
+    """Load Lightning before the check for what a test leaves: it sets an environment variable."""
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+
+
+@pytest.mark.usefixtures("lightning")
 def test_rows_of_horovods_lightning_estimator_likewise(spark: SparkSession, tmp_path: Path) -> None:
     from sparkhvd.horovod.spark.lightning import TorchEstimator
 
     given = common(tmp_path)
     given["feature_cols"] = [*given["feature_cols"], "text", "bytes"]
     model = TorchEstimator(
-        model=Classes(tmp_path),
+        model=classes(tmp_path),
         transformation_edit_fields=[("declared", np.float64, None, False)],
         **given,
     ).fit(rows(spark))

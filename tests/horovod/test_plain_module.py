@@ -7,20 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-pl = pytest.importorskip("lightning", reason="runs where lightning is")
-
-import torch  # noqa: E402 - after importorskip
-from torch import nn  # noqa: E402
-
-from sparkhvd.data.columns.binding import Argument, InputBinding  # noqa: E402
-from sparkhvd.data.columns.labels import LabelBinding  # noqa: E402
-from sparkhvd.errors import InvalidArgumentError  # noqa: E402
-from sparkhvd.horovod.spark.lightning.plain import PlainModule, package_name  # noqa: E402
-from sparkhvd.lightning.loop import RowFunction  # noqa: E402
-from sparkhvd.training.loss_functions import resolve_losses  # noqa: E402
+from sparkhvd.data.columns.binding import Argument, InputBinding
+from sparkhvd.data.columns.labels import LabelBinding
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.horovod.spark.lightning.plain import PlainModule, package_name
+from sparkhvd.lightning.loop import RowFunction
+from sparkhvd.training.loss_functions import resolve_losses
 
 pytestmark = pytest.mark.pure
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lightning() -> None:
+    """Load Lightning, for seconds, only where these tests run."""
+    pytest.importorskip("lightning", reason="runs where lightning is")
+
 
 LABELS = LabelBinding(("y",), ("float32",), ("elementwise",), (True,), (None,))
 
@@ -79,7 +83,9 @@ def test_the_package_is_that_of_callbacks() -> None:
     import pytorch_lightning
 
     assert package_name([None, pytorch_lightning.Callback()]) == "pytorch_lightning"
-    assert package_name([pl.LightningDataModule]) == "lightning.pytorch"
+    from lightning import LightningDataModule
+
+    assert package_name([LightningDataModule]) == "lightning.pytorch"
 
 
 def test_batches_for_lightning_get_the_types_of_the_model() -> None:
