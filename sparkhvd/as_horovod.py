@@ -130,7 +130,12 @@ class Stub:
 
 @functools.cache
 def stub(name: str, instead: str) -> type[Any]:
-    """Create the stub of a name with its module."""
+    """Create the stub class for an unsupported name of Horovod.
+
+    Args:
+        name: full name, with its module.
+        instead: what to use instead, for the message.
+    """
     module, _, last = name.rpartition(".")
     refusal = f"{name} is not in sparkhvd: {instead}."
     return type(last, (Stub,), {"__module__": module, "refusal": refusal})

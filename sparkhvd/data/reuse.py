@@ -68,7 +68,10 @@ class PreparedData:
 
     @property
     def is_other_each_time(self) -> bool:
-        """True if a nondeterministic plan computed the data for this fit."""
+        """True if another fit would compute other values, because the DataFrame's plan is nondeterministic.
+
+        False for reused data, which this fit did not compute.
+        """
         return not self.reused and OTHER_VALUES in self.reason
 
 

@@ -474,7 +474,7 @@ class _Completer:
                 self._changed.notify()
 
     def forget(self, work: Work) -> None:
-        """Forget a finished work."""
+        """Stop polling a finished work."""
         with self._changed:
             self._works = [each for each in self._works if each[1] is not work]
 

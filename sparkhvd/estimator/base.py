@@ -244,9 +244,8 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
 
         Data without a plan key (see `reuse`) are deleted after the last model, or when the iterator is dropped.
         The index of the param map is appended to a `run_id`: `mine-0`, `mine-1`. For a second DataFrame with this
-            run_id, as
-        in the second fold of a CrossValidator, the run ids are `mine-fold2-0`, `mine-fold2-1`. `data_key` is not used,
-        because a CrossValidator calls this method once per fold, with other rows each time.
+        run_id, as in the second fold of a CrossValidator, the run ids are `mine-fold2-0`, `mine-fold2-1`. `data_key` is
+        not used, because a CrossValidator calls this method once per fold, with other rows each time.
         """
         check_dataframe("fit", dataset)
         shared = self.copy()

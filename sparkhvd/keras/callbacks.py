@@ -166,7 +166,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             optimizer.momentum = momentum * after / before
 
     def _optimizer(self) -> Any:
-        """Return the optimizer that steps, which is the inner optimizer of a loss-scaling optimizer."""
+        """Return the model's optimizer, without a wrapper for loss scaling."""
         optimizer = self.model.optimizer
         return getattr(optimizer, "inner_optimizer", optimizer)
 

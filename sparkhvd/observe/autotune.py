@@ -1,9 +1,8 @@
 """Find the fastest settings during training.
 
 `Search` chooses the settings to try next by the speeds of earlier settings, without a clock or an engine. `Tuner`
-counts
-steps, measures speeds, and changes the settings of all ranks between the same two operations: rank 0 decides, and
-broadcasts its decision as an operation in the common order of all ranks.
+counts steps, measures speeds, and changes the settings of all ranks between the same two operations: rank 0 decides,
+and broadcasts its decision as an operation in the common order of all ranks.
 
 Only knobs that cannot change the bits of results are tuned, unless `autotune="all"` allows all knobs.
 """

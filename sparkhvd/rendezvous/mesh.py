@@ -243,7 +243,11 @@ class MeshBuilder:
             sock.close()
 
     def _receive_notice(self, notice: Notice) -> None:
-        """Raise the error of a notice of this generation, keep a later notice, drop an earlier notice."""
+        """Handle a notice by its generation.
+
+        A notice of the current generation raises its error. A notice of a later generation is kept, and a notice of an
+        earlier generation is dropped.
+        """
         if notice.generation == self.stage.generation:
             raise self.errors.reported(notice)
         if notice.generation > self.stage.generation:

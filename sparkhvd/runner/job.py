@@ -93,7 +93,9 @@ def launch(
 def prewarm(
     shim: SparkShim, num_proc: int, options: LaunchOptions, *, is_barrier: bool = True
 ) -> Prewarm | None:
-    """Return what tasks before a launch need to start its zygotes; None if zygotes are off.
+    """Prepare the early start of a launch's zygotes; None if zygotes are off.
+
+    Tasks of an earlier Spark job call the result, so the zygotes import torch while that job runs.
 
     Args:
         shim: of the session.

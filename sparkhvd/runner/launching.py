@@ -297,6 +297,6 @@ def write_to(stream: TextIO, text: str) -> None:
 
 
 def line_of(text: str, *, timestamp: bool) -> str:
-    """Add a newline and, if requested, the local time in front."""
+    """Make a line of output: the text and a newline, with the local time in front if `timestamp` is True."""
     now = f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} " if timestamp else ""
     return f"{now}{text}\n"

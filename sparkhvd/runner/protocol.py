@@ -280,7 +280,7 @@ def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _inside(fn: Callable[..., object]) -> Callable[..., object] | None:
-    """Return the function inside a callable without code of its own; None if unknown."""
+    """Unwrap a partial or another wrapper by one level; None if there is no wrapper."""
     if isinstance(fn, functools.partial):
         return fn.func
     return None if hasattr(fn, "__code__") else getattr(fn, "__wrapped__", None)

@@ -1,15 +1,15 @@
-"""Client of the zygote: start one for the launches of this process, and request forks of trainers.
+"""Start a zygote, a process with torch already imported, and request trainers from it as forks.
 
-A later launch then costs a fork instead of an interpreter that imports torch. A zygote fits a launch if everything is
-equal that imports and the start of a process depend on: interpreter, search path, variables of numerical libraries, the
-loader and malloc, limits, processors, and network and file systems. Any difference starts another zygote, and the
-previous one ends with its last trainer.
+A fork costs less than a new interpreter with an import of torch. A zygote fits a launch only if nothing differs that
+affects imports or the start of a process: interpreter, search path, variables of numerical libraries, the loader and
+malloc, limits, processors, and network and file systems. If anything differs, the launch starts another zygote, and
+the previous zygote ends with its last trainer.
 
 **Threads**: requests of several threads are serialized. **Ownership**: an ordinary process has its own zygote, which
 ends with it. The short-lived Python workers of a Spark executor share the zygote of their parent process. Its socket
 has an abstract name, and both sides reject a peer of another user. **Shutdown**: with the process that it belongs to,
-or after `idle_s` without work; after a few seconds if two newer zygotes of the same executor exist. **Failure**: a fresh
-process replaces a fork.
+or after `idle_s` without work; after a few seconds if two newer zygotes of the same executor exist. **Failure**: a
+fresh process replaces a fork.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class TrainSpec:
         keeps_global_batch: the ranks share batches of `least_ranks * batch_size` rows, instead of `batch_size` on each.
         looks_for_gpu: if Spark assigned no GPU to the rank, use one that torch sees.
         transformed: the columns that the user's transformations return; None without transformations.
-        trial: collated columns for two rows. The ranks try the model with them after training, because the driver could
-            not try it; None if the driver could.
+        trial: not None if the driver could not find the sizes of the model's outputs. The ranks then run the trained
+            model on their first batch. The value, collated columns of two rows, is not used.
         checks_pairs: rank 0 checks that loss and metrics pair rows, because the driver could not.
         timeline: steps of a launch in the run's timeline; 0 for no timeline.
         torch_settings: torch settings of the driver, see `torch_settings`.

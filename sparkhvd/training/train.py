@@ -165,9 +165,12 @@ def connect(spec: TrainSpec) -> torch.device:
 def tried_widths(
     spec: TrainSpec, program: Program, data: Data, device: torch.device
 ) -> tuple[int, ...]:
-    """Find the number of elements per row of each output, if the driver could not; () if it stays unknown.
+    """Find the elements per row of each output, by running the model on this rank's first batch.
 
-    All ranks must call it, because the model may communicate. Each rank runs the model on its first batch.
+    All ranks must call it, because the model may communicate.
+
+    Returns:
+        The numbers. () if `spec.trial` is None, or if the model fails.
     """
     if spec.trial is None:
         return ()

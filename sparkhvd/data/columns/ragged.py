@@ -82,7 +82,12 @@ class Ragged:
         return np.repeat(self.starts - ahead, self.lengths) + np.arange(int(self.lengths.sum()))
 
     def padded(self, value: float, length: int | None = None) -> Array:
-        """Pad or cut rows to (rows, length, *inner); None means the length of the longest row."""
+        """Make an array (rows, length, *inner): pad short rows with `value`, and cut long rows.
+
+        Args:
+            value: fills short rows.
+            length: None means the length of the longest row.
+        """
         width = math.prod(self.inner)
         longest = int(self.lengths.max()) // max(width, 1) if len(self) else 0
         out_length = longest if length is None else length

@@ -53,7 +53,7 @@ class Model(Protocol):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Records of the epochs."""
+        """One record per epoch, as in `TorchModel.history`."""
 
     @property
     def training_data(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Facts of a run on a table.
+    """Table, seed and other facts for training a run again.
 
     Attributes:
         table: version of the table, with the filter.

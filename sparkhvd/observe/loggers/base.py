@@ -129,7 +129,7 @@ class Delivery:
     """Queue of numbers and calls for a sink, with a thread that delivers them."""
 
     def __init__(self, sink: Sink, patience_s: float, say: Callable[[str], object]) -> None:
-        """Start the thread, whose first call is the sink's `start`.
+        """Start the delivery thread. It calls the sink's `start` first.
 
         Args:
             sink: destination.

@@ -111,7 +111,7 @@ class ElasticProcessesOnHosts:
                     agent.ask("signal", number=number, member=member)
 
     def _serve(self, agent: _Agent) -> None:
-        """Start an agent, and dispatch its messages until its end."""
+        """Start an agent, and handle its messages until the agent ends."""
         why = ""
         try:
             connection = HostConnection(HostSlots(agent.host, 0, 0), self._reach, self._reaper)

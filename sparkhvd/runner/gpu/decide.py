@@ -253,10 +253,11 @@ def _seen(address: str, visible: str | None) -> str:
 
 
 def views(mode: str, visible: str | None) -> list[dict[str, str | None]]:
-    """Changes to `variables`; a rank's process reports its visible GPUs under each of them.
+    """List the environments in which a rank's process looks for GPUs.
 
-    The first is no change. The second, if different, is the executor's value: a GPU that this process does not
-    see, as in a container, would also hide those after it in the list.
+    Each is a change to the result of `variables`. The first changes nothing. The second has the executor's value of
+    CUDA_VISIBLE_DEVICES. It is needed if a listed GPU is missing, as in a container: CUDA then also hides the GPUs
+    after it in the list.
 
     Args:
         mode: of `GpuMode`.

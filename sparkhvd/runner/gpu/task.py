@@ -28,7 +28,7 @@ def variables(context: TaskContext, mode: str) -> dict[str, str]:
 
 
 def views(mode: str) -> list[dict[str, str | None]]:
-    """Views of a trainer on the GPUs; see `decide.views`."""
+    """List the environments in which a trainer looks for GPUs; see `decide.views`."""
     return decide.views(mode, inherited(VISIBLE))
 
 
