@@ -14,7 +14,7 @@ from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.modules.weights import Weights
 from sparkhvd.training.optimizer import Overrides
 from sparkhvd.training.torch_settings import TorchSettings
-from sparkhvd.training.types import Columns, History
+from sparkhvd.training.types import History
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class TrainSpec:
         keeps_global_batch: the ranks share batches of `least_ranks * batch_size` rows, instead of `batch_size` on each.
         looks_for_gpu: if Spark assigned no GPU to the rank, use one that torch sees.
         transformed: the columns that the user's transformations return; None without transformations.
-        trial: not None if the driver could not find the sizes of the model's outputs. The ranks then run the trained
-            model on their first batch. The value, collated columns of two rows, is not used.
+        finds_widths: the ranks run the trained model on their first batch to find the sizes of its outputs, because the
+            driver could not.
         checks_pairs: rank 0 checks that loss and metrics pair rows, because the driver could not.
         timeline: steps of a launch in the run's timeline; 0 for no timeline.
         torch_settings: torch settings of the driver, see `torch_settings`.
@@ -120,7 +120,7 @@ class TrainSpec:
     keeps_global_batch: bool = False
     looks_for_gpu: bool = False
     transformed: DataSchema | None = None
-    trial: Columns | None = None
+    finds_widths: bool = False
     checks_pairs: bool = False
     timeline: int = 0
     torch_settings: TorchSettings = field(default_factory=dict)
@@ -145,7 +145,7 @@ class TrainResult:
         skipped: for "training" and "validation" the rows skipped by `handle_invalid` and the rows in total, if the
             ranks checked rows.
         warning: rank 0's message about damaged checkpoints and the training that was repeated for this reason, or "".
-        widths: elements per row of the model's outputs, if the ranks tried the model (`TrainSpec.trial`).
+        widths: elements per row of the model's outputs, if the ranks tried the model (`TrainSpec.finds_widths`).
         profile: times of the training, see `Profile.gather`; {} on all ranks except rank 0.
     """
 

@@ -170,9 +170,9 @@ def tried_widths(
     All ranks must call it, because the model may communicate.
 
     Returns:
-        The numbers. () if `spec.trial` is None, or if the model fails.
+        The numbers. () if not `spec.finds_widths`, or if the model fails.
     """
-    if spec.trial is None:
+    if not spec.finds_widths:
         return ()
     model = in_mode(program.model, is_training=False)
     inputs = spec.inputs.without(program.user.label_arguments)

@@ -99,7 +99,7 @@ def build_train_spec(
         keeps_global_batch=options.elastic_batch == "global",
         looks_for_gpu=request.cluster.looks_for_gpu,
         transformed=transformed,
-        trial=data.examples if widths is None and not program.user.feeds_model else None,
+        finds_widths=widths is None and not program.user.feeds_model,
         torch_settings=settings_here(),
         checks_pairs=request.pairs.is_left,
         fingerprint=fingerprint(request, data),
