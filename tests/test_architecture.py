@@ -486,6 +486,15 @@ def test_words_by_which_make_chooses_cpp_tests_are_parts_of_names() -> None:
     assert sorted(unknown) == []
 
 
+def test_tests_that_make_names_exist() -> None:
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / "Makefile").read_text())
+    assert len(named) > 3
+    missing = [
+        (file, name) for file, name in named if f"def {name}(" not in (ROOT / file).read_text()
+    ]
+    assert missing == []
+
+
 def test_links_in_the_documents_lead_somewhere() -> None:
     broken = []
     for page in [
