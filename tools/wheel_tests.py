@@ -43,8 +43,10 @@ class Missing(Exception):
 
 # Tests of the engine need no torch.
 TESTS = "tests/engine"
+# Harness module whose fixtures they use, without an import of it.
+FIXTURES = "forks"
 # Import of a harness module.
-USE = re.compile(r"from tests\.harness(?:\.(\w+)| import ([\w, ]+))")
+USE = re.compile(r"from tests\.harness(?:\.| import )(\w+)")
 
 
 def python_of(version: str) -> str:
@@ -83,15 +85,18 @@ def copy_tests() -> Path:
 
 def harness_names() -> set[str]:
     """Name the harness modules that the tests use, because the tests' configuration imports all, and many need torch."""
-    used: set[str] = set()
-    files = [*(ROOT / TESTS).rglob("*.py"), ROOT / "tests" / "conftest.py"]
+    used = {FIXTURES}
+    harness = ROOT / "tests" / "harness"
+    files = [
+        *(ROOT / TESTS).rglob("*.py"),
+        harness.parent / "conftest.py",
+        harness / f"{FIXTURES}.py",
+    ]
     while files:
         text = files.pop().read_text()
-        new = {
-            name for pair in USE.findall(text) for name in ", ".join(filter(None, pair)).split(", ")
-        } - used
+        new = set(USE.findall(text)) - used
         used |= new
-        files += [ROOT / "tests" / "harness" / f"{name}.py" for name in new]
+        files += [harness / f"{name}.py" for name in new]
     return used
 
 
