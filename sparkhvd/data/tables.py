@@ -163,6 +163,8 @@ _CODE_PATTERNS = (
     "DESERIALIZE_TO_OBJECT",
     "TYPED_FILTER",
 )
+# Expressions with random or otherwise changing values.
+_NONDETERMINISTIC = "org.apache.spark.sql.catalyst.expressions.Nondeterministic"
 # Transformers of Spark ML run Scala functions of these packages, which are known to read nothing else.
 _ML_PACKAGES = ("org.apache.spark.ml.", "org.apache.spark.sql.ml.")
 
@@ -200,8 +202,10 @@ def plan_facts(df: DataFrame) -> PlanFacts:
         return PlanFacts(f"the plan reads {', '.join(others)}")
     patterns = _jvm(df.sparkSession).org.apache.spark.sql.catalyst.trees.TreePattern
     # Spark counts the clock as deterministic, so it needs its own check. A subquery hides its leaves.
-    if not plan.deterministic() or plan.containsPattern(patterns.CURRENT_LIKE()):
+    if plan.containsPattern(patterns.CURRENT_LIKE()) or not _is_repeatable(plan, df.sparkSession):
         return PlanFacts(OTHER_VALUES)
+    if not plan.deterministic():
+        return PlanFacts("Spark counts a stage of Spark ML in the plan as nondeterministic")
     if plan.containsPattern(patterns.PLAN_EXPRESSION()):
         return PlanFacts("the plan has a subquery")
     if any(_contains(plan, patterns, name) for name in _CODE_PATTERNS) or (
@@ -584,6 +588,29 @@ def _contains(plan: JavaObject, patterns: JavaPackage, name: str) -> bool:
     except (Py4JError, TypeError):  # another version of Spark lacks the pattern
         return False
     return bool(plan.containsPattern(pattern))
+
+
+def _is_repeatable(plan: JavaObject, session: SparkSession) -> bool:
+    """Whether a plan gives the same values each time it is computed.
+
+    StringIndexer and VectorAssembler mark their functions as nondeterministic only to run once per row.
+    """
+    if plan.deterministic():
+        return True
+    random = _jvm(session).java.lang.Class.forName(_NONDETERMINISTIC)
+
+    def gives_same(expression: JavaObject) -> bool:
+        if expression.deterministic():
+            return True
+        below = list(_items(expression.children()))
+        if _class_name(expression) == "ScalaUDF":
+            name = str(expression.function().getClass().getName())
+            return name.startswith(_ML_PACKAGES) and all(map(gives_same, below))
+        is_source = random.isInstance(expression) or all(c.deterministic() for c in below)
+        return not is_source and all(map(gives_same, below))
+
+    below = (_is_repeatable(child, session) for child in _items(plan.children()))
+    return all(map(gives_same, _items(plan.expressions()))) and all(below)
 
 
 def _is_ml_code(plan: JavaObject, patterns: JavaPackage) -> bool:

@@ -99,6 +99,8 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
     def _fit(self, dataset: DataFrame) -> M:
         """Train on a DataFrame; Spark's `fit` calls this method."""
         check_dataframe("fit", dataset)
+        if self._scope is None:  # not within a fold
+            self._folds.end()
         return self._fit_sources(dataframe_sources(dataset, self._get("validation")))
 
     def fit_on_parquet(

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
@@ -49,6 +50,10 @@ def prepared(df: DataFrame, store: Store, *, app_id: str = "app", **options: Any
 def numbers(spark: SparkSession, rows: int = 20) -> DataFrame:
     # In one partition: each costs a Python worker.
     return spark.range(0, rows, 1, 1).select("id", (F.col("id") * 0.5).alias("label"))
+
+
+def assembled(df: DataFrame) -> DataFrame:
+    return VectorAssembler(inputCols=["x"], outputCol="vector").transform(df)
 
 
 def without_a_key(spark: SparkSession, label: float) -> DataFrame:
@@ -395,6 +400,17 @@ def test_functions_of_spark_ml_are_part_of_the_plan(spark: SparkSession, store: 
         (lambda s: numbers(s).withColumn("label", F.rand(1)), "other values each time"),
         (
             lambda s: numbers(s).withColumn("label", F.unix_timestamp(F.current_timestamp())),
+            "other values each time",
+        ),
+        (
+            lambda s: assembled(numbers(s).withColumn("x", F.rand(1))),
+            "other values each time",
+        ),
+        (lambda s: assembled(numbers(s).withColumn("x", F.col("id"))), "a stage of Spark ML"),
+        (
+            lambda s: assembled(numbers(s).withColumn("x", F.col("id"))).withColumn(
+                "label", F.spark_partition_id()
+            ),
             "other values each time",
         ),
         (

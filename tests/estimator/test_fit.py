@@ -482,6 +482,7 @@ def test_cross_validation_and_param_maps(
     assert best.bestModel.uid == est.uid
     runs = {path.split("/")[1] for path in store.list("runs", recursive=True)}
     assert runs == {"cv", "cv-0", "cv-1", "cv-fold2-0", "cv-fold2-1"}
+    assert est._folds.label() == ""  # another search begins with its first fold
     # One set of data per fold, whatever the param maps, and one for the best model. Nothing names them later.
     assert len(set(written)) == len(written) == 3
     assert store.list("data", recursive=True) == []

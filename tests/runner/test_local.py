@@ -129,6 +129,19 @@ def test_ranks_know_the_standard_variables_and_their_threads() -> None:
     assert int(found[0]["OMP_NUM_THREADS"]) >= 1
 
 
+def test_idle_threads_of_a_rank_spin_briefly_unless_the_user_says_otherwise() -> None:
+    def spins() -> list[str | None]:
+        return [os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")]
+
+    settings = Settings(nursery="0")  # a zygote for each environment would take seconds
+    for env, expected in (
+        ({}, ["3000", None]),
+        ({"GOMP_SPINCOUNT": "7"}, ["7", None]),
+        ({"OMP_WAIT_POLICY": "active"}, [None, "active"]),
+    ):
+        assert run_local(spins, num_proc=1, env=env, settings=settings) == [expected]
+
+
 def test_user_variables_win_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads() -> tuple[int, list[str | None]]:
         here = context()

@@ -337,8 +337,13 @@ class Folds:
     def __init__(self) -> None:
         """Start without folds."""
         self._lock = threading.Lock()
-        self._seen: dict[str, list[Hashable]] = {}
-        self._num_calls = 0
+        self.end()
+
+    def end(self) -> None:
+        """End a search: the next one begins with its first fold. A CrossValidator ends by a fit of the best Params."""
+        with self._lock:
+            self._seen: dict[str, list[Hashable]] = {}
+            self._num_calls = 0
 
     def label(self) -> str:
         """Count the calls of `fitMultiple`; return a label such as "fold 2" from the second call on, before that ""."""

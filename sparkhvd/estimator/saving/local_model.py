@@ -69,10 +69,11 @@ def load_local(path: str | os.PathLike[str] | Store, *, trust: bool = False) -> 
         stages = store.list("stages")
         if len(stages) == 1:
             return load_local(store.below(stages[0]), trust=trust)
-        listed = ", ".join(repr(f"{shown.rstrip('/')}/{stage}") for stage in stages)
+        models = [stage for stage in stages if _class_of(store.below(stage), shown) in CLASSES]
+        listed = " or ".join(repr(f"{shown.rstrip('/')}/{stage}") for stage in models or stages)
         raise InvalidArgumentError(
             f"load_local({shown!r}): this is a pipeline of {len(stages)} stages, but Spark's stages run only in Spark. Give the folder of "
-            f"the model, and predict on data that the earlier stages have transformed: {listed}."
+            f"the model, {listed}, and predict on data that the earlier stages have transformed."
         )
     content = metadata.get(KEY)
     if name not in CLASSES or not isinstance(content, dict):
@@ -125,6 +126,10 @@ def _metadata(store: Store, shown: str) -> dict[str, Any]:
             f"load_local({shown!r}): {file} is not the line that Spark writes ({e}). The directory is damaged: save it again."
         ) from e
     return values if isinstance(values, dict) else {}
+
+
+def _class_of(store: Store, shown: str) -> str:
+    return present_name(str(_metadata(store, shown).get("class")))
 
 
 def _only_file(store: Store, folder: str) -> str:
