@@ -16,6 +16,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, IntegerType, StructField, StructType
 
+from sparkhvd.data.columns.binding import quoted
 from sparkhvd.data.tables import element_names
 from sparkhvd.errors import InvalidArgumentError
 
@@ -75,11 +76,24 @@ def permutation_importance(
         seed: seed of sampling and permutations.
 
     Raises:
-        InvalidArgumentError: there are fewer than two rows, or `num_rows` or `repeats` is too small.
+        InvalidArgumentError: there are fewer than two rows, `num_rows` or `repeats` is too small, `evaluator` is no evaluator of
+            Spark ML, or the DataFrame lacks a column of the model or the evaluator.
     """
+    if not isinstance(evaluator, Evaluator):
+        raise InvalidArgumentError(
+            f"permutation_importance: evaluator is {evaluator!r:.100}; it must be an evaluator of Spark ML, such as "
+            'BinaryClassificationEvaluator(labelCol="label").'
+        )
     if num_rows < 2 or repeats < 1:
         raise InvalidArgumentError(
             f"permutation_importance: num_rows is {num_rows} and repeats {repeats}; they must be at least 2 and 1."
+        )
+    transform(df)  # reports a missing column before any job
+    label = evaluator.getOrDefault("labelCol") if evaluator.hasParam("labelCol") else None
+    if label is not None and str(label).partition(".")[0] not in df.columns:
+        raise InvalidArgumentError(
+            f"permutation_importance: the evaluator's labelCol is {label!r}, which the DataFrame does not have. Its columns are: "
+            f"{quoted(df.columns)}."
         )
     spark = df.sparkSession
     columns = list(dict.fromkeys(columns))

@@ -377,8 +377,8 @@ class Step:
 
 
 _NAN_HINT = (
-    "Look for NaN in the data and for division by zero in the model, lower the learning rate or set "
-    "gradient_clip_norm."
+    "Look for NaN in the data and for division by zero in the model, scale features and labels with large values "
+    "(StandardScaler), lower the learning rate or set gradient_clip_norm."
 )
 
 

@@ -125,3 +125,9 @@ def test_what_cannot_be_permuted_is_an_error(df: DataFrame, evaluator: Regressio
         model.permutation_importance(df.limit(1), evaluator)
     with pytest.raises(InvalidArgumentError, match="at least 2 and 1"):
         model.permutation_importance(df, evaluator, repeats=0)
+    with pytest.raises(InvalidArgumentError, match="'x', which the DataFrame does not have"):
+        model.permutation_importance(df.drop("x"), evaluator)
+    with pytest.raises(InvalidArgumentError, match="labelCol is 'y', which the DataFrame does not"):
+        model.permutation_importance(df.drop("y"), evaluator)
+    with pytest.raises(InvalidArgumentError, match="evaluator is 'auc'; it must be an evaluator"):
+        model.permutation_importance(df, "auc")

@@ -255,7 +255,8 @@ def test_terminate_on_nan_ends_all_ranks_with_one_message(tmp_path: Path, accumu
         assert isinstance(error, InvalidArgumentError)
         assert str(error) == (
             f"terminate_on_nan: the loss is nan on rank 1, epoch 1, step {3 if accumulate == 1 else 2}. Look for NaN "
-            "in the data and for division by zero in the model, lower the learning rate or set gradient_clip_norm."
+            "in the data and for division by zero in the model, scale features and labels with large values "
+            "(StandardScaler), lower the learning rate or set gradient_clip_norm."
         )
     assert Checkpoints(ending.store, RUN_DIR).latest() is None
 

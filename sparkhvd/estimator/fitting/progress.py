@@ -279,8 +279,8 @@ class EpochReporter:
             self._warn_once(
                 "loss",
                 f"{name} of epoch {record['epoch']} is {record[name]}: the training has diverged, or the loss divides by 0 or takes "
-                f"the logarithm of 0. Lower learning_rate{now}, or set gradient_clip_norm=1.0; terminate_on_nan=True ends such a "
-                "fit at the first such step.",
+                f"the logarithm of 0. Lower learning_rate{now}, or set gradient_clip_norm=1.0; terminate_on_nan=True ends the "
+                "fit at the first such step. Scale features and labels with large values (StandardScaler).",
             )
         for name, value in record.items():
             if value != value and not losses:
