@@ -285,7 +285,9 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             report = self._run_ranks(request, spec, options)
             recorder.is_trained = True
         fanout.load(report.results[0].profile)
-        reporter.ended(report.results[0].stopped, len(report.results[0].history))
+        result = report.results[0]
+        reporter.ended(result.stopped, len(result.history))
+        reporter.returns(result.epoch, result.history, spec.monitor.name)
         if request.options.timeline and cluster.verbose:
             of_this_process.print(
                 f"timeline: {request.run.timeline_url} (open it in ui.perfetto.dev)"

@@ -172,7 +172,7 @@ class RegressionSummary(_Summary):
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """Summary of a training; `str` returns it in one line.
+    """Summary of a training; printed or shown in a notebook it is one line.
 
     Attributes:
         history: one record per epoch.
@@ -203,6 +203,9 @@ class TrainingSummary:
         if self.timings:
             shown.append(f"{sum(self.timings.values()):.1f} s")
         return ", ".join([epochs, *shown])
+
+    def __repr__(self) -> str:
+        return f"TrainingSummary({self})"
 
 
 def horovod_history(history: History, num_labels: int) -> History:

@@ -81,6 +81,9 @@ class Report:
         self.document = loads(dumps(document), JSON_NAME)
         self.html = render(self.document)
 
+    def __repr__(self) -> str:
+        return f"Report({self.document.get('run_id') or 'fit'}): save(path) writes the page, a notebook shows it"
+
     def _repr_html_(self) -> str:
         """Return the page in a frame, which isolates its style from the notebook's style."""
         return f'<iframe srcdoc="{escape(self.html)}" sandbox style="width:100%;height:800px;border:0"></iframe>'

@@ -38,6 +38,7 @@ def test_summary(history: list[dict[str, Any]], losses: list[float], text: str) 
     assert summary.totalIterations == len(history)
     assert summary.objectiveHistory == losses
     assert str(summary) == text
+    assert repr(summary) == f"TrainingSummary({text})"  # what a cell of a notebook shows
     assert str(TrainingSummary(history, {}, "run-1")) == text.removesuffix(", 3.8 s")
 
 

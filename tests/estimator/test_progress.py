@@ -267,11 +267,15 @@ def test_lines_of_fits_that_train_at_once_bear_their_names(
         with second:
             save(checkpoints, 2)
     first.ended("enough", 2)
+    history = [{"epoch": 1, "val_auc": 0.90531}, {"epoch": 2, "val_auc": 0.9}]
+    first.returns(1, history, "val_auc")
+    first.returns(2, history, "val_auc")  # the last epoch's weights need no line
     lines = [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "epoch 1/2"
     assert sorted(lines[1:]) == [
         "[cv-0] epoch 2/2",
         "[cv-0] stopped after epoch 2/2: enough",
+        "[cv-0] the model has the weights of epoch 1/2: val_auc 0.9053",
         "[cv-1: batch_size=4] epoch 2/2",
     ]
 

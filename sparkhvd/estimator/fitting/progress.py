@@ -21,6 +21,7 @@ from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.report.charts import format_seconds
 from sparkhvd.training.checkpoints.files import Checkpoints, epoch_of
 from sparkhvd.training.metrics import RESERVED
+from sparkhvd.training.types import History
 from sparkhvd.wire import read_json
 
 # Seconds between two reads of the metrics file; shorter epochs are reported together.
@@ -262,6 +263,14 @@ class EpochReporter:
         """Prefix in the line that all fits share: the label, or the part of the name after the last "-"."""
         shown = self._label or ("" if self._is_alone else self._name.rpartition("-")[2])
         return f"[{shown}] " if shown else ""
+
+    def returns(self, epoch: int, history: History, monitor: str) -> None:
+        """Print which epoch's weights the model has, if they are not the last ones."""
+        value = next((r.get(monitor) for r in history if r["epoch"] == epoch), None)
+        if self._verbose and isinstance(value, (int, float)) and epoch != history[-1]["epoch"]:
+            of_this_process.print(
+                f"{self._prefix}the model has the weights of epoch {epoch}/{self._epochs}: {monitor} {value:.4g}"
+            )
 
     def ended(self, reason: str, epoch: int) -> None:
         """Print why a fit ended before its last epoch, such as "stopped after epoch 4/10: val_loss has not ..."."""
