@@ -258,7 +258,7 @@ class SparkShim:
                 if isinstance(e, Exception) and has_died(self.session):
                     raise SparkhvdError(
                         f"Spark's JVM has died while it ran {description or 'a job'!r}; look for the reason in its log (out of memory, "
-                        "or killed). Start a new session, in a new process if need be: this session is lost."
+                        "or killed). This session is lost. Start a new one, in a new process if that fails."
                     ) from e
                 raise
 
@@ -530,7 +530,7 @@ def needs_pyspark(what: str) -> Iterator[None]:
         if isinstance(e, SparkUnavailableError) or e.name != "pyspark":
             raise
         raise SparkUnavailableError(
-            f"{what} needs pyspark, and {sys.executable} has none. Run `pip install 'sparkhvd[spark]'`, which brings Spark, too; `pip "
+            f"{what} needs pyspark, which {sys.executable} does not have. Run `pip install 'sparkhvd[spark]'`, which brings Spark, too; `pip "
             "install pyspark-client` for a client of Spark Connect, or databricks-connect for one of Databricks. In a runtime that has a "
             "pyspark of its own, start the program with its Python.",
             name="pyspark",

@@ -361,7 +361,7 @@ def page(
         r'"(.*)"', (ROOT / "sparkhvd" / "_version.py").read_text().split("__version__")[1]
     )
     assert version is not None
-    return f"""# Versions that were tried
+    return f"""# Tested versions
 
 <!-- Written by `make release`; do not edit. -->
 

@@ -235,7 +235,8 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             store_run_model(request.store, spec.run_dir, model, spec.epochs)
             recorder.lap("prepare")
             report = self._launch(request, spec, recorder, fanout)
-            recorder.launched(report, request.store)
+            monitor = spec.monitor.name if spec.return_best else ""
+            recorder.launched(report, request.store, monitor)
         _complete(model, request, spec, data, report)
         return model, report.results[0].epoch
 

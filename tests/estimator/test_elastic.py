@@ -120,7 +120,7 @@ def assert_changes_are_told(fitted: TorchModel) -> None:
     assert again == lost["repeated_rows"] <= 3 * 8
     assert [len(epoch["rows"]) for epoch in document["epochs"]][-1] == 2
     html = fitted.report().html
-    assert "Changes of the ranks" in html
+    assert "Elastic training" in html
     assert "joined as rank 1" in html
 
 

@@ -253,6 +253,7 @@ def test_params_of_training_reach_the_ranks(
     assert [r["lr"] for r in history] == pytest.approx([0.05 * (1 - 3 * e / 27) for e in (1, 2, 3)])
     best = max(history, key=lambda r: r["val_r2"])["epoch"]
     saved = Checkpoints(store, "runs/shaped").load(best).model
+    assert fitted.report().document["best"]["epoch"] == best
     for name, value in fitted.getModel().state_dict().items():
         assert torch.equal(value, saved[name])
     # In 16 bits as validation was, until the model says otherwise.

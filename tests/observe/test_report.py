@@ -238,4 +238,8 @@ def test_tiles_show_validation_and_the_best_epoch() -> None:
     page = render(document(history=history))
     assert "<b>0.4</b><span>lowest val_loss, epoch 2</span>" in page
     assert "<b>0.2</b><span>loss</span>" in page
-    assert "least" not in render(document(history=history[:1]))
+    assert "lowest" not in render(document(history=history[:1]))
+    chosen = {"name": "val_auc", "epoch": 1, "value": 0.9}
+    assert "<b>0.9</b><span>best val_auc, epoch 1</span>" in render(
+        document(history=history, best=chosen)
+    )

@@ -92,13 +92,13 @@ def test_functions_run_on_this_host_and_spark_is_named_where_it_is_needed(
     )
     assert set(answer["refusals"]) == {f"Torch{kind}" for kind in kinds}
     assert answer["refusals"]["TorchEstimator"] == (
-        f"sparkhvd.estimator.TorchEstimator needs pyspark, and {sys.executable} has none. Run `pip install "
+        f"sparkhvd.estimator.TorchEstimator needs pyspark, which {sys.executable} does not have. Run `pip install "
         "'sparkhvd[spark]'`, which brings Spark, too; `pip install pyspark-client` for a client of Spark Connect, or "
         "databricks-connect for one of Databricks. In a runtime that has a pyspark of its own, start the program with "
         "its Python."
     )
-    assert answer["run"].startswith("A session of Spark needs pyspark, and ")
-    assert answer["horovod"].startswith("horovod.spark.torch needs pyspark, and ")
+    assert answer["run"].startswith("A session of Spark needs pyspark, which ")
+    assert answer["horovod"].startswith("horovod.spark.torch needs pyspark, which ")
 
 
 def test_scripts_run_and_the_doctor_examines(without: dict[str, str], tmp_path: Path) -> None:

@@ -135,10 +135,21 @@ class Recorder:
                 "settings": {name: str(value) for name, value in changed.items()},
             }
 
-    def launched(self, report: JobReport[TrainResult], store: Store) -> None:
-        """Record how the ranks ended, and end the launch phase."""
+    def launched(self, report: JobReport[TrainResult], store: Store, monitor: str = "") -> None:
+        """Record how the ranks ended, and end the launch phase.
+
+        Args:
+            report: report of the ranks.
+            store: store of the run.
+            monitor: number that has chosen the epoch of the model's weights; "" for the last epoch.
+        """
         with _harmless(store):
             self._launched(report)
+            result = report.results[0]
+            chosen = [r for r in result.history if r["epoch"] == result.epoch and monitor in r]
+            if chosen:
+                best = {"name": monitor, "epoch": result.epoch, "value": chosen[0][monitor]}
+                self._facts |= {"best": best}
 
     def _launched(self, report: JobReport[TrainResult]) -> None:
         now = time.time()

@@ -61,11 +61,11 @@ def render(document: Document) -> str:
         ("Time of the fit", _phases, ""),
         ("Losses and metrics", _curves, "charts"),
         ("Throughput", _throughput, "charts"),
-        ("Why it took so long", _waits, ""),
+        ("Wait times", _waits, ""),
         ("Load of the ranks", _load, "charts"),
         ("Epochs", _epochs, ""),
         ("Relaunches", _relaunches, ""),
-        ("Changes of the ranks", _rank_changes, ""),
+        ("Elastic training", _rank_changes, ""),
         ("Collectives of rank 0", _collectives, ""),
         ("Buckets of gradients", _buckets, ""),
         ("Ranks", _ranks, ""),
@@ -161,7 +161,7 @@ def _header(document: Document) -> str:
         for name in (training, validation)
         if name
     ]
-    tiles += _best(history, found)
+    tiles += _best(document, history, found)
     if rows := total([r.get("rows") for r in history]):
         seconds = total([r.get("seconds") for r in history])
         tiles.append(("rows/s in training", format_number(round(rows / max(seconds, 1e-9)))))
@@ -179,8 +179,13 @@ def _header(document: Document) -> str:
     return f'<h1>{escape(str(document.get("run_id") or "fit"))}</h1>{shown}<div class="tiles">{cells}</div>'
 
 
-def _best(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Make the tile of the epoch with the smallest loss; validation loss is preferred."""
+def _best(
+    document: Document, history: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Make the tile of the best epoch: by the monitored number, else by the validation loss, else by the loss."""
+    if best := document.get("best"):
+        text = f"best {best['name']}, epoch {format_number(number(best['epoch']))}"
+        return [(text, format_number(number(best["value"])))]
     name = next((name for name in ("val_loss", "loss") if name in names), None)
     losses = [(number(r.get(name or "")), number(r.get("epoch"))) for r in history]
     finite = [(loss, epoch) for loss, epoch in losses if math.isfinite(loss)]
@@ -350,12 +355,12 @@ def _rank_changes(document: Document) -> str:
                 str(each["why"]),
             )
         )
-    header = ["when", "ranks", "until they met", "in epoch", "rows trained on again", "who and why"]
+    header = ["when", "ranks", "connect time", "epoch", "repeated rows", "reason"]
     return _table(header, rows)
 
 
 def _collectives(document: Document) -> str:
-    header = ["collective", "algorithm", "operations", "failed", "bytes", "bytes each"]
+    header = ["collective", "algorithm", "operations", "failed", "bytes", "mean bytes"]
     rows = []
     for entry in document.get("collectives") or ():
         count = number(entry["operations"])
@@ -366,7 +371,7 @@ def _collectives(document: Document) -> str:
         size = round(number(entry["bytes"]) / max(1.0, count))
         cells = (count, number(entry["failures"]), number(entry["bytes"]), size)
         rows.append([str(entry["collective"]), str(entry["algorithm"]), *cells, *means])
-    return _table([*header, "agreeing", "queued", "running"], rows)
+    return _table([*header, "negotiation", "queue", "run"], rows)
 
 
 def _buckets(document: Document) -> str:
@@ -401,29 +406,28 @@ def _names(values: Mapping[str, object] | None) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The document of a report is JSON with these entries, each of which may be missing.
-#     run_id, store, state, error    which run; "finished", "failed" or "interrupted", and why
+# The document of a report is JSON with these entries, each of which may be missing. Lists "by rank" have an entry per
+# rank.
+#     run_id, store, state, error    name of the run; "finished", "failed" or "interrupted"; the error
 #     began, seconds                 time of the start (ISO, UTC); seconds of the whole fit on the driver
 #     phases                         [{"name", "seconds"}], in order; their sum is `seconds`
-#     history                        the records of the epochs, as `TorchModel.history`
-#     epochs                         [{"epoch", "rows", "seconds", "data_wait_s", "gradient_wait_s"}], each a list by
-# rank
-#     load                           [{"host", "time", "cpu_percent", "rss_megabytes", "gpu_percent", "gpu_megabytes"}]
-# by rank, each a list by
-#                                    sample, one per second or less; `time` in seconds since 1970, null for what is not
-# known
-#     steps                          steps of all ranks by duration: `counts[i]` of at least `first_s` * 2 ** (i /
-# `per_octave`) seconds
-#     collectives, buckets           counters of rank 0's engine, see docs/monitoring.md; [{"name", "kind",
-# "parameters", "bytes"}]
-#     ranks                          [{"host", "device", "phases", "peak_rss_bytes", ...}], by rank
-#     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
-#     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an
-# elastic job: how long after
-#                                    the start, from how many to how many; rows of the epoch that are trained on again.
-# The last two may be missing
+#     history                        records of the epochs, as `TorchModel.history`
+#     best                           {"name", "epoch", "value"} of the epoch whose weights the model has, if chosen
+#     epochs                         [{"epoch", "rows", "seconds", "data_wait_s", "gradient_wait_s"}], each a list by rank
+#     load                           by rank {"host", "time", "cpu_percent", "rss_megabytes", "gpu_percent",
+#                                    "gpu_megabytes"}: lists by sample, one per second or less; `time` in seconds since
+#                                    1970; null if unknown
+#     steps                          steps of all ranks by duration: `counts[i]` steps of at least
+#                                    `first_s` * 2 ** (i / `per_octave`) seconds
+#     collectives                    counters of rank 0's engine, see docs/monitoring.md
+#     buckets                        [{"name", "kind", "parameters", "bytes"}]
+#     ranks                          by rank {"host", "device", "phases", "peak_rss_bytes", ...}
+#     relaunches                     [{"cause", "seconds"}]; seconds after the start
+#     rank_changes                   of an elastic job [{"seconds", "before", "after", "took_s", "why", "epoch",
+#                                    "repeated_rows"}]: seconds after the start, numbers of ranks, repeated rows of the
+#                                    epoch; the last two may be missing
 #     data                           texts by name: rows, columns, table and version
-#     params, settings, versions     texts by name; those that were given, or differ from the default
+#     params, settings, versions     texts by name, if given or different from the default
 #
 # A number that is not finite is a text ("nan", "inf", "-inf"), which JSON can hold.
 

@@ -64,7 +64,7 @@ class _Difference:
 
 @dataclass(frozen=True)
 class _Made:
-    """A change by a callback that a checkpoint cannot keep."""
+    """Change of a callback outside of the checkpoint."""
 
     what: str
     callback: str
