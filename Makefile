@@ -89,7 +89,7 @@ $(CLASSES): tests/harness/jvm.py $(PACKAGES) | java
 
 classes: $(CLASSES)
 
-# Otherwise both workers would compile the bytecode of torch and of the tests.
+# Otherwise every worker would compile the bytecode of torch and of the tests.
 collected: $(ENV)
 	@$(PY) -m pytest --collect-only -q | tail -n 1
 

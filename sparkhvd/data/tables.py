@@ -597,7 +597,9 @@ def _is_repeatable(plan: JavaObject, session: SparkSession) -> bool:
     """
     if plan.deterministic():
         return True
-    random = _jvm(session).java.lang.Class.forName(_NONDETERMINISTIC)
+    from py4j.java_gateway import is_instance_of
+
+    gateway = session.sparkContext._gateway
 
     def gives_same(expression: JavaObject) -> bool:
         if expression.deterministic():
@@ -606,7 +608,9 @@ def _is_repeatable(plan: JavaObject, session: SparkSession) -> bool:
         if _class_name(expression) == "ScalaUDF":
             name = str(expression.function().getClass().getName())
             return name.startswith(_ML_PACKAGES) and all(map(gives_same, below))
-        is_source = random.isInstance(expression) or all(c.deterministic() for c in below)
+        is_source = is_instance_of(gateway, expression, _NONDETERMINISTIC) or all(
+            c.deterministic() for c in below
+        )
         return not is_source and all(map(gives_same, below))
 
     below = (_is_repeatable(child, session) for child in _items(plan.children()))

@@ -76,10 +76,10 @@ def permutation_importance(
         seed: seed of sampling and permutations.
 
     Raises:
-        InvalidArgumentError: there are fewer than two rows, `num_rows` or `repeats` is too small, `evaluator` is no evaluator of
-            Spark ML, or the DataFrame lacks a column of the model or the evaluator.
+        InvalidArgumentError: there are fewer than two rows, `num_rows` or `repeats` is too small, `evaluator` has no method
+            `evaluate`, or the DataFrame lacks a column of the model or the label of an evaluator of Spark ML.
     """
-    if not isinstance(evaluator, Evaluator):
+    if not callable(getattr(evaluator, "evaluate", None)):
         raise InvalidArgumentError(
             f"permutation_importance: evaluator is {evaluator!r:.100}; it must be an evaluator of Spark ML, such as "
             'BinaryClassificationEvaluator(labelCol="label").'
@@ -88,13 +88,16 @@ def permutation_importance(
         raise InvalidArgumentError(
             f"permutation_importance: num_rows is {num_rows} and repeats {repeats}; they must be at least 2 and 1."
         )
-    transform(df)  # reports a missing column before any job
-    label = evaluator.getOrDefault("labelCol") if evaluator.hasParam("labelCol") else None
-    if label is not None and str(label).partition(".")[0] not in df.columns:
-        raise InvalidArgumentError(
-            f"permutation_importance: the evaluator's labelCol is {label!r}, which the DataFrame does not have. Its columns are: "
-            f"{quoted(df.columns)}."
-        )
+    transform(df)  # reports a missing column before rows are sampled
+    # Evaluators of a user's own may read other columns than their Params say.
+    is_of_spark = type(evaluator).__module__ == "pyspark.ml.evaluation"
+    if is_of_spark and evaluator.hasParam("labelCol"):
+        label = str(evaluator.getOrDefault("labelCol"))
+        if not {label, label.partition(".")[0]} & {*df.columns}:
+            raise InvalidArgumentError(
+                f"permutation_importance: the evaluator's labelCol is {label!r}, which the DataFrame does not have. Its columns are: "
+                f"{quoted(df.columns)}."
+            )
     spark = df.sparkSession
     columns = list(dict.fromkeys(columns))
     rows = df.orderBy(F.rand(seed ^ _SALT)).limit(num_rows).collect()
@@ -116,7 +119,6 @@ def permutation_importance(
     fields = [StructField(f"c{i}", f.dataType) for i, f in enumerate(df.schema.fields)]
     sampled = spark.createDataFrame(numbered, StructType([*fields, *_NUMBERS]))
     predicted = transform(_permuted(sampled, df.schema, parts, repeats))
-    is_of_spark = type(evaluator).__module__ == "pyspark.ml.evaluation"
     number = 1 + len(permutations)
     if is_of_spark:
         copies = _copies_of_rows(_read_columns(predicted, evaluator), number)

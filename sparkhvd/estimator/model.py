@@ -306,7 +306,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             seed: seed of sampling and permutations.
 
         Raises:
-            InvalidArgumentError: there are fewer than two rows, or `num_rows` or `repeats` is too small.
+            InvalidArgumentError: there are fewer than two rows, `num_rows` or `repeats` is too small, `evaluator` has no
+                method `evaluate`, or a column of the model or the evaluator's label is missing.
         """
         columns = self._get("feature_cols") or [c.name for c in self._require_fitted().columns]
         return permutation_importance(

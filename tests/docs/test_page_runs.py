@@ -40,7 +40,7 @@ LIBRARIES = {"fastapi", "mlflow", "onnxruntime", "peft", "tensorboard", "transfo
 ALWAYS = ("README.md", "docs/quickstart.md", "docs/datasets.md:petastorm")
 # Programs without Spark that only `make soak` runs, each with what runs instead.
 LEFT_TO_SOAK = {
-    "docs/coming_from_ddp.md:before": "plain torch, none of ours, for which each rank imports the compiler",
+    "docs/coming_from_ddp.md:before": "plain torch without sparkhvd; each rank would import the compiler",
     "docs/lightning.md:trainer": "lightning/test_page: this very program",
     "docs/lightning.md:fabric": "lightning/test_page: this very program",
 }

@@ -86,15 +86,16 @@ def test_names_come_through_scalers_and_renames_but_not_through_other_stages(df:
 
 
 class OfHalf(RegressionEvaluator):
-    """Evaluator of a user's own that reads another column."""
+    """Evaluator of a user's own that reads other columns than its Params say."""
 
     def _evaluate(self, dataset: DataFrame) -> float:
-        return super()._evaluate(dataset.where("`which half` = 0"))
+        half = dataset.where("`which half` = 0")
+        return super()._evaluate(half.withColumn(self.getLabelCol(), F.col("y")))
 
 
 def test_an_evaluator_of_ones_own_reads_any_column(df: DataFrame) -> None:
     model: Any = fitted(exact(), inputs=3)
-    evaluator = OfHalf(labelCol="y", predictionCol="y__output", metricName="mse")
+    evaluator = OfHalf(labelCol="made", predictionCol="y__output", metricName="mse")
     halves = df.withColumn("which half", (F.col("y") > 2).cast("int"))
     found = model.permutation_importance(halves, evaluator, num_rows=40, repeats=1)
     assert [each.feature for each in found] == ["much", "some", "none"]

@@ -112,7 +112,10 @@ def test_ranks_train_a_module_whose_methods_return_nothing(tmp_path: Path) -> No
     net = ReturnsNothing(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     case = Case(
-        Store.create(tmp_path / "store"), net, optimizer, options={"epochs": 1, "finds_widths": True}
+        Store.create(tmp_path / "store"),
+        net,
+        optimizer,
+        options={"epochs": 1, "finds_widths": True},
     )
     assert case.train(1).widths == (1,)
 

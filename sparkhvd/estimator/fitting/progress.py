@@ -266,8 +266,9 @@ class EpochReporter:
 
     def returns(self, epoch: int, history: History, monitor: str) -> None:
         """Print which epoch's weights the model has, if they are not the last ones."""
-        value = next((r.get(monitor) for r in history if r["epoch"] == epoch), None)
-        if self._verbose and isinstance(value, (int, float)) and epoch != history[-1]["epoch"]:
+        value = next((r.get(monitor) for r in history if r.get("epoch") == epoch), None)
+        is_last = not history or history[-1].get("epoch") == epoch
+        if self._verbose and isinstance(value, (int, float)) and not is_last:
             of_this_process.print(
                 f"{self._prefix}the model has the weights of epoch {epoch}/{self._epochs}: {monitor} {value:.4g}"
             )

@@ -144,16 +144,15 @@ class Recorder:
             monitor: number that has chosen the epoch of the model's weights; "" for the last epoch.
         """
         with _harmless(store):
-            self._launched(report)
-            result = report.results[0]
-            chosen = [r for r in result.history if r["epoch"] == result.epoch and monitor in r]
-            if chosen:
-                best = {"name": monitor, "epoch": result.epoch, "value": chosen[0][monitor]}
-                self._facts |= {"best": best}
+            self._launched(report, monitor)
 
-    def _launched(self, report: JobReport[TrainResult]) -> None:
+    def _launched(self, report: JobReport[TrainResult], monitor: str) -> None:
         now = time.time()
         result = report.results[0]
+        for record in result.history:
+            if record.get("epoch") == result.epoch and monitor in record:
+                best = {"name": monitor, "epoch": result.epoch, "value": record[monitor]}
+                self._facts |= {"best": best}
         whole, self._lap = now - self._lap, now
         ranks = [dict(rank) for rank in result.profile.get("ranks", ())]
         own = ranks[0]["phases"] if ranks else {}
