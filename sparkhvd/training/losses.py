@@ -139,7 +139,7 @@ def _scalar(
             f"loss returned {_shape_of(value)} for an output of shape {tuple(output.shape)} and a label of shape "
             f"{tuple(label.shape)}; it must return one number, the mean over the rows."
         )
-    scalar = value.reshape(())
+    scalar = value.reshape(()) if value.ndim else value
     if program.is_sum[index]:
         scalar = scalar / len(output)
     factor = spec.loss_weights[index]

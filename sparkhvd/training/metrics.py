@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -583,6 +584,11 @@ class Forward:
     num_rows: int
     parts: tuple[tuple[Tensor, float], ...] = ()
 
+    @functools.cached_property
+    def loss_sum(self) -> Tensor:
+        """The loss times its weight, in float64 without a gradient."""
+        return self.loss.detach().double() * self.weight
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -827,6 +833,7 @@ class Totals:
         # Sums of loss * weight, weight, and rows, then of the metrics; in float64, for precise sums of millions of
         # rows.
         self.values = torch.zeros(3 + len(self._means), dtype=torch.float64, device=device)
+        self._sums = self.values.unbind()  # views: `values[i] += x` takes two more operations per batch
         # Sums of loss * weight, and of weight, for each label.
         self.parts = torch.zeros(num_parts, 2, dtype=torch.float64, device=device)
 
@@ -866,16 +873,16 @@ class Totals:
     def add(self, batch: Forward) -> None:
         """Add a batch."""
         if batch.weight:  # skip a mean over no rows, which may be NaN
-            self.values[0] += batch.loss.detach().double() * batch.weight
-            self.values[1] += batch.weight
+            self._sums[0].add_(batch.loss_sum)
+            self._sums[1].add_(batch.weight)
         for part, (value, weight) in zip(self.parts, batch.parts, strict=True):
             if weight:
                 part += torch.stack([value.double() * weight, part.new_tensor(weight)])
-        self.values[2] += batch.num_rows
-        for i, metric in enumerate(self._means, start=3):
+        self._sums[2].add_(batch.num_rows)
+        for total, metric in zip(self._sums[3:], self._means, strict=True):
             output = batch.outputs[metric.label].detach()
             with self._watched(metric.name):
-                self.values[i] += metric.row_sum(output, batch.labels[metric.label])
+                total.add_(metric.row_sum(output, batch.labels[metric.label]))
         for state in self._states:
             with self._watched(state.name, "(rows,)"):
                 state.update(batch.outputs[state.label].detach(), batch.labels[state.label])

@@ -149,7 +149,7 @@ class Step:
         """Run forward and backward, and reduce the gradients; return the factor that `apply` needs."""
         self.optimizer.zero_grad()
         weight, problem = 0.0, ""
-        loss: Tensor | float = 0.0
+        loss: Tensor | None = None
         for batch, columns in batches:
             with self.spans.span("forward"):
                 result = self.result(batch, columns)
@@ -159,11 +159,11 @@ class Step:
                 with self.spans.span("backward"):
                     self.backward(result, plan)
                 problem = problem or self.check_loss(result)
-                loss = loss + result.loss.detach() * result.weight
+                loss = result.loss_sum if loss is None else loss + result.loss_sum
             weight += result.weight
             if totals is not None:
                 totals.add(result)
-        self.last_loss = (loss, weight)
+        self.last_loss = (0.0 if loss is None else loss, weight)
         # Runs at the same time as the reduction of gradients.
         sums = self.send_weight(weight, problem)
         began = time.perf_counter()
@@ -270,7 +270,7 @@ class Step:
     def backward(self, result: Forward, plan: StepPlan) -> None:
         """Add the gradients of a batch to the step's gradients."""
         share = result.weight if self.is_sum else result.weight / plan.num_rows
-        loss = result.loss * share
+        loss = result.loss if share == 1.0 else result.loss * share
         try:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         except RuntimeError as e:
