@@ -833,7 +833,8 @@ class Totals:
         # Sums of loss * weight, weight, and rows, then of the metrics; in float64, for precise sums of millions of
         # rows.
         self.values = torch.zeros(3 + len(self._means), dtype=torch.float64, device=device)
-        self._sums = self.values.unbind()  # views: `values[i] += x` takes two more operations per batch
+        # Views, because `values[i] += x` takes two more operations per batch.
+        self._sums = self.values.unbind()
         # Sums of loss * weight, and of weight, for each label.
         self.parts = torch.zeros(num_parts, 2, dtype=torch.float64, device=device)
 
