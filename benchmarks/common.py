@@ -60,7 +60,7 @@ def warm_up(spark: Any, cores: int) -> None:
 
 
 def native_program(name: str, report: Report) -> str:
-    """Return the path of a program of native/bench, built if that is possible; "" without it."""
+    """Return the path of a program of native/bench, built if that is possible, or "" without it."""
     program = ROOT / "build" / "native" / name
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if cmake and (program.parent / "CMakeCache.txt").exists():
@@ -176,7 +176,7 @@ class Report:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str | Sequence[Target]]]
     ) -> None:
-        """Add a table; a cell is text or targets, which are counted at the end."""
+        """Add a table. A cell is text or targets, which are counted at the end."""
         lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         for row in rows:
             cells = []

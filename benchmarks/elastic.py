@@ -88,7 +88,7 @@ class Job:
         )
 
     def together(self) -> list[int]:
-        """Wait until all ranks have made steps together; return their processes."""
+        """Wait until all ranks have made steps together and return their processes."""
 
         def are_there() -> list[int]:
             pids = self.ranks()
@@ -99,7 +99,7 @@ class Job:
         return wait_for(are_there, f"{RANKS} ranks that train together")
 
     def kill(self, pid: int) -> float:
-        """Kill a rank; return the time."""
+        """Kill a rank and return the time."""
         self.ended.add(pid)
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)

@@ -55,7 +55,7 @@ def loop_ms(epochs: int, *, is_distributed: bool) -> float:
 
 
 def fit(spark: Any, epochs: int) -> tuple[list[tuple[float, float, int]], float]:
-    """Train; return wall clock, CPU and bytes written of rank 0 at the end of each epoch, and the driver's CPU seconds."""
+    """Train and return wall clock, CPU and bytes written of rank 0 at the end of each epoch, and the driver's CPU seconds."""
     import numpy as np
     import pandas as pd
     import torch

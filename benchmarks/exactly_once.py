@@ -167,7 +167,7 @@ def stage(
 
 
 def histories(loader: Loader, count: int, *, resizes: bool, folder: Path) -> dict[str, Any]:
-    """Kill and resume a loader; return rows lost and doubled, and the longest state."""
+    """Kill and resume a loader, and return rows lost and doubled, and the longest state."""
     chosen, found, longest = random.Random(7), Counter[str](), 0
     for _ in range(count):
         size, batch_size = chosen.randint(1, MOST_RANKS), BATCH
@@ -213,7 +213,7 @@ def ours(path: str, shuffle_bytes: int) -> Steps:
 
 
 def written(folder: Path) -> str:
-    """Write the rows for `sparkhvd.data`; return a path in their store."""
+    """Write the rows for `sparkhvd.data` and return a path in their store."""
     column = Column("id", "scalar", "int64", (), source="long", tensor_dtype="int64")
     store = Store.create(folder / "store")
     file = write_packed(

@@ -13,7 +13,7 @@ TIME_S = 1
 
 
 def why_not() -> str | None:
-    """Return why it cannot be run here; None if it can."""
+    """Return why it cannot be run here, or None if it can."""
     return None if shutil.which("iperf3") else "iperf3 is not installed (apt-get install iperf3)"
 
 

@@ -19,7 +19,7 @@ RANKS = 2
 
 
 def trains(lines: int, steps: int) -> float:
-    """Train a small network; return the median seconds of a step, which prints some lines."""
+    """Train a small network and return the median seconds of a step, which prints some lines."""
     import statistics
     import time
 

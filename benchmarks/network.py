@@ -55,7 +55,7 @@ class Pair:
     def rounds(
         self, sizes: dict[str, int], libraries: Sequence[str], rounds: int
     ) -> dict[str, Any]:
-        """Measure all legs by turns; the first round warms up and is dropped."""
+        """Measure all legs by turns. The first round warms up and is dropped."""
         found: dict[str, Any] = {label: {name: [] for name in libraries} for label in sizes}
         for legs in found.values():
             legs |= {f"{name}, CPU": [] for name in libraries}

@@ -84,7 +84,7 @@ def control_plane(world_size: int, rounds: int, *, tcp_only: bool) -> dict[str, 
 
 
 def crowded(rounds: int, bare: str) -> dict[str, dict[str, dict[int, list[float]]]]:
-    """Measure seconds by leg, size and number of ranks; the worlds take turns. `bare`: the C++ program, or "" without it."""
+    """Measure seconds by leg, size and number of ranks. The worlds take turns. `bare`: the C++ program, or "" without it."""
     legs = ("sparkhvd", "bare") if bare else ("sparkhvd",)
     found: dict[str, dict[str, dict[int, list[float]]]] = {
         leg: {label: {size: [] for size in CROWDS} for label in CROWDED} for leg in legs
@@ -127,7 +127,7 @@ def bytes_moved(world_size: int) -> float:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit a line by least squares; return its offset and slope."""
+    """Fit a line by least squares and return its offset and slope."""
     slope, offset = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
     return offset, slope
 
@@ -139,7 +139,7 @@ def median_of(rounds: Sequence[dict[str, Any]], key: str) -> float:
 def report_control_plane(
     report: Report, way: str, found: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Add the table; return rank 0's cost by kind of step: (seconds, seconds per rank)."""
+    """Add the table and return rank 0's cost by kind of step: (seconds, seconds per rank)."""
     rows: list[list[str | list[Target]]] = []
     for size, kinds in found.items():
         for what, rounds in kinds.items():

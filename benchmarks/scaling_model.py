@@ -224,7 +224,7 @@ class Bucket:
 
 
 def buckets(layers: Sequence[Layer], bucket_bytes: int) -> list[Bucket]:
-    """Fill buckets from the last layer's gradients on; a bucket closes before it would outgrow `bucket_bytes` of float32."""
+    """Fill buckets from the last layer's gradients on. A bucket closes before it would outgrow `bucket_bytes` of float32."""
     total = sum(layer.work for layer in layers)
     made: list[Bucket] = []
     parameters, done = 0, 0.0

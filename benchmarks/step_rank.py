@@ -125,7 +125,7 @@ def is_available(variant: str) -> bool:
 def started(
     model: Model, names: Sequence[str]
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Start every variant; return a step of each that works on every rank, and the errors of the others."""
+    """Start every variant and return a step of each that works on every rank, and the errors of the others."""
     runs, failed = {}, {}
     for name in names:
         error = ""
@@ -176,7 +176,7 @@ def step_of(model: Model, variant: str) -> Callable[[], None]:
 
 
 def block(step: Callable[[], None], warm_up: int, steps: int) -> tuple[tuple[float, float], float]:
-    """Run `steps`; return their begin and end and their CPU seconds. All ranks start together."""
+    """Run `steps` and return their begin and end and their CPU seconds. All ranks start together."""
     hvd.barrier()
     for _ in range(warm_up):
         step()

@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status.
+    """Run a command and return its exit status.
 
     Args:
         arguments: of the command line; None means this process's.

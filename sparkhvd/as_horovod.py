@@ -194,7 +194,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find a Horovod module; None for all others.
+        """Find a Horovod module, or return None for all others.
 
         Raises:
             ModuleNotFoundError: sparkhvd has no such module; the message has the replacement.

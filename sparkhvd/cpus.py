@@ -52,14 +52,14 @@ def cgroup_quota(
 
 
 def _quota(words: Sequence[str]) -> float | None:
-    """Parse quota and period in microseconds, as the kernel writes them; None if unlimited ("max", "-1" or empty)."""
+    """Parse quota and period in microseconds, as the kernel writes them, or return None if unlimited ("max", "-1" or empty)."""
     if len(words) != 2 or not (words[0].isdigit() and words[1].isdigit()) or int(words[1]) == 0:
         return None
     return int(words[0]) / int(words[1])
 
 
 def read_text(path: Path) -> str:
-    """Read and strip the text of a file; "" if the file cannot be read."""
+    """Read and strip the text of a file, or return "" if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

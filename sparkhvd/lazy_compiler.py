@@ -46,7 +46,7 @@ class _Compiler(ModuleType):
         return _load(self).graph_break(*args, **kwargs)
 
     def disable(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a wrapper for torch's decorator; it calls the plain function until the compiler is loaded."""
+        """Return a wrapper for torch's decorator. It calls the plain function until the compiler is loaded."""
         if _caller() != "torch._compile":
             return _load(self).disable(*args, **kwargs)
         fn = args[0]
@@ -86,7 +86,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a submodule; None without the stand-in."""
+        """Find a submodule, or return None without the stand-in."""
         stand_in = sys.modules.get(NAME)
         if not fullname.startswith(f"{NAME}.") or not isinstance(stand_in, _Compiler):
             return None

@@ -51,7 +51,7 @@ def knob(
 
 
 def variables_of(f: Field[object]) -> list[str]:
-    """List the environment variables of a setting; the first that is set counts."""
+    """List the environment variables of a setting. The first that is set counts."""
     return [name for name in (f.metadata["env"], f.metadata["alias"]) if name]
 
 
@@ -109,7 +109,7 @@ def check(f: Field[object], value: object, source: str) -> None:
 
 
 def parse_place(text: str) -> tuple[str, int] | None:
-    """Parse `host:port` or `[host]:port`; None if invalid."""
+    """Parse `host:port` or `[host]:port`, or return None if invalid."""
     host, colon, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     is_good = bool(host) and colon == ":" and port.isdecimal() and 0 < int(port) < 65536
@@ -135,7 +135,7 @@ def parse_port_range(text: str) -> range | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is an int or a float; a bool is not a number."""
+    """Whether a value is an int or a float. A bool is not a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -166,7 +166,7 @@ class SparkShim:
         return profile
 
     def worker_python(self) -> str:
-        """Python of Spark's workers, for messages; never raises."""
+        """Python of Spark's workers, for messages. Never raises."""
         with contextlib.suppress(Exception):
             if self.is_connect:
                 return str(self.session.conf.get(_PYTHON_CONF, "python3"))
@@ -175,7 +175,7 @@ class SparkShim:
 
     @property
     def closure_limit(self) -> int | None:
-        """Most bytes of a pickled program; None if Spark sets no limit."""
+        """Most bytes of a pickled program, or None if Spark sets no limit."""
         return _CONNECT_MESSAGE_BYTES if self.is_connect else None
 
     def stage(
@@ -235,7 +235,7 @@ class SparkShim:
         description: str = "",
         interrupt: Callable[[], None] | None = None,
     ) -> list[Row]:
-        """Collect the rows of a stage, whose job gets this tag; an interrupted wait cancels the job.
+        """Collect the rows of a stage, whose job gets this tag. An interrupted wait cancels the job.
 
         Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and breaks
         it. An interrupted call of Connect ends its job. So another thread makes the call, with the Spark properties of
@@ -331,7 +331,7 @@ class SparkShim:
                 watcher.join(_CANCEL_WAIT_S)
 
     def cancel(self, tag: str) -> None:
-        """Cancel the jobs with this tag; never raises, because another error is already being raised."""
+        """Cancel the jobs with this tag. Never raises, because another error is already being raised."""
         with contextlib.suppress(Exception):
             if self.is_connect:
                 self.session.interruptTag(tag)
@@ -485,7 +485,7 @@ def has_died(spark: SparkSession) -> bool:
 
 
 def running_tasks(spark: SparkSession, tag: str) -> tuple[int, int] | None:
-    """Count started tasks of jobs with a tag, and running tasks of the application's other jobs; None if unknown."""
+    """Count started tasks of jobs with a tag, and running tasks of the application's other jobs, or return None if unknown."""
     if is_connect(spark):
         return None
     context: Any = spark.sparkContext
@@ -608,7 +608,7 @@ def is_served_here(session: Any) -> bool:
 
 
 def conf(session: Any, keys: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Read the values of conf keys in one request to a session's server; None for unset keys."""
+    """Read the values of conf keys in one request to a session's server, or return None for unset keys."""
     names = list(keys)
     values = session.client.get_config_with_defaults(*((name, None) for name in names))
     return list(zip(names, values, strict=True))

@@ -38,7 +38,7 @@ def frame_of(payload: bytes) -> bytes:
 
 
 def take_frame(came: bytearray, most_bytes: int | None = None) -> bytes | None:
-    """Remove the first payload from received bytes; None if it is incomplete.
+    """Remove the first payload from received bytes, or return None if it is incomplete.
 
     Raises:
         ValueError: it has more than `most_bytes`.
@@ -63,7 +63,7 @@ def write_frame(fd: int, payload: bytes) -> None:
 
 
 def read_frame(fd: int) -> bytes | None:
-    """Read a payload from a pipe; None if the writer is gone."""
+    """Read a payload from a pipe, or return None if the writer is gone."""
     header = _read_exactly(fd, LENGTH.size)
     return None if header is None else _read_exactly(fd, LENGTH.unpack(header)[0])
 

@@ -57,7 +57,7 @@ def as_page(notebook: str) -> str:
 
 
 def target(page: str, link: str) -> str:
-    """Return the file of the checkout that a link of a page leads to; "" without one."""
+    """Return the file of the checkout that a link of a page leads to, or "" without one."""
     path = os.path.normpath(os.path.join(os.path.dirname(page), link))
     if (ROOT / path).is_dir():
         path = f"{path}/README.md"

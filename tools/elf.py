@@ -44,7 +44,7 @@ def needed(library: Path) -> list[str]:
 
 
 def newest_glibc(library: Path) -> tuple[int, ...]:
-    """Return the newest version of glibc's symbols that a shared library requires, such as (2, 17); () without any."""
+    """Return the newest version of glibc's symbols that a shared library requires, such as (2, 17), or () without any."""
     text = _output("readelf", "-VW", library)
     versions = re.findall(r"GLIBC_(\d+(?:\.\d+)+)", text)
     return max((tuple(map(int, v.split("."))) for v in versions), default=())
@@ -72,7 +72,7 @@ def visible_symbols(object_file: Path) -> set[Symbol]:
 
 
 def library_problems(library: Path, *, glibc: tuple[int, ...] | None = None) -> list[str]:
-    """Check that a library loads on other machines, beside other libraries; return the problems as sentences.
+    """Check that a library loads on other machines, beside other libraries, and return the problems as sentences.
 
     Args:
         library: a shared library.
@@ -94,7 +94,7 @@ def library_problems(library: Path, *, glibc: tuple[int, ...] | None = None) -> 
 
 
 def kernel_problems(object_file: Path) -> list[str]:
-    """Check that an object of one instruction set shares nothing with the rest of the library; return the problems as sentences.
+    """Check that an object of one instruction set shares nothing with the rest of the library and return the problems as sentences.
 
     The linker keeps one copy of what several objects define (inline functions, templates). If that were the copy of
     an object compiled for AVX-512, older CPUs would die of an illegal instruction. So such an

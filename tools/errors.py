@@ -133,7 +133,7 @@ def _placeholder(node: ast.expr) -> str:
 
 
 def _name(node: ast.expr) -> str:
-    """Return the last name of `a.b.c`; "" without a name."""
+    """Return the last name of `a.b.c`, or "" without a name."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""

@@ -174,7 +174,7 @@ NOTES: dict[str, str] = {
 
 
 def _found(module: str, name: str) -> Any:
-    """Return the value of a name of a module or class; None if missing, True if a frontend's requirement is not installed here."""
+    """Return the value of a name of a module or class, or None if missing, True if a frontend's requirement is not installed here."""
     home, _, last = module.rpartition(".")
     is_class = last[:1].isupper()
     try:

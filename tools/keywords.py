@@ -69,7 +69,7 @@ def keyword_types(classes: Mapping[str, type] = KEYWORDS) -> str:
 
 
 def option_types(classes: Mapping[str, type] = OPTIONS) -> str:
-    """Return a dataclass of the values of each class's Params, by its name there; the first is the others' base."""
+    """Return a dataclass of the values of each class's Params, by its name there. The first is the others' base."""
     parts = []
     base, *_ = classes
     known: set[str] = set()

@@ -56,7 +56,7 @@ RELEASES = (
 
 
 def fetch(release: Release) -> str:
-    """Put the library into its folder; return the problem in one line, empty on success."""
+    """Put the library into its folder and return the problem in one line, empty on success."""
     if release.library.exists():
         return ""
     wheels = FOLDER / "wheels" / release.name

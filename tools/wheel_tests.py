@@ -38,7 +38,7 @@ print(*kernels)
 
 
 class Missing(Exception):
-    """Something that the machine lacks; the message has the remedy."""
+    """Something that the machine lacks. The message has the remedy."""
 
 
 # Tests of the engine need no torch.
@@ -101,7 +101,7 @@ def harness_names() -> set[str]:
 
 
 def run_under(version: str, tests: Path, arguments: list[str]) -> bool:
-    """Install and test under one Python; return whether all succeeded."""
+    """Install and test under one Python, and return whether all succeeded."""
     environment = WORK / f"python{version}"
     shutil.rmtree(environment, ignore_errors=True)
     subprocess.run([python_of(version), "-m", "venv", "--without-pip", environment], check=True)

@@ -195,7 +195,7 @@ def _vectors(
 def _sparse_rows(
     array: pa.StructArray, values: Array, lengths: Array, is_dense: Array, width: int
 ) -> SparseRows:
-    """Convert vectors to sparse rows; a dense vector keeps its nonzero elements.
+    """Convert vectors to sparse rows. A dense vector keeps its nonzero elements.
 
     Args:
         array: of the vector struct.

@@ -412,7 +412,7 @@ def vector_columns(schema: StructType) -> tuple[bool, ...]:
 
 
 def split_vectors(df: DataFrame, is_vector: Sequence[bool]) -> DataFrame:
-    """Replace every vector column by four columns; other columns are unchanged.
+    """Replace every vector column by four columns. Other columns are unchanged.
 
     Args:
         df: the DataFrame, classic or Connect; its names are plain and unique.

@@ -94,7 +94,7 @@ class Dataset:
     def loader(
         self, rank: int | None = None, size: int | None = None, batch_size: int = 32, **options: Any
     ) -> Loader:
-        """Return batches of one rank; see `Loader`.
+        """Return batches of one rank. See `Loader`.
 
         Args:
             rank: of this process; None = from its launcher, `hvd` or torch.distributed.
@@ -598,7 +598,7 @@ class Loader(IterableDataset[Any]):
 
 
 def _stages(given: object) -> tuple[Stage, ...] | None:
-    """Parse the stages of a state; None if they are invalid."""
+    """Parse the stages of a state, or return None if they are invalid."""
     try:
         stages = rebuild(tuple[tuple[int, int, int], ...], given)
     except ValueError:

@@ -37,7 +37,7 @@ Range = tuple[int, int]
 
 
 def joined_ranges(parts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, Range]:
-    """Return the smallest and largest value of each column over the parts; a part may lack a column."""
+    """Return the smallest and largest value of each column over the parts. A part may lack a column."""
     joined: dict[str, Range] = {}
     for part in parts:
         for name, (least, most) in part.items():

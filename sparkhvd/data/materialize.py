@@ -245,7 +245,7 @@ class _WriteTask:
 def _without_skipped(
     batch: pa.RecordBatch, columns: Sequence[Column]
 ) -> tuple[pa.RecordBatch, int]:
-    """Drop the rows that `handle_invalid="skip"` skips; return the other rows and the number of dropped rows."""
+    """Drop the rows that `handle_invalid="skip"` skips and return the other rows and the number of dropped rows."""
     usable: np.ndarray[Any, Any] | None = None
     for i, column in enumerate(columns):
         if column.invalid[0] == "skip":

@@ -132,7 +132,7 @@ def _release_at_exit() -> None:
 
 
 def renew_leases(now: float | None = None) -> None:
-    """Renew the leases of this process, so that other applications know it is alive; call it regularly in a long fit.
+    """Renew the leases of this process, so that other applications know it is alive. Call it regularly in a long fit.
 
     Writes only once per hour, so it may be called often. A lease that cannot be written is
     retried after a minute, for up to a day.
@@ -205,7 +205,7 @@ def release_ended() -> None:
 
 
 def sweep(store: Store, *, now: float) -> list[str]:
-    """Delete data with an expired lease, or without a lease and unchanged for a day; return their directories.
+    """Delete data with an expired lease, or without a lease and unchanged for a day, and return their directories.
 
     Directories that this user may not list, read or delete are kept.
     """

@@ -104,7 +104,7 @@ class DataFrameSource:
         return self.df.schema
 
     def prepare(self, schema: DataSchema, target: Target) -> PreparedData:
-        """Materialize the columns, or reuse data in the store; see `reuse.prepare`."""
+        """Materialize the columns, or reuse data in the store. See `reuse.prepare`."""
         return prepare(
             self.df,
             schema,
@@ -119,7 +119,7 @@ class DataFrameSource:
 
 @dataclass(frozen=True)
 class ParquetFiles:
-    """Parquet files read in place by ranks; the driver reads footers and the first rows, without a Spark job.
+    """Parquet files read in place by ranks. The driver reads footers and the first rows, without a Spark job.
 
     Attributes:
         dataset: the files.

@@ -474,7 +474,7 @@ _DELTA_INDEX = "TahoeLogFileIndex"
 
 
 class _UnknownVersionError(Exception):
-    """Raised for a scan of a table without a known version; the text becomes the obstacle."""
+    """Raised for a scan of a table without a known version. The text becomes the obstacle."""
 
 
 def _java_name(java_object: JavaObject) -> str:
@@ -635,7 +635,7 @@ def _is_ml_code(plan: JavaObject, patterns: JavaPackage) -> bool:
 
 
 def _caches(df: DataFrame) -> list[str | int]:
-    """List the caches that Spark uses for the plan; a cache holds rows of the time when it was filled.
+    """List the caches that Spark uses for the plan. A cache holds rows of the time when it was filled.
 
     A cache is identified by its Java object, so the name is valid only in this application.
     """
@@ -649,7 +649,7 @@ def _caches(df: DataFrame) -> list[str | int]:
 
 
 def _file_state(df: DataFrame, url: str) -> tuple[int, int] | None:
-    """Return size and time of change of a source file (ns for local files, else ms); None if unknown."""
+    """Return size and time of change of a source file (ns for local files, else ms), or None if unknown."""
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
         try:

@@ -50,7 +50,7 @@ class EngineGroups:
         self._named = 0
 
     def name(self, torchs: str) -> str:
-        """Name a new group; the name is the same on all of its ranks.
+        """Name a new group. The name is the same on all of its ranks.
 
         Torch's names are numbers if every rank creates the group. Since torch 2.14 a group that only its members create
         is counted too, but only on the members. So torch's later numbers may differ between ranks.
@@ -102,7 +102,7 @@ class EngineGroups:
     def subset(
         self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
     ) -> EngineGroup | None:
-        """Create the engine group for some ranks of the default group; return None if this rank is not a member.
+        """Create the engine group for some ranks of the default group and return None if this rank is not a member.
 
         The ranks become a process set, and then every rank must call this. They get their own engine if torch calls
         this on the members only (`use_local_synchronization`, recognized by a name that is not a number), if they are

@@ -40,7 +40,7 @@ def split_group(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> dist.ProcessGroup | None:
-    """Split a group as `torch.distributed.split_group`, which needs an accelerator; every rank must call this.
+    """Split a group as `torch.distributed.split_group`, which needs an accelerator. Every rank must call this.
 
     Args:
         parent_pg: None = the default group. Parts of another group get their own engines.

@@ -88,7 +88,7 @@ class PowerSGDState:
         self._buckets: dict[tuple[int, ...], LowRankBucket] = {}
 
     def entry(self, param: Tensor) -> GradientSlot:
-        """Return the entry of a parameter; every rank must ask for parameters in the same order."""
+        """Return the entry of a parameter. Every rank must ask for parameters in the same order."""
         found = self._entries.get(id(param))
         if found is None:
             number = len(self._entries)
@@ -117,7 +117,7 @@ class PowerSGDState:
 
 
 def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with PowerSGD, as thin matrices with error feedback; see `hvd.Compression.powersgd`.
+    """Average a bucket with PowerSGD, as thin matrices with error feedback. See `hvd.Compression.powersgd`.
 
     For `model.register_comm_hook(PowerSGDState(rank=4), powersgd_hook)`. Gradients of float32 and float64 with two dimensions
     or more are compressed if that makes them at least four times smaller. Others, and sparse gradients, are averaged uncompressed.

@@ -96,7 +96,7 @@ class NestedBackends:
         self.cpu_is_ours = False  # True once it is known that CPU tensors use our engine
 
     def of(self, device: str) -> Any:
-        """Return torch's group for tensors on a type of device; None if our engine handles these tensors.
+        """Return torch's group for tensors on a type of device, or None if our engine handles these tensors.
 
         Raises:
             InvalidArgumentError: the group has no backend for the device, or the backend cannot be created.
@@ -129,7 +129,7 @@ class NestedBackends:
         return OURS if OURS in names else names[0]
 
     def restart(self, store: Store, rank: int, size: int, name: str) -> None:
-        """Drop torch's groups after a change of the ranks; the next use creates them again."""
+        """Drop torch's groups after a change of the ranks. The next use creates them again."""
         with self._lock:
             former, self._groups = self._groups, {}
             self._request = self._request._replace(store=store, rank=rank, size=size, name=name)
@@ -201,7 +201,7 @@ def _torchs(backend: str) -> str:
 
 
 def device_of(items: Iterable[object]) -> str | None:
-    """Return the type of device of the first tensor in nested lists; None without a tensor."""
+    """Return the type of device of the first tensor in nested lists, or None without a tensor."""
     for item in items:
         if isinstance(item, Tensor):
             return item.device.type

@@ -380,7 +380,7 @@ def write(flat: Flat, numbers: Tensor) -> None:
 
 
 def restoring(flats: Sequence[Flat]) -> Callable[[object], None] | None:
-    """Return a function that restores several tensors; None if not needed."""
+    """Return a function that restores several tensors, or None if not needed."""
     restores = [each.restore for each in flats if each.restore is not None]
     if not restores:
         return None

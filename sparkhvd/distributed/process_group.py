@@ -163,7 +163,7 @@ class CallSignature(NamedTuple):
 
 
 def _nested(given: Any, depth: int) -> Any:
-    """Nest tensors in lists of this depth; an empty list is the same in both forms."""
+    """Nest tensors in lists of this depth. An empty list is the same in both forms."""
     item, found = given, 0
     while isinstance(item, (list, tuple)) and item:
         item, found = item[0], found + 1
@@ -265,7 +265,7 @@ _DefaultBackend: Any = None
 if hasattr(c10d.Backend, "supports_reconfigure"):
 
     class _DefaultBackend(c10d.Backend):  # type: ignore[no-redef]
-        """Backend object for torch's C++, which needs one; the group itself runs the collectives."""
+        """Backend object for torch's C++, which needs one. The group itself runs the collectives."""
 
         def getBackendName(self) -> str:  # noqa: N802 - torch's
             return OURS
@@ -873,7 +873,7 @@ class Group(_ProcessGroup):
         return c10d.Backend.Options(OURS, timedelta(seconds=self.launcher.timeout_s))
 
     def get_error(self) -> Any:
-        """Return the engine's state as torch's error type; a group that can reconfigure does not report its own abort."""
+        """Return the engine's state as torch's error type. A group that can reconfigure does not report its own abort."""
         if self._reconfiguration and (self._is_aborted or not self._is_connected()):
             return c10d.ErrorType.SUCCESS
         try:

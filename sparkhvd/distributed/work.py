@@ -81,7 +81,7 @@ def _entered(scope: OperationNames) -> Iterator[None]:
 
 
 class Future(torch.futures.Future[Any]):
-    """Future of a work or of a callback; a wait in Python waits for the work.
+    """Future of a work or of a callback. A wait in Python waits for the work.
 
     Args:
         settle: waits for the work, and runs callbacks.
@@ -194,7 +194,7 @@ TAG_BITS, NUMBER_BITS = 32, 16
 
 
 def as_torch(error: BaseException) -> BaseException:
-    """Convert an error of the engine to a torch error with torch's words; return other errors unchanged."""
+    """Convert an error of the engine to a torch error with torch's words and return other errors unchanged."""
     if not isinstance(error, (errors.CollectiveError, errors.MismatchError)):
         return error
     text = re.sub(r"(?<=with tag )\d+", lambda tag: str(int(tag[0]) % (1 << TAG_BITS)), str(error))
@@ -388,7 +388,7 @@ class Work(dist.Work):
             future.finish(self._outputs, self._error)
 
     def is_completed(self) -> bool:
-        """Check whether the work has succeeded or failed; never blocks."""
+        """Check whether the work has succeeded or failed. Never blocks."""
         if self._is_settled:
             return True
         self.launch()
@@ -403,11 +403,11 @@ class Work(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of a failed work; None while the work runs and after success."""
+        """Return the error of a failed work, or None while the work runs and after success."""
         return self._error if self.is_completed() else None
 
     def result(self) -> list[Tensor]:
-        """Return the tensors of the result; call it after the work has ended."""
+        """Return the tensors of the result. Call it after the work has ended."""
         return self._outputs
 
     def synchronize(self) -> None:

@@ -302,7 +302,7 @@ class CoordinatorThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, at_end: Callable[[], None]) -> None:
-        """Start the thread; it calls `at_end` however it ends."""
+        """Start the thread. It calls `at_end` however it ends."""
         self._at_end = at_end
         self._thread.start()
 
@@ -389,7 +389,7 @@ def party(key: bytes, job_id: str, number: int | None) -> CoordinatorSide:
 def dial(
     endpoint: Endpoint, side: CoordinatorSide, until: float
 ) -> Generator[Wait, None, socket.socket | None]:
-    """Connect to the coordinator and authenticate; return the connection, or None if its proof was wrong.
+    """Connect to the coordinator and authenticate, and return the connection, or None if its proof was wrong.
 
     Raises:
         OSError: it does not listen, or does not answer in time.
@@ -416,7 +416,7 @@ def pack(message: Message) -> bytes:
 
 
 def take(came: bytearray) -> Message | None:
-    """Remove the first message from received bytes; None if it is incomplete.
+    """Remove the first message from received bytes, or return None if it is incomplete.
 
     Raises:
         ValueError: they are not a valid message.
@@ -476,7 +476,7 @@ class MemberLink:
         self._pid = os.getpid()
 
     def arrive(self) -> int:
-        """Ask for the size of the running generation; 0 without a running generation.
+        """Ask for the size of the running generation, or return 0 without a running generation.
 
         Raises:
             ElasticError: the job cannot continue, or the coordinator is gone.
@@ -554,7 +554,7 @@ class MemberLink:
             raise self._lost(error) from error
 
     def _receive(self, deadline: float, *, wait: bool = True) -> Message | None:
-        """Receive a message; None if nothing has arrived and `wait` is False."""
+        """Receive a message, or return None if nothing has arrived and `wait` is False."""
         while (message := take(self._came)) is None:
             sock = self._connected()
             left = deadline - time.monotonic() if wait else 0.0

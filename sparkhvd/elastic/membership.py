@@ -135,7 +135,7 @@ class Membership:
         self.step(now)
 
     def remove(self, number: int, why: str, now: float) -> None:
-        """Have a member leave at the next commit; the last member with the state leaves once others have it."""
+        """Have a member leave at the next commit. The last member with the state leaves once others have it."""
         if number not in self._gone:
             self._removing.setdefault(number, why)
             self.step(now)
@@ -308,7 +308,7 @@ class Membership:
         return tuple(sorted(self._asked, key=order)[: self._most()])
 
     def _problem(self, candidates: tuple[int, ...]) -> str:
-        """Return why these members cannot continue; "" if they can."""
+        """Return why these members cannot continue, or "" if they can."""
         if self._with_state and not any(self._asked[number].has_state for number in candidates):
             return STATE_IS_GONE
         if self.limits.resets is not None and self.generation > self.limits.resets:

@@ -99,12 +99,12 @@ class ElasticRendezvous:
 
     @property
     def generation(self) -> int:
-        """The current generation, from 1; 0 before the first."""
+        """The current generation, from 1, or 0 before the first."""
         return 0 if self._decision is None else self._decision.generation
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Numbers of the current members, by rank; a number belongs to one process for the whole job."""
+        """Numbers of the current members, by rank. A number belongs to one process for the whole job."""
         return () if self._decision is None else self._decision.members
 
     @property
@@ -133,7 +133,7 @@ class ElasticRendezvous:
         return place
 
     def connect(self) -> Connections:
-        """Join the next generation; see the class.
+        """Join the next generation. See the class.
 
         Raises:
             LeftOutError: the others continued without this member.

@@ -298,7 +298,7 @@ class Engine:
         keep: object = None,
         timeout_s: float | None = None,
     ) -> Work:
-        """Start to join one tensor of every rank; the result is `Work.output()`. Otherwise as `allreduce`."""
+        """Start to join one tensor of every rank. The result is `Work.output()`. Otherwise as `allreduce`."""
         call = self.prepare(Collective.ALLGATHER, (tensor,), dtype, NO_REDUCTION, process_set)
         return self.start(call, name, keep, timeout_s)
 
@@ -347,7 +347,7 @@ class Engine:
         return self.start(call, "join", timeout_s=timeout_s)
 
     def add_process_set(self, ranks: Sequence[int], *, name: str | None = None) -> Work:
-        """Start to create a process set; every rank must call this with the same ranks, members or not.
+        """Start to create a process set. Every rank must call this with the same ranks, members or not.
 
         Its number is `Work.output().rows[0]`: the same on every rank, never 0, never reused.
 
@@ -359,7 +359,7 @@ class Engine:
         return self.start(call, name or self._number("add_process_set"))
 
     def remove_process_set(self, process_set: int, *, name: str | None = None) -> Work:
-        """Start to remove a process set; every rank must call this. Negotiated operations still run."""
+        """Start to remove a process set. Every rank must call this. Negotiated operations still run."""
         call = Call(Collective.REMOVE_PROCESS_SET, numbers=(process_set,))
         return self.start(call, name or self._number("remove_process_set"))
 

@@ -465,7 +465,7 @@ def seal_against_shrinking(descriptor: int) -> None:
 
 
 def is_sealed_against_shrinking(descriptor: int) -> bool:
-    """Check whether a received memory file can never shrink; an OSError if it cannot be sealed."""
+    """Check whether a received memory file can never shrink. An OSError if it cannot be sealed."""
     import fcntl
 
     return bool(fcntl.fcntl(descriptor, F_GET_SEALS) & F_SEAL_SHRINK)

@@ -109,7 +109,7 @@ class Work:
             state.release(self._handle)  # only frees memory
 
     def done(self) -> bool:
-        """Whether the operation has finished; never blocks, and advances no operation.
+        """Whether the operation has finished. Never blocks, and advances no operation.
 
         Raises:
             MismatchError: the ranks disagreed.

@@ -195,7 +195,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _train(
         self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> tuple[TorchModel, int]:
-        """Prepare the data and train; return the model and the number of the epoch of its weights."""
+        """Prepare the data and train, and return the model and the number of the epoch of its weights."""
         with contextlib.nullcontext(self._scope) if self._scope else ReuseScope() as scope:
             options = request.options
             target = Target(
@@ -243,7 +243,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     # -- run ------------------------------------------------------------------------------------------
 
     def _prewarm(self, request: FitRequest) -> Prewarm | None:
-        """Make the function that prewarms ranks in the tasks that write the data; None if ranks are not Spark tasks."""
+        """Make the function that prewarms ranks in the tasks that write the data, or return None if ranks are not Spark tasks."""
         cluster = request.cluster
         if not self._takes_slots():
             return None
@@ -382,7 +382,7 @@ def _complete(
 
 
 def _trained_loss(request: FitRequest, module: nn.Module, trained: Checkpoint) -> object:
-    """Copy the loss with its trained state; a failure gives a warning and None, so that the model is not lost."""
+    """Copy the loss with its trained state. A failure gives a warning and None, so that the model is not lost."""
     model, is_changed = request.program.model, has_losses(trained.changes)
     try:
         return returned_loss(request.losses, model, module, trained.others, is_changed=is_changed)

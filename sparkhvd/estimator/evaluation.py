@@ -132,7 +132,7 @@ def _mean(measured: Iterable[tuple[int, float]]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class RegressionSummary(_Summary):
-    """Measures of a regressor; NaN without rows."""
+    """Measures of a regressor, or NaN without rows."""
 
     @cached_property
     def _values(self) -> Mapping[str, float]:
@@ -161,7 +161,7 @@ class RegressionSummary(_Summary):
 
     @property
     def r2(self) -> float:
-        """Share of the labels' variance that predictions explain; NaN if all labels are equal."""
+        """Share of the labels' variance that predictions explain, or NaN if all labels are equal."""
         variance = self._values["variance"]
         return 1 - self.meanSquaredError / variance if variance else math.nan
 

@@ -251,7 +251,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     @property
     def run_key(self) -> str:
-        """Key for `sparkhvd reproduce` of a fit on a table; "" without a recipe. Keep it apart from the store."""
+        """Key for `sparkhvd reproduce` of a fit on a table, or "" without a recipe. Keep it apart from the store."""
         return self._require_fitted().run_key
 
     @property

@@ -68,7 +68,7 @@ class TorchPredictionModel(TorchModel):
 
     @property
     def numFeatures(self) -> int:  # noqa: N802 - Spark's name
-        """How many numbers per row the model reads; -1 if some inputs are not numbers."""
+        """How many numbers per row the model reads, or -1 if some inputs are not numbers."""
         return num_features(self._require_fitted())
 
     def predict(self, value: Row) -> float:

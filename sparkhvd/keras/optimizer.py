@@ -94,7 +94,7 @@ class Distributed:
         return self._plain_class._unpickle_model, *made[1:]
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the optimizer's variables; the first backward pass on these starts the reduction."""
+        """Make the optimizer's variables. The first backward pass on these starts the reduction."""
         super().build(variables)  # type: ignore[misc]
         self._watch()
 
@@ -159,7 +159,7 @@ class Distributed:
         return scaled if self.loss_share == 1.0 else scaled * self.loss_share
 
     def apply(self, grads: _Gradients, trainable_variables: Sequence[Any] | None = None) -> None:
-        """Step with the gradients of all ranks; every rank must call it equally often.
+        """Step with the gradients of all ranks. Every rank must call it equally often.
 
         Args:
             grads: of this rank, or the program's modified reduced gradients from `.grad` after `backward()`.

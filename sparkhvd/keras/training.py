@@ -118,7 +118,7 @@ Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
 
 @held
 def train(order: KerasTrainSpec) -> Trained | None:
-    """Train on a rank; return variables and metrics by epoch on rank 0."""
+    """Train on a rank and return variables and metrics by epoch on rank 0."""
     hvd.init()
     with RunTimeline(order.dataset.store, order.run_dir, order.timeline) as timeline:
         timeline.begin()
@@ -365,7 +365,7 @@ _TELLS = "aggregation" in inspect.signature(keras.metrics.Metric.add_variable).p
 
 
 def merge_states(model: Any) -> None:
-    """Merge the states of metrics over ranks, as if one process had seen all batches; every rank must call it.
+    """Merge the states of metrics over ranks, as if one process had seen all batches. Every rank must call it.
 
     States of Keras' metrics are totals and counts, which add up: AUC holds counts by threshold. A metric variable with
     `aggregation="mean"` or `"only_first_replica"` gets the mean, or rank 0's value.
@@ -531,7 +531,7 @@ class ProgressFile:
         return len(read_json(bytes(found[_RECORDS].tolist())))
 
     def explain_failure(self, error: BaseException, epochs: int) -> bool:
-        """Add a note to an error on how to resume the run; return False if the run certainly has no saved state.
+        """Add a note to an error on how to resume the run and return False if the run certainly has no saved state.
 
         Before Python 3.11 the note is written to stderr. A temporary store with the state of a finished training is
         kept.
@@ -558,7 +558,7 @@ class ProgressFile:
         return True
 
     def restore(self, model: Any) -> list[dict[str, float]]:
-        """Load the state of the run into the model; return the records of its epochs, empty for a new run.
+        """Load the state of the run into the model and return the records of its epochs, empty for a new run.
 
         Raises:
             InvalidArgumentError: the run has another model.
@@ -617,7 +617,7 @@ class LoggerBridge:
 
 
 class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that records the parts of each step, until the timeline ends; every rank must have it, as the first of its callbacks."""
+    """Callback that records the parts of each step, until the timeline ends. Every rank must have it, as the first of its callbacks."""
 
     def __init__(self, timeline: RunTimeline) -> None:
         super().__init__()

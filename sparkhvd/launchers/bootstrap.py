@@ -284,7 +284,7 @@ def is_handover(descriptor: int) -> bool:
 
 
 def take(descriptor: int) -> bytes | None:
-    """Read a handover exclusively; None if another process has read it, or does now."""
+    """Read a handover exclusively, or return None if another process has read it, or does now."""
     try:
         os.lockf(descriptor, os.F_TLOCK, 0)
     except OSError:

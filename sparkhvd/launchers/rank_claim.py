@@ -140,7 +140,7 @@ class RankClaim:
 
 
 def _launcher_in(env: Mapping[str, str]) -> str:
-    """Name of the job in a launcher's variables, such as torch's; "" without any."""
+    """Name of the job in a launcher's variables, such as torch's, or return "" without any."""
     with contextlib.suppress(InvalidArgumentError):
         place = place_in(env, 0)
         return "" if place is None else place.job
@@ -239,7 +239,7 @@ def inherit() -> Rendezvous | None:
 
 
 def _ask(name: str) -> tuple[bytes, tuple[int, int]]:
-    """Request a place; return the answer, and the descriptors of its listener.
+    """Request a place and return the answer, and the descriptors of its listener.
 
     Raises:
         OSError: there is no answer, or it is another user's.

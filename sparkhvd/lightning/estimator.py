@@ -160,7 +160,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         )
 
     def _wrap(self, options: FitOptions) -> Callable[[TrainFnContext], Any] | None:
-        """Return a function that makes a rank's LightningModule from the module; None for a LightningModule.
+        """Return a function that makes a rank's LightningModule from the module, or None for a LightningModule.
 
         Raises:
             InvalidArgumentError: the model is not a LightningModule.

@@ -81,7 +81,7 @@ class LightningLoop:
         return self.rows is not None
 
     def __call__(self, ctx: TrainFnContext) -> None:
-        """Train on a rank; every rank must call it."""
+        """Train on a rank. Every rank must call it."""
         module = ctx.model if self.wrap is None else self.wrap(ctx)
         package = package_of(module)
         files = RunFiles(ctx.store, ctx.run_dir)
@@ -196,7 +196,7 @@ def _move(loggers: Any, folder: str) -> None:
 
 @contextlib.contextmanager
 def _log_folder(ctx: TrainFnContext) -> Iterator[str]:
-    """Provide the folder for the run's logs; a temporary folder if the store is not a local folder."""
+    """Provide the folder for the run's logs. A temporary folder if the store is not a local folder."""
     path = ctx.store.local_path(f"{ctx.run_dir}/logs")
     if path is not None:
         yield path
@@ -208,7 +208,7 @@ def _log_folder(ctx: TrainFnContext) -> Iterator[str]:
 def _return_best(
     package: Any, module: Any, ctx: TrainFnContext, trainer: Any, files: RunFiles
 ) -> None:
-    """Load the weights of a `ModelCheckpoint`'s best checkpoint, and make the run return them; every rank must call it."""
+    """Load the weights of a `ModelCheckpoint`'s best checkpoint, and make the run return them. Every rank must call it."""
     paths = [
         os.fspath(each.best_model_path)
         for each in trainer.checkpoint_callbacks
@@ -258,7 +258,7 @@ class RunFiles:
         self.sums: dict[str, str] = {}
 
     def name_of(self, path: str) -> str:
-        """Return the name of a file by its path; "" for a file outside of the folder."""
+        """Return the name of a file by its path, or "" for a file outside of the folder."""
         folder, _, name = os.fspath(path).rpartition("/")
         return name if folder == self.folder else ""
 
@@ -394,7 +394,7 @@ class RunState:
         return self._io.state is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """The trainer's state; every rank must call it."""
+        """The trainer's state. Every rank must call it."""
         logged: dict[str, Any] = {}
         if self.trainer is not None:
             self.trainer.save_checkpoint(IN_MEMORY, weights_only=False)
@@ -492,7 +492,7 @@ def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the loss from the outputs that Lightning passes to `on_train_batch_end`; None without a loss."""
+    """Return the loss from the outputs that Lightning passes to `on_train_batch_end`, or None without a loss."""
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
 

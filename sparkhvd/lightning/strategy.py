@@ -244,7 +244,7 @@ class Strategy(_Base):  # type: ignore[misc]
         return hvd.broadcast_object(obj, root_rank=src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, or over a group of torch's, in place; other values are returned unchanged.
+        """Reduce a tensor over all ranks, or over a group of torch's, in place. Other values are returned unchanged.
 
         The mean of whole numbers is a new float64 tensor, because Lightning divides by the mean number of rows.
 
@@ -429,7 +429,7 @@ class SynchronizedLayers:
         self._replaced: dict[nn.Module, nn.Module] = {}
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Replace every layer of batch normalization; every rank must call it."""
+        """Replace every layer of batch normalization. Every rank must call it."""
         before = dict(model.named_modules(remove_duplicate=False))
         model = SyncBatchNorm.convert_sync_batchnorm(model)
         for name, layer in model.named_modules(remove_duplicate=False):
@@ -474,7 +474,7 @@ def distribute(
     module: nn.Module,
     options: Mapping[str, Any],
 ) -> list[Optimizer]:
-    """Wrap each optimizer in a `DistributedOptimizer`, and attach schedulers to it; every rank must call it.
+    """Wrap each optimizer in a `DistributedOptimizer`, and attach schedulers to it. Every rank must call it.
 
     Args:
         optimizers: of the module; distributed optimizers are unchanged.
@@ -561,7 +561,7 @@ _made: list[weakref.ref[Engine]] = []
 
 
 def ensure() -> None:
-    """Make the default group of all ranks if missing; every rank must call it, after `init()`.
+    """Make the default group of all ranks if missing. Every rank must call it, after `init()`.
 
     Raises:
         InvalidArgumentError: the program has made a default group of other ranks.

@@ -167,7 +167,7 @@ class Search:
         self._advance()
 
     def _advance(self) -> None:
-        """Choose the next candidate; a move is repeated as long as it helps."""
+        """Choose the next candidate. A move is repeated as long as it helps."""
         self._pairs = []
         self._candidate = None
         while self._failed < len(self._moves):
@@ -190,7 +190,7 @@ class Search:
 
 
 class Tuner:
-    """Tuner of the engine's settings during training; every rank must call `step` between the same steps.
+    """Tuner of the engine's settings during training. Every rank must call `step` between the same steps.
 
     Args:
         engine: engine of this rank; its setting `autotune_file` names the file of the chosen settings.
@@ -336,7 +336,7 @@ class Tuner:
             raise
 
     def _load(self) -> dict[str, int] | None:
-        """Load the choice of an earlier run with the same ranks and knobs; None without it."""
+        """Load the choice of an earlier run with the same ranks and knobs, or return None without it."""
         if not self._file or not Path(self._file).exists():
             return None
         try:

@@ -18,7 +18,7 @@ _INTERVAL_S = 1.0
 
 
 class Sample(NamedTuple):
-    """Resource use of a rank's process in a second; NaN if unknown.
+    """Resource use of a rank's process in a second, or NaN if unknown.
 
     Attributes:
         time: seconds since 1970.
@@ -123,7 +123,7 @@ class Gpu:
 
     @classmethod
     def find(cls, uuid: str, load: Callable[[str], Any] = ctypes.CDLL) -> Gpu | None:
-        """Find the GPU with a UUID, such as "GPU-1234..."; None if the library is missing or does not know it."""
+        """Find the GPU with a UUID, such as "GPU-1234...", or return None if the library is missing or does not know it."""
         try:
             library, handle = load("libnvidia-ml.so.1"), ctypes.c_void_p()
             if library.nvmlInit_v2():

@@ -1,4 +1,4 @@
-"""Write a timeline of a job in Chrome's trace format, which ui.perfetto.dev opens; it shows the ranks' waits.
+"""Write a timeline of a job in Chrome's trace format, which ui.perfetto.dev opens. It shows the ranks' waits.
 
 The engine writes the file of one rank (`Engine.start_timeline`); this module merges the files of several ranks. By
 default only rank 0 writes, as in Horovod. With `all_ranks` the other ranks write, too, into unnamed files. `stop`
@@ -114,7 +114,7 @@ def start(
 
 
 def stop(engine: Engine) -> None:
-    """End the timeline, if any; a collective call if it was started with `all_ranks`.
+    """End the timeline, if any. A collective call if it was started with `all_ranks`.
 
     Raises:
         InvalidArgumentError: rank 0 could not write the merged file (raised on every rank).
@@ -148,7 +148,7 @@ def stop(engine: Engine) -> None:
 
 
 def abandon(engine: Engine) -> None:
-    """End the timeline after an error, without the other ranks; the file has only rank 0's part, without spans."""
+    """End the timeline after an error, without the other ranks. The file has only rank 0's part, without spans."""
     with contextlib.suppress(SparkhvdError):
         engine.stop_timeline()
     _forget(engine)
@@ -375,7 +375,7 @@ class Spans:
             self.close()
 
     def rewound(self) -> IO[bytes] | None:
-        """Stop recording; return the file of the lines, positioned at its beginning, which the caller closes."""
+        """Stop recording and return the file of the lines, positioned at its beginning, which the caller closes."""
         file, self._file = self._file, None
         if file is not None:
             file.seek(0)

@@ -133,7 +133,7 @@ def receive_frame(
 
 
 def send(sock: socket.socket, data: bytes) -> None:
-    """Send a message, which fits a fresh socket's buffer; a peer that does not read causes a timeout."""
+    """Send a message, which fits a fresh socket's buffer. A peer that does not read causes a timeout."""
     sock.settimeout(UNAUTHENTICATED_S)
     try:
         sock.sendall(data)

@@ -116,7 +116,7 @@ class Notice:
 
     @classmethod
     def from_bytes(cls, message: bytes, job: HandshakeSide) -> Notice | None:
-        """Parse a message to rank `job.rank`; None if its proof or content is invalid."""
+        """Parse a message to rank `job.rank`, or return None if its proof or content is invalid."""
         _, teller, generation, kind, about, proof = NOTICE.unpack(message)
         notice = cls(teller, generation, kind, about)
         is_genuine = hmac.compare_digest(proof, notice._proof(job, job.rank))
@@ -149,7 +149,7 @@ class Notice:
 def introduce(
     job: HandshakeSide, peer: int, stage: ConnectionPhase, sock: socket.socket, until: float
 ) -> Generator[Wait, None, bool]:
-    """Run the connecting side of the handshake; return True if `peer` has authenticated."""
+    """Run the connecting side of the handshake and return True if `peer` has authenticated."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     send(sock, HELLO.pack(_MAGIC, job.rank, stage.generation, stage.phase, nonce))
     reply = yield from read(sock, _REPLY.size, until)
@@ -172,7 +172,7 @@ def introduce(
 def answer(
     job: HandshakeSide, now: ConnectionPhase, hello: bytes, sock: socket.socket, until: float
 ) -> Generator[Wait, None, tuple[ConnectionPhase, int] | None]:
-    """Run the accepting side of the handshake; return the client's phase and rank, or None without a valid proof."""
+    """Run the accepting side of the handshake and return the client's phase and rank, or None without a valid proof."""
     magic, client, generation, phase, nonce = HELLO.unpack(hello)
     stage = ConnectionPhase(generation, phase)
     is_expected = magic == _MAGIC and job.rank < client < job.size

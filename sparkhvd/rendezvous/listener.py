@@ -78,7 +78,7 @@ class Listener:
         return [self._tcp] if self._unix is None else [self._tcp, self._unix]
 
     def close(self) -> None:
-        """Stop listening; the other ranks then see that this one is gone."""
+        """Stop listening. The other ranks then see that this one is gone."""
         for listening in self.sockets():
             listening.close()
 
@@ -90,7 +90,7 @@ class Listener:
 
 
 def bind_tcp(address: str, settings: Settings) -> socket.socket:
-    """Listen on `address`, on a port of `settings.port_range`; the errors are those of `Listener.bind`."""
+    """Listen on `address`, on a port of `settings.port_range`. The errors are those of `Listener.bind`."""
     asked = f"Listener.bind({address!r})"
     try:
         info = socket.getaddrinfo(
@@ -140,12 +140,12 @@ def _bind_unix() -> tuple[socket.socket | None, str]:
 
 
 def unix_address(name: str) -> bytes:
-    """Abstract Unix address of an endpoint's `unix_name`; it has no file and ends with the process."""
+    """Abstract Unix address of an endpoint's `unix_name`. It has no file and ends with the process."""
     return b"\0sparkhvd-" + name.encode()
 
 
 def host_key() -> str:
-    """Identify the boot, network namespace and user of this process; "" if unknown.
+    """Identify the boot, network namespace and user of this process, or return "" if unknown.
 
     Processes with the same key reach each other's abstract Unix sockets.
     """

@@ -54,7 +54,7 @@ class SocketRendezvous:
         _open_rendezvous.add(self)
 
     def connect(self) -> Connections:
-        """Connect to every other rank; see `Rendezvous.connect`."""
+        """Connect to every other rank. See `Rendezvous.connect`."""
         if self._ask is not None:
             self.settings = self._ask()
         make_room(self.size, self.settings.streams)
@@ -202,7 +202,7 @@ class _InProcessRendezvous:
 def in_process(
     size: int, hosts: Sequence[int] | None = None, settings: Settings | None = None
 ) -> list[Rendezvous]:
-    """Make the rendezvous of several ranks, threads of this process; the list is by rank.
+    """Make the rendezvous of several ranks, threads of this process. The list is by rank.
 
     Args:
         size: number of ranks.

@@ -58,7 +58,7 @@ _PR_SET_NAME = 15
 
 
 def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) -> int:
-    """Run one rank; return the exit status.
+    """Run one rank and return the exit status.
 
     Args:
         spec_fd: descriptor of the frames to this process.
@@ -275,15 +275,15 @@ class _Messages:
         self._is_closed = False
 
     def message(self, text: bytes) -> bool:
-        """Send a message; return False if the report was sent, or the reader is gone."""
+        """Send a message and return False if the report was sent, or the reader is gone."""
         return self._write(write_message, text)
 
     def metrics(self, entry: bytes) -> bool:
-        """Send an entry of `log_metrics`; return False likewise."""
+        """Send an entry of `log_metrics` and return False likewise."""
         return self._write(write_metrics, entry)
 
     def progress(self, text: bytes) -> bool:
-        """Send a line about the training's progress; return False likewise."""
+        """Send a line about the training's progress and return False likewise."""
         return self._write(write_progress, text)
 
     def _write(self, write: Callable[[int, bytes], None], data: bytes) -> bool:

@@ -119,7 +119,7 @@ _ELASTIC: dict[tuple[str, ...], dict[str, Any]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status for the shell."""
+    """Run the command line and return the exit status for the shell."""
     _open_standard_streams()
     parser = _parser()
     parsed = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ _KEEPALIVE = {
 
 
 def listen(shim: SparkShim) -> tuple[socket.socket, str]:
-    """Listen for executors; return the non-blocking socket, and the driver's host as executors name it.
+    """Listen for executors and return the non-blocking socket, and the driver's host as executors name it.
 
     Raises:
         OSError: this process cannot listen there.
@@ -53,7 +53,7 @@ def _numeric(name: str) -> str:
 
 
 def connect(address: tuple[str, int], job: Job, timeout_s: float) -> socket.socket:
-    """Connect to the driver and authenticate; return the blocking connection.
+    """Connect to the driver and authenticate, and return the blocking connection.
 
     Raises:
         OSError: there is no listener, or it is not the driver of this job.

@@ -352,7 +352,7 @@ def make_plan(
     *,
     is_barrier: bool = True,
 ) -> LaunchPlan:
-    """Decide everything that all attempts of a launch share; see `launch` for the errors.
+    """Decide everything that all attempts of a launch share. See `launch` for the errors.
 
     Args:
         shim: session.

@@ -32,7 +32,7 @@ from sparkhvd.topology import horovod_variables, topology
 def dump_call(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> bytes:
-    """Pickle a call; the error names the part that cannot be pickled.
+    """Pickle a call. The error names the part that cannot be pickled.
 
     Raises:
         InvalidArgumentError: `fn` is not callable, or `fn` or an argument cannot be pickled.

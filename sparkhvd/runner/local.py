@@ -109,7 +109,7 @@ def _interruptible(trainers: Sequence[Trainer]) -> Iterator[None]:
 
 
 def collect(take: Callable[[float], Outcome], size: int) -> list[Outcome]:
-    """Wait for all ranks, or after a failure for those that end soon; return their outcomes.
+    """Wait for all ranks, or after a failure for those that end soon, and return their outcomes.
 
     Args:
         take: returns the next outcome, or raises `queue.Empty` after a timeout in seconds.

@@ -95,7 +95,7 @@ class WithSystemMetrics:
     """Function that logs the load of its rank while it runs."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        """Wrap a function; it keeps its name and code, for messages."""
+        """Wrap a function. It keeps its name and code, for messages."""
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:

@@ -113,7 +113,7 @@ def _processes() -> Iterator[int]:
 
 
 def _kill(number: int, mark: str) -> bool:
-    """Kill a process if it has the mark; return True if it had."""
+    """Kill a process if it has the mark and return True if it had."""
     if not _has(number, mark):
         return False
     try:

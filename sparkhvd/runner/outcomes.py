@@ -256,7 +256,7 @@ def _summary(text: str) -> str:
 
 
 def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Choose the root cause: an exception before a crash, a crash before a lost peer; None if all ranks succeeded.
+    """Choose the root cause: an exception before a crash, a crash before a lost peer, or return None if all ranks succeeded.
 
     Ties prefer a traceback with the user's code, because ranks may raise an error of one rank together, then
     the lowest rank, so that the result does not depend on timing.

@@ -67,7 +67,7 @@ class LineReader:
                     self._pass_pending()
 
     def catch_up(self, timeout_s: float) -> None:
-        """Pass on the lines that are in the pipe now; give up after `timeout_s` behind a `take` that blocks."""
+        """Pass on the lines that are in the pipe now. Give up after `timeout_s` behind a `take` that blocks."""
         self._is_asked = True
         if not self._lock.acquire(timeout=timeout_s):
             return
@@ -123,7 +123,7 @@ def _poller(fd: int) -> select.poll:
 
 
 def _moved(match: re.Match[bytes]) -> bytes:
-    """Cancel moves up against newlines; return the remainder."""
+    """Cancel moves up against newlines and return the remainder."""
     ups, downs = match[0].count(_UP), match[0].count(b"\n")
     return _UP * (ups - downs) + b"\r" + b"\n" * (downs - ups)
 
@@ -146,7 +146,7 @@ class Tail:
         self._was_redrawn = False
 
     def add(self, line: bytes) -> str:
-        """Add a line of a `LineReader`; return its text."""
+        """Add a line of a `LineReader` and return its text."""
         if self._was_redrawn:
             self._lines.pop()
         self._was_redrawn = is_redrawn(line)

@@ -426,7 +426,7 @@ def outcome_path(run_dir: str, attempt: int, rank: int) -> str:
 def write_token(
     shared: SharedFiles, run_dir: str, attempt: int, rank: int | None, job_id: str
 ) -> str:
-    """Write this process's token; return the reason of a failure, or ""."""
+    """Write this process's token and return the reason of a failure, or ""."""
     path = token_path(run_dir, attempt, rank)
     try:
         shared.write_bytes(path, _token(job_id, rank))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prewarm:
-    """Starts the zygotes of a later launch; it is sent to the executors and called in tasks.
+    """Starts the zygotes of a later launch. It is sent to the executors and called in tasks.
 
     A host's zygote imports while tasks write the data, and the launch finds it ready. If the launch's facts differ
     after all, the launch starts another zygote, and this zygote ends by itself.

@@ -48,7 +48,7 @@ class ProcessStat(NamedTuple):
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """Read the facts of a process; None if it does not exist or is invisible."""
+    """Read the facts of a process, or return None if it does not exist or is invisible."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -292,14 +292,14 @@ class ProcessGroup:
                 (os.killpg if whole else os.kill)(self.pid, number)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until `on_end` has been called; return True if it has."""
+        """Wait until `on_end` has been called and return True if it has."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
-    """Wait for the end of threads; return True if all have ended in time."""
+    """Wait for the end of threads and return True if all have ended in time."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -323,7 +323,7 @@ def send(channel: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def receive(channel: socket.socket) -> dict[str, Any] | None:
-    """Receive a message; None if the peer is gone."""
+    """Receive a message, or return None if the peer is gone."""
     try:
         data = channel.recv(_MESSAGE_BYTES)
     except ConnectionError:

@@ -148,7 +148,7 @@ def read_report(
     metrics: Callable[[bytes], None],
     progress: Callable[[bytes], None],
 ) -> bytes | None:
-    """Read up to the report, passing on messages, metrics and progress; None if the writer is gone."""
+    """Read up to the report, passing on messages, metrics and progress, or return None if the writer is gone."""
     message = b""
     while (frame := read_frame(fd)) is not None:
         if frame.startswith(_PART):

@@ -273,7 +273,7 @@ class LaunchTicket:
                 log(reason)
 
     def _take(self, slots: int | None) -> str:
-        """Take the slots unless an earlier launch needs them; return "", or the reason to wait."""
+        """Take the slots unless an earlier launch needs them and return "", or the reason to wait."""
         if slots is not None and slots < self.size:
             return f"Waiting for task slots: {slots} of {self.size} registered."
         others = [
@@ -310,7 +310,7 @@ _changed = threading.Condition()
 def launch_ticket(
     application: str, kind: Hashable, size: int, *, is_alone: bool = False, most: int = 0
 ) -> Iterator[LaunchTicket]:
-    """Queue a launch of the application for the duration of the block; see `LaunchTicket`."""
+    """Queue a launch of the application for the duration of the block. See `LaunchTicket`."""
     place = LaunchTicket(application, kind, size, is_alone, most=most)
     with _changed:
         _turns.append(place)

@@ -154,7 +154,7 @@ def ended_how(status: int) -> str:
 
 
 def notify(ended: RankEnded, screen: Screen) -> int:
-    """Print how the first failed rank ended, and its last lines; return the exit status."""
+    """Print how the first failed rank ended, and its last lines, and return the exit status."""
     status, rank = ended.status, ended.rank
     lines = "".join(f"[{rank}] {line}\n" for line in screen.tail(rank))
     sys.stderr.write(

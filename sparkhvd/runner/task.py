@@ -188,7 +188,7 @@ def _run_rank(
     program: bytes,
     files: SharedFiles | None,
 ) -> tuple[Outcome, bytes]:
-    """Start the rank's trainer, check it with the others and run it; return its outcome and the bytes of its result."""
+    """Start the rank's trainer, check it with the others and run it, and return its outcome and the bytes of its result."""
     hosts = [host_of(info.address) for info in barrier.getTaskInfos()]
     chosen = JobSettings.from_json(spec.settings)
     with contextlib.ExitStack() as stack:
@@ -250,7 +250,7 @@ def _start(
     hosts: Sequence[str],
     output: RankOutput,
 ) -> _Started:
-    """Start the trainer of a rank, with cleanup on the stack; an exception becomes the start's `error`."""
+    """Start the trainer of a rank, with cleanup on the stack. An exception becomes the start's `error`."""
     started = _Started()
     chosen = JobSettings.from_json(spec.settings)
     try:
@@ -440,7 +440,7 @@ class RankOutput:
         self._echo(f"[{self._rank}] metrics {entry}", is_sent=is_sent)
 
     def progress(self, text: str) -> None:
-        """Route a line about the training's progress; it is not written to stderr."""
+        """Route a line about the training's progress. It is not written to stderr."""
         if self._sender is not None:
             self._sender.progress(text)
 
@@ -450,7 +450,7 @@ class RankOutput:
                 log(line, timestamp=self._timestamp)
 
     def close(self) -> tuple[tuple[int, str, int, bool], ...]:
-        """Send the last lines to the driver; return records that it may not have received."""
+        """Send the last lines to the driver and return records that it may not have received."""
         return () if self._sender is None else tuple(self._sender.close())
 
     def __enter__(self) -> RankOutput:

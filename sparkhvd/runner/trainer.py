@@ -72,7 +72,7 @@ class Trainer:
         metrics: Callable[[str], object] | None = None,
         progress: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Start the process and send it everything but the job; a zygote forks it only when it gets its job.
+        """Start the process and send it everything but the job. A zygote forks it only when it gets its job.
 
         Args:
             rank: its rank, for the prefix of its output lines.
@@ -176,7 +176,7 @@ class Trainer:
     # --- the caller's side
 
     def send(self, job: JobFrame) -> None:
-        """Send the trainer its job; it starts the function."""
+        """Send the trainer its job. It starts the function."""
         self._start_late()
         self._has_job = True
         with contextlib.suppress(BrokenPipeError):  # it is gone; its outcome has the reason
@@ -196,7 +196,7 @@ class Trainer:
         return tuple(answer["uuids"]), str(answer["error"])
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the process has ended and its output is read; return True if it has."""
+        """Wait until the process has ended and its output is read, and return True if it has."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ended.is_set():
             left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
@@ -435,7 +435,7 @@ class TrainerStart:
 
 
 def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
-    """Create the pipes and the environment of a process; return the pipe to it, and the start."""
+    """Create the pipes and the environment of a process, and return the pipe to it, and the start."""
     spec_read, spec = os.pipe()
     result, result_write = os.pipe()
     log, log_write = os.pipe()

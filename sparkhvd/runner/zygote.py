@@ -47,7 +47,7 @@ _FEWEST_DESCRIPTORS, _MAX_DESCRIPTORS = 5, 7
 
 
 class _Forked:
-    """Trainer of this zygote, and the channel to its owner; the channel is None once the owner has closed it."""
+    """Trainer of this zygote, and the channel to its owner. The channel is None once the owner has closed it."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
@@ -56,7 +56,7 @@ class _Forked:
         self.has_ended = False
 
     def end(self) -> None:
-        """Report the exit; the owner must not signal the pid afterwards, and confirms that it may be reaped."""
+        """Report the exit. The owner must not signal the pid afterwards, and confirms that it may be reaped."""
         self.has_ended = True
         self._notify({})
 

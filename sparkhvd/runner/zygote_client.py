@@ -112,7 +112,7 @@ class ZygoteClient:
     def _connect(
         self, name: str, is_private: bool, belongs_to: int, environ: Mapping[str, str]
     ) -> socket.socket:
-        """Connect to the name; the process that binds it starts the zygote."""
+        """Connect to the name. The process that binds it starts the zygote."""
         deadline = time.monotonic() + _LISTEN_S
         while True:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -224,7 +224,7 @@ class ZygoteClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; a private zygote ends with its last trainer."""
+        """Close the connection. A private zygote ends with its last trainer."""
         if self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)

@@ -255,7 +255,7 @@ def metrics(*, show: bool = True) -> Metrics:
 def start_timeline(
     file_path: str | os.PathLike[str], mark_cycles: bool = False, all_ranks: bool = False
 ) -> None:
-    """Start to record a timeline for ui.perfetto.dev; a running timeline ends first.
+    """Start to record a timeline for ui.perfetto.dev. A running timeline ends first.
 
     Args:
         file_path: a file on rank 0, created or overwritten; valid JSON at any moment except in the middle of a write.

@@ -179,7 +179,7 @@ def allgather_object(
 
 
 def pass_object(obj: Any, name: str) -> Any:
-    """Send an object to the next rank and return the previous rank's object; every rank must call this."""
+    """Send an object to the next rank and return the previous rank's object. Every rank must call this."""
     ctx = context()
     place = ctx.engine.topology
     payload = cloudpickle.dumps(obj)

@@ -48,7 +48,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Communicator) -> P
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; every rank must call this. The object may be added again.
+    """Remove a process set. Every rank must call this. The object may be added again.
 
     Sets that were registered together, from communicators that differ between ranks, are removed together.
 

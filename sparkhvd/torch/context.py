@@ -38,11 +38,11 @@ class Follower(Protocol):
         """Stop using the engine, which may have failed."""
 
     def follow(self, current: Context) -> None:
-        """Use another context's engine from now on; every rank calls this for its followers in the same order."""
+        """Use another context's engine from now on. Every rank calls this for its followers in the same order."""
 
 
 class ContextPart:
-    """State of another module that belongs to a context, such as the rank's GPU; see `Context.part`."""
+    """State of another module that belongs to a context, such as the rank's GPU. See `Context.part`."""
 
     def retire(self) -> None:
         """Stop using the context, which has closed."""
@@ -84,7 +84,7 @@ class Context:
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def part(self, kind: type[_Part]) -> _Part:
-        """Return this context's state of a kind; the first call creates it."""
+        """Return this context's state of a kind. The first call creates it."""
         part = self._parts.get(kind)
         if part is None:
             # If two threads get here, both use the first thread's part.
@@ -173,7 +173,7 @@ def is_initialized() -> bool:
 def initialize(
     join: Callable[[contextlib.ExitStack], Rendezvous], *, may_join_later: bool = False
 ) -> bool:
-    """Create the process's context, unless it exists; return True if it was created.
+    """Create the process's context, unless it exists, and return True if it was created.
 
     Args:
         join: connects the ranks; registers on its argument the resources to close at the end of the job.
@@ -205,7 +205,7 @@ def initialize(
 
 
 def _make_engine(rendezvous: Rendezvous) -> Engine:
-    """Connect the ranks and create the engine; an elastic job retries without ranks that fail meanwhile."""
+    """Connect the ranks and create the engine. An elastic job retries without ranks that fail meanwhile."""
     while True:
         connections = rendezvous.connect()
         try:

@@ -255,7 +255,7 @@ def _loaded(name: str) -> list[str]:
 
 
 def nccl_version() -> int:
-    """Return the version code of torch's NCCL; 0 if this torch has no CUDA or no NCCL."""
+    """Return the version code of torch's NCCL, or 0 if this torch has no CUDA or no NCCL."""
     if torch.version.cuda is None:
         return 0
     try:

@@ -54,7 +54,7 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The engine's number of this set; None while it is not registered."""
+        """The engine's number of this set, or None while it is not registered."""
         if self is global_process_set:
             return 0
         owner = None if self._context is None else self._context()
@@ -62,7 +62,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The global ranks in the set; None if they are not known yet.
+        """The global ranks in the set, or None if they are not known yet.
 
         They are not known for the set of all ranks before `init()`, and for a communicator before its registration.
         """
@@ -175,7 +175,7 @@ def check_new(current: Context, added: ProcessSet) -> None:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; every rank must call this. The object may be added again.
+    """Remove a process set. Every rank must call this. The object may be added again.
 
     Returns:
         False, without any effect, for the set of all ranks and for an unregistered set.

@@ -26,7 +26,7 @@ def registered_empty(
     process_set: ProcessSet = global_process_set,
     device: torch.device | str | int | None = None,
 ) -> Tensor:
-    """Create a tensor in memory that the ranks of a host share; every rank must call this with the same size.
+    """Create a tensor in memory that the ranks of a host share. Every rank must call this with the same size.
 
     Waits for all ranks. `allreduce_` of this tensor, or of the same part of it on every rank, makes no copies. In all
     other respects it is an ordinary tensor. Its memory is freed with the last tensor that uses it, and may be used
@@ -71,7 +71,7 @@ def registered_empty(
 
 
 def _gpu(ctx: Context, asked: torch.device | str | int | None) -> Device | None:
-    """Return this rank's GPU; None for memory on the CPU."""
+    """Return this rank's GPU, or None for memory on the CPU."""
     try:
         place = torch.device("cpu" if asked is None else asked)
     except (RuntimeError, TypeError) as error:

@@ -74,7 +74,7 @@ class Data:
         pin_memory: bool = False,
         spans: Spans | None = None,
     ) -> None:
-        """Open the data without reading most of it; all ranks must call it, because they may share work.
+        """Open the data without reading most of it. All ranks must call it, because they may share work.
 
         Args:
             spec: spec of the run.
@@ -226,7 +226,7 @@ class Data:
                 yield from itertools.islice(batches, self._spec.validation_steps_per_epoch)
 
     def first_batch(self) -> Batch | None:
-        """Read this rank's first training batch that has rows; None if the rank has no rows."""
+        """Read this rank's first training batch that has rows, or return None if the rank has no rows."""
         with _closing(self.training.epoch(0)) as batches:
             return next((batch for batch in batches if batch.num_rows), None)
 
@@ -265,7 +265,7 @@ def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done())
 
 
 def usable_rows(store: Store, manifest: Manifest) -> Rows | None:
-    """Return the numbers of the rows that `handle_invalid="skip"` keeps, or None for all; all ranks must call it.
+    """Return the numbers of the rows that `handle_invalid="skip"` keeps, or None for all. All ranks must call it.
 
     Materialized data hold only usable rows. For external files each rank checks its share of the files, and all
     ranks get the same numbers.

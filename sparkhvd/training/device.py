@@ -56,7 +56,7 @@ def choose_device(place: RankContext | None, *, looks: bool) -> tuple[torch.devi
 
 
 def agree(device: torch.device, problem: str) -> None:
-    """Check that all ranks compute on devices of one kind; all ranks must call it.
+    """Check that all ranks compute on devices of one kind. All ranks must call it.
 
     Raises:
         InvalidArgumentError: the kinds differ, or a rank cannot use its GPU; raised on all ranks.
@@ -74,7 +74,7 @@ def agree(device: torch.device, problem: str) -> None:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU of a device, to read its load; None for the CPU, or if the load is unavailable."""
+    """Return the GPU of a device, to read its load, or None for the CPU, or if the load is unavailable."""
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -86,7 +86,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Compile the model by torch.compile; every rank must call this.
+    """Compile the model by torch.compile. Every rank must call this.
 
     The module itself is not changed: its state dict keeps its names, and its `train()` and `eval()` apply.
 
@@ -110,7 +110,7 @@ _LEAST_CAPABILITY = 7
 
 
 def missing_tools(device: torch.device) -> str:
-    """Describe which tool of torch.compile is missing on this machine for this device; "" if none is missing."""
+    """Describe which tool of torch.compile is missing on this machine for this device, or return "" if none is missing."""
     import torch._inductor.config  # the import takes a second and loads 800 modules
 
     cxx = torch._inductor.config.cpp.cxx

@@ -65,7 +65,7 @@ class EarlyStopping:
 def best_epoch(
     history: Sequence[Mapping[str, Value]], monitor: Monitor, saved: Collection[int] | None = None
 ) -> int:
-    """Return the first epoch with the best value; the last epoch if every value is NaN.
+    """Return the first epoch with the best value. The last epoch if every value is NaN.
 
     With `saved` only these epochs are compared, because a custom loop need not save every epoch.
     """

@@ -59,7 +59,7 @@ _NEVER_S = 1e9
 
 @held
 def train_elastically(spec: TrainSpec) -> TrainResult:
-    """Train on every rank of an elastic job; all ranks must call it with the same spec. See `train`."""
+    """Train on every rank of an elastic job. All ranks must call it with the same spec. See `train`."""
     hvd.init()
     training = _Training(spec)
     training.profile.sampler.start()
@@ -170,7 +170,7 @@ class _Training(State, LoopHooks):
         self.check_host_updates()
 
     def begin(self, data: Data) -> ResumePoint:
-        """Send rank 0's state to every rank after a change of the ranks; return the position to continue from."""
+        """Send rank 0's state to every rank after a change of the ranks and return the position to continue from."""
         model, held = self.program.model, self._held
         start = find_start(self.spec, self.checkpoints, model, held, self.others)
         if self.state is None:

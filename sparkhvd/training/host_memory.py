@@ -130,7 +130,7 @@ class HostRows:
 
 
 def read_flags_once(store: Store, manifest: Manifest, usable: Rows | None) -> Flags:
-    """Read the validation column once per host, a part on each rank; all ranks must call it.
+    """Read the validation column once per host, a part on each rank. All ranks must call it.
 
     Args:
         store: store of the files.
@@ -152,7 +152,7 @@ def read_flags_once(store: Store, manifest: Manifest, usable: Rows | None) -> Fl
 
 
 def read_groups_once(store: Store, manifest: Manifest) -> Rows:
-    """Read the group numbers of all rows once per host, a part on each rank; all ranks must call it."""
+    """Read the group numbers of all rows once per host, a part on each rank. All ranks must call it."""
 
     def read(source: Source, part: tuple[int, int]) -> Rows:
         return read_groups(source, manifest, part)
@@ -274,7 +274,7 @@ SHARED_BYTES = 8 << 20
 
 
 def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None:
-    """Share frozen parameters among the ranks of each host; all ranks must call it, with equal values.
+    """Share frozen parameters among the ranks of each host. All ranks must call it, with equal values.
 
     A parameter stays private on a rank that cannot map the first rank's, such as a rank in another container.
 
@@ -319,7 +319,7 @@ def _frozen(model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Par
 
 
 def _written(frozen: dict[str, nn.Parameter], kept: contextlib.ExitStack) -> str:
-    """Write parameters to a file in memory that `kept` closes; return a path for other processes of this host."""
+    """Write parameters to a file in memory that `kept` closes and return a path for other processes of this host."""
     descriptor = new_memfd("sparkhvd-frozen")
     kept.callback(os.close, descriptor)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -185,7 +185,7 @@ class ClassMean:
         return cls(loss, options.get("ignore_index", _IGNORED), options.get("weight"))
 
     def count(self, label: Tensor) -> float | None:
-        """Return the denominator of the mean over these labels; None for labels that are probabilities of classes.
+        """Return the denominator of the mean over these labels, or None for labels that are probabilities of classes.
 
         The mean over probabilities of classes counts all rows.
         """

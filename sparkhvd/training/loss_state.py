@@ -196,7 +196,7 @@ class LossState:
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state for a checkpoint; {} if losses and metrics have no state.
+        """Return the state for a checkpoint, or {} if losses and metrics have no state.
 
         Raises:
             InvalidArgumentError: the state of an object cannot be read back.
@@ -257,7 +257,7 @@ class LossState:
             self._objects[name].load_state_dict(state["objects"][name])
 
     def rank_state(self) -> State:
-        """Return the state that may differ between ranks inside an epoch, on the CPU; {} if nothing can differ."""
+        """Return the state that may differ between ranks inside an epoch, on the CPU, or {} if nothing can differ."""
         state = {
             "buffers": to_cpu(self.buffers()),
             "extra": self.extra_states(),
@@ -272,7 +272,7 @@ class LossState:
     # -- ranks ---------------------------------------------------------------------------------------
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Send rank 0's state to all ranks; all ranks must call it before the first step.
+        """Send rank 0's state to all ranks. All ranks must call it before the first step.
 
         Checkpoints will omit parameters that are not in the optimizer and do not change after this, because the program
         has their values.

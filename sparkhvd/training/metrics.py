@@ -73,7 +73,7 @@ class Logs:
 
 
 def combined(by_rank: Sequence[dict[str, tuple[float, float]]], prefix: str) -> dict[str, float]:
-    """Combine the ranks' (sum, weight) pairs to means by name; a name may be missing on some ranks."""
+    """Combine the ranks' (sum, weight) pairs to means by name. A name may be missing on some ranks."""
     result = {}
     for name in dict.fromkeys(name for sums in by_rank for name in sums):
         pairs = [sums[name] for sums in by_rank if name in sums]
@@ -203,7 +203,7 @@ class StateMetric:
                 setattr(part, name, _copied(value, part.device))
 
     def combine(self) -> None:
-        """Merge the states of all ranks, on the CPU; every rank must call it."""
+        """Merge the states of all ranks, on the CPU. Every rank must call it."""
         self.metric.cpu()
         parts = _parts(self.metric)
         states_of_ranks = hvd.allgather_object(
@@ -344,7 +344,7 @@ class F1:
         self.counts = counts if isinstance(counts, Tensor) else None
 
     def combine(self) -> None:
-        """Add up the counts of all ranks; every rank must call this."""
+        """Add up the counts of all ranks. Every rank must call this."""
         states = hvd.allgather_object(self.state_dict(), name=f"metric.{self.name}")
         counts = [s[0]["values"]["counts"] for s in states if s[0]["count"]]
         self.counts = sum(counts) if counts else None
@@ -365,7 +365,7 @@ class F1:
 
 
 def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor] | None:
-    """Return the predicted and the labelled class of each row; None for outputs that are not scores of classes."""
+    """Return the predicted and the labelled class of each row, or None for outputs that are not scores of classes."""
     if output.ndim > 1 and output.shape[1] > 1 and label.ndim < output.ndim:
         return output.argmax(dim=1), label
     if link == SOFTMAX and output.ndim > 1 and output.shape == label.shape:
@@ -460,7 +460,7 @@ class Auc:
         self.pieces, self.batches = [(scores, classes)], []
 
     def combine(self) -> None:
-        """Sort the rows of all ranks by score and count correctly ranked pairs; every rank must call this.
+        """Sort the rows of all ranks by score and count correctly ranked pairs. Every rank must call this.
 
         Each rank receives the scores of all ranks in a range. The ranges have similar numbers of rows, unless most
         scores are equal.
@@ -520,7 +520,7 @@ def _joined(rows: list[Rows]) -> Rows:
 
 
 def _scores(name: str, output: Tensor, label: Tensor, link: str) -> Rows:
-    """Return a score and a class for each row; the class is 1 or 0, or negative for an ignored row."""
+    """Return a score and a class for each row. The class is 1 or 0, or negative for an ignored row."""
     classes = classes_of(output, label, link)
     if classes is not None and output.ndim == 2 and output.shape[1] == 2:
         actual = classes[1].reshape(-1)
@@ -763,7 +763,7 @@ def _assigned(metrics: object, num_labels: int) -> Iterator[tuple[str, object, i
 
 
 def _entries(metrics: object) -> list[tuple[str, object]]:
-    """List functions and groups with their names; a group that is not in a dict has the name ""."""
+    """List functions and groups with their names. A group that is not in a dict has the name ""."""
     if isinstance(metrics, Mapping) or is_metric_collection(metrics):
         return [(str(name), entry) for name, entry in metrics.items()]
     entries = metrics if isinstance(metrics, (list, tuple)) else [metrics]
@@ -892,7 +892,7 @@ class Totals:
         return no_broadcast(f"metric {name!r}", labels) if self._is_first else _unwatched
 
     def combine(self) -> None:
-        """Sum the totals of all ranks, on the CPU; every rank must call this once, after the last batch."""
+        """Sum the totals of all ranks, on the CPU. Every rank must call this once, after the last batch."""
         self.values, self.parts = self.values.cpu(), self.parts.cpu()
         hvd.allreduce_(self.values, name="totals", op=hvd.Sum)
         if len(self.parts):
@@ -903,7 +903,7 @@ class Totals:
             self._logged = hvd.allgather_object(self._logs.sums(), name="totals.logs")
 
     def means(self, prefix: str = "") -> dict[str, float]:
-        """Return the mean loss and the metrics by name; NaN without rows."""
+        """Return the mean loss and the metrics by name, or NaN without rows."""
         means = self._own_means()
         values = {metric.name: {metric.name: means[metric.name]} for metric in self._means}
         values |= {state.name: state.values() for state in self._states}
@@ -913,7 +913,7 @@ class Totals:
         return result | combined(self._logged, prefix)
 
     def means_so_far(self) -> dict[str, float]:
-        """Return this rank's mean loss, logged numbers and metrics so far, before `combine`; NaN without rows."""
+        """Return this rank's mean loss, logged numbers and metrics so far, before `combine`, or NaN without rows."""
         logged = [self._logs.sums()] if self._logs is not None else []
         return self._own_means() | combined(logged, "")
 

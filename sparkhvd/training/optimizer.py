@@ -335,7 +335,7 @@ class Overrides:
                 )
 
     def apply(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:
-        """Change the groups of an optimizer; call this before a scheduler is attached."""
+        """Change the groups of an optimizer. Call this before a scheduler is attached."""
         factor = world_size if self.lr_scaling == "linear" else 1
         for group in optimizer.param_groups:
             if self.weight_decay is not None:

@@ -41,7 +41,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return a loss scaler for float16, whose small gradients would become 0; None for other precisions."""
+    """Return a loss scaler for float16, whose small gradients would become 0, or None for other precisions."""
     if precision != "16-mixed":
         return None
     scaler = torch.amp.GradScaler(device.type)

@@ -65,7 +65,7 @@ def waits(waited_s: Tensor) -> dict[str, float | int]:
 
 
 class RunTimeline:
-    """Timeline of a rank's first steps; the timeline ends with the `with` block at the latest.
+    """Timeline of a rank's first steps. The timeline ends with the `with` block at the latest.
 
     Attributes:
         spans: this rank's records for the timeline.
@@ -81,7 +81,7 @@ class RunTimeline:
         self._is_open = False
 
     def begin(self) -> None:
-        """Start the timeline, after `init`; every rank must call this."""
+        """Start the timeline, after `init`. Every rank must call this."""
         if not self._left:
             return
         engine = context().engine
@@ -94,14 +94,14 @@ class RunTimeline:
             self._give_up(str(e))
 
     def step(self) -> None:
-        """Count a finished step, and end the timeline after the last; every rank must call this after each step."""
+        """Count a finished step, and end the timeline after the last. Every rank must call this after each step."""
         if self._is_open:
             self._left -= 1
             if not self._left:
                 self.end()
 
     def end(self) -> None:
-        """End the timeline, if any; every rank must call it."""
+        """End the timeline, if any. Every rank must call it."""
         if not self._is_open:
             return
         self._is_open = False
@@ -216,7 +216,7 @@ class Profile:
         self._samples: list[list[list[float]]] = []  # by rank
 
     def resume(self, saved: Mapping[str, Any], num_epochs: int) -> None:
-        """Continue from the `state` of an interrupted run, {} for a new run; a damaged state is ignored."""
+        """Continue from the `state` of an interrupted run, {} for a new run. A damaged state is ignored."""
         self.generations = list(saved.get("generations", ()))
         try:
             counts = torch.tensor(saved["steps"]["counts"], dtype=torch.float64)
@@ -228,7 +228,7 @@ class Profile:
             self._steps, self._every, self._epochs = counts, every, epochs
 
     def meet_others(self) -> None:
-        """Reset the loads of the ranks after a change of the ranks; every rank must call this."""
+        """Reset the loads of the ranks after a change of the ranks. Every rank must call this."""
         self._hosts, self._samples = [], []
 
     def lap(self, name: str) -> None:
@@ -272,7 +272,7 @@ class Profile:
         data_wait_s: float = math.nan,
         gradient_wait_s: float = math.nan,
     ) -> dict[str, float | int]:
-        """Gather the times of an epoch; every rank must call it.
+        """Gather the times of an epoch. Every rank must call it.
 
         Args:
             epoch: the epoch, counted from 1.
@@ -328,7 +328,7 @@ class Profile:
     def gather(
         self, device: torch.device, buckets: Sequence[Mapping[str, str | int]]
     ) -> dict[str, Any]:
-        """Gather the state with counters, phases and device of every rank on rank 0; every rank must call this.
+        """Gather the state with counters, phases and device of every rank on rank 0. Every rank must call this.
 
         Args:
             device: device of this rank.

@@ -71,7 +71,7 @@ class Program:
 
 
 def dump_program(program: Program) -> tuple[bytes, str]:
-    """Pickle a program; return the bytes and their SHA-256.
+    """Pickle a program and return the bytes and their SHA-256.
 
     Raises:
         InvalidArgumentError: a part cannot be pickled; the message names the param.

@@ -36,7 +36,7 @@ def _may_have_devices() -> bool:
 
 
 def raise_on_all_ranks(message: str, cause: Exception | None = None) -> NoReturn:
-    """Raise InvalidArgumentError on every rank; every rank must call it with the same message."""
+    """Raise InvalidArgumentError on every rank. Every rank must call it with the same message."""
     # Wait for all ranks first. If a rank exited now, a slower rank would report the loss of that rank, not this
     # message.
     with contextlib.suppress(CollectiveError):
@@ -69,7 +69,7 @@ class BufferSync:
         self._names = None
 
     def before_step(self) -> None:
-        """Broadcast rank 0's buffers; every rank must call it."""
+        """Broadcast rank 0's buffers. Every rank must call it."""
         if hvd.size() == 1 or self._names == []:
             return
         buffers = self._buffers()
@@ -82,7 +82,7 @@ class BufferSync:
             self._names = None if names else []
 
     def after_step(self) -> None:
-        """Find the buffers that the first step of an epoch has changed; every rank must call it."""
+        """Find the buffers that the first step of an epoch has changed. Every rank must call it."""
         if hvd.size() == 1 or self._names is not None:
             return
         kinds = {}

@@ -81,7 +81,7 @@ def unpaired(
     outputs: Sequence[Tensor],
     labels: Sequence[Tensor],
 ) -> str:
-    """Try losses and metrics on made-up rows; return a description of functions that do not pair rows, or "".
+    """Try losses and metrics on made-up rows, and return a description of functions that do not pair rows, or "".
 
     The functions are copied and random numbers restored, so nothing changes. A function that raises is skipped; the
     training reports its error.
@@ -375,7 +375,7 @@ class _LeftAlone(Exception):
 
 
 def _copied(function: Function) -> tuple[Function, int]:
-    """Copy a function with everything it refers to and could change; return the copy and the bytes of its tensors.
+    """Copy a function with everything it refers to and could change, and return the copy and the bytes of its tensors.
 
     Raises:
         _LeftAlone: it cannot be copied.
@@ -415,7 +415,7 @@ def _copied_function(
 
 
 def _value(call: Function, output: Tensor, label: Tensor, tried: _Tried) -> float | None:
-    """Call a function and return its number, or the mean of its numbers; None if it raises or returns no numbers.
+    """Call a function and return its number, or the mean of its numbers, or return None if it raises or returns no numbers.
 
     Raises:
         InvalidArgumentError: torch warns that it broadcasts.
@@ -462,7 +462,7 @@ def _randomness_kept() -> Iterator[None]:
 
 
 def _num_rows(output: Tensor, label: Tensor) -> int:
-    """Choose a number of rows that differs from all other axes; 0 if rows cannot be made up."""
+    """Choose a number of rows that differs from all other axes, or return 0 if rows cannot be made up."""
     if not output.is_floating_point() or not (len(output) and len(label)):
         return 0
     elements = max(math.prod(t.shape[1:]) for t in (output, label))

@@ -128,7 +128,7 @@ def _wants_total(function: MakeScheduler) -> bool:
 def describe_scheduler(
     function: MakeScheduler | None, optimizer: torch.optim.Optimizer
 ) -> dict[str, object] | None:
-    """Describe class and arguments of the scheduler that the function makes; None without a function.
+    """Describe class and arguments of the scheduler that the function makes, or return None without a function.
 
     The optimizer is not changed, and its parameters are not copied. A function that cannot be called here is
     described by its name.

@@ -134,7 +134,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a rank; the driver uses rank 0's. All ranks have the same result except times.
+    """Result of a rank. The driver uses rank 0's. All ranks have the same result except times.
 
     Attributes:
         history: one record per epoch: epoch, loss, metrics, val_..., rows_per_s, seconds, data_wait_s (the time that rank 0

@@ -146,7 +146,7 @@ class Step:
         totals: Totals | None,
         where: str,
     ) -> float:
-        """Run forward and backward, and reduce the gradients; return the factor that `apply` needs."""
+        """Run forward and backward, and reduce the gradients, and return the factor that `apply` needs."""
         self.optimizer.zero_grad()
         weight, problem = 0.0, ""
         loss: Tensor | None = None
@@ -196,7 +196,7 @@ class Step:
         sums.wait()
 
     def early_columns(self, batch: Batch) -> Columns | None:
-        """Make the columns of a training batch; None without rows, or if `first_forward` will report an error."""
+        """Make the columns of a training batch, or return None without rows, or if `first_forward` will report an error."""
         if not batch.num_rows:
             return None
         try:
@@ -207,7 +207,7 @@ class Step:
             return None
 
     def result(self, batch: Batch, columns: Columns | None) -> Forward | None:
-        """Run `forward` on this rank's rows; return None without rows."""
+        """Run `forward` on this rank's rows and return None without rows."""
         if self.is_weighted is None:
             return self.first_forward(batch, columns)
         with naming_lookups(self.model, batch.columns):
@@ -318,7 +318,7 @@ class Step:
         return f"terminate_on_nan: the loss is {float(result.loss.detach())}"
 
     def apply(self, factor: float) -> bool:
-        """Step with the reduced gradients times `factor`; return True if the optimizer stepped."""
+        """Step with the reduced gradients times `factor` and return True if the optimizer stepped."""
         if not factor:
             return False
         self.scale_and_clip(factor)

@@ -220,7 +220,7 @@ class TrainFnContext(Context):
                 (loss * self._share).backward()
 
     def log(self, record: Mapping[str, object]) -> None:
-        """Add the record of an epoch to the history: numbers and texts by name; every rank must call it.
+        """Add the record of an epoch to the history: numbers and texts by name. Every rank must call it.
 
         Rank 0's record is used. "epoch" is added, counted from 1, and "seconds" if missing. A "val_loss" allows selection of
         the best epoch.
@@ -264,7 +264,7 @@ class TrainFnContext(Context):
             self._saver.after_step(self.history, self._steps_done, None, seconds)
 
     def save_checkpoint(self) -> None:
-        """Write the current model, optimizer, scheduler and history; every rank must call it.
+        """Write the current model, optimizer, scheduler and history. Every rank must call it.
 
         An interrupted run resumes from the last checkpoint with `start_epoch` = its number of records. The checkpoint is named by
         the number of records, so a second one without a new record replaces the first.

@@ -66,7 +66,7 @@ class StepContext(Context):
         self.logs = Logs()
 
     def log(self, name: str, value: SupportsFloat) -> None:
-        """Log a mean over this rank's rows; the record of the epoch gets the mean over all rows.
+        """Log a mean over this rank's rows. The record of the epoch gets the mean over all rows.
 
         From `validation_step` the name in the record begins with `val_`.
 

@@ -170,7 +170,7 @@ class _Builder:
         return self.features[name]
 
     def label(self, name: str, role: str, override: str | None) -> Column:
-        """Build a label column; a floating scalar with class indices becomes int64."""
+        """Build a label column. A floating scalar with class indices becomes int64."""
         scalar = "int64" if name in self.class_labels else self.default
         if (feature := self.features.get(name)) is not None:
             return self._shared_label(feature, role, scalar, override)
@@ -297,7 +297,7 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
 
 
 def _cannot_keep(column: Column, role: str) -> str:
-    """Explain why a column cannot keep NaN, as the end of a sentence; "" if it can."""
+    """Explain why a column cannot keep NaN, as the end of a sentence, or return "" if it can."""
     if role:
         return f"which is {role} and needs a number in every row: give 'skip', 'error' or a number."
     if column.kind in ("binary", "string"):

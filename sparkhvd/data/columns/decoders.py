@@ -155,7 +155,7 @@ class RowFunctions:
         values: Mapping[str, Values],
         pool: ThreadPoolExecutor | None = None,
     ) -> Callable[[], Decoded]:
-        """Start the decoders in threads; return a function that waits for the rows, with the errors of `decode`.
+        """Start the decoders in threads and return a function that waits for the rows, with the errors of `decode`.
 
         Args:
             columns: those of `values`, as `with_decoded` described them.
@@ -251,7 +251,7 @@ class RowFunctions:
                 broken[number] = str(e)
 
     def _row(self, column: Column, raw: bytes | str | Array) -> Any:
-        """Decode one row; return it unchanged without a decoder."""
+        """Decode one row and return it unchanged without a decoder."""
         if not column.has_decoder:
             return raw
         row = self._decode_one(column, raw)

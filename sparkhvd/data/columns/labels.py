@@ -427,7 +427,7 @@ def prediction(link: str, output: Tensor) -> Tensor:
 
 
 def probability(link: str, output: Tensor) -> Tensor | None:
-    """Compute probabilities (rows, classes), of both classes for one logit; None if the link gives none."""
+    """Compute probabilities (rows, classes), of both classes for one logit, or return None if the link gives none."""
     flat = flat_rows(output)
     if link == SOFTMAX:
         return torch.softmax(flat, dim=1)
@@ -437,7 +437,7 @@ def probability(link: str, output: Tensor) -> Tensor | None:
 
 
 def both_classes(positive: Tensor) -> Tensor:
-    """Extend (rows, 1) probabilities of class 1 to both classes; return more columns unchanged."""
+    """Extend (rows, 1) probabilities of class 1 to both classes, and return more columns unchanged."""
     return torch.cat([1 - positive, positive], dim=1) if positive.shape[1] == 1 else positive
 
 

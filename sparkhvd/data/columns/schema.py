@@ -109,7 +109,7 @@ class Column:
 
     @property
     def row_shape(self) -> tuple[int, ...] | None:
-        """Shape of one row as the model's input, after the decoder; None if unknown, or if a batch is collated."""
+        """Shape of one row as the model's input, after the decoder, or None if unknown, or if a batch is collated."""
         if self.is_collated:
             return None
         return self.decoded if self.has_decoder else self.shape
@@ -162,7 +162,7 @@ class Column:
         return width > DENSE_WIDTH if self.is_sparse is None else self.is_sparse
 
     def with_shape(self, shape: tuple[int, ...]) -> Column:
-        """Set the shape found in the data; a wide vector becomes sparse."""
+        """Set the shape found in the data. A wide vector becomes sparse."""
         if self.kind == "vector" and self.keeps_sparse(math.prod(shape)):
             return replace(self, kind="sparse", shape=shape)
         return replace(self, shape=shape)
@@ -170,7 +170,7 @@ class Column:
 
 @dataclass(frozen=True)
 class DataSchema:
-    """Columns of a fit by role; a feature column may also be a label."""
+    """Columns of a fit by role. A feature column may also be a label."""
 
     features: tuple[Column, ...]
     labels: tuple[Column, ...]

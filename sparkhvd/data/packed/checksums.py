@@ -122,7 +122,7 @@ def table_bytes(trailer: bytes) -> int | None:
 
 
 def decode(table: bytes) -> tuple[int, Crcs] | None:
-    """Return the number of bytes that a table of checksums covers, and the CRCs; None if the table is damaged."""
+    """Return the number of bytes that a table of checksums covers, and the CRCs, or None if the table is damaged."""
     crcs, trailer = table[:-TRAILER_BYTES], table[-TRAILER_BYTES:]
     size, crc, _ = _TRAILER.unpack(trailer)
     is_whole = len(table) == table_bytes(trailer)

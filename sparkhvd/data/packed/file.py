@@ -111,7 +111,7 @@ class PackedFile:
         self._page: tuple[tuple[int, int], Array] | None = None
 
     def damaged(self, reason: str) -> StoreError:
-        """Mark the data as damaged, so that no fit reuses them; return the error to raise."""
+        """Mark the data as damaged, so that no fit reuses them, and return the error to raise."""
         with suppress(Exception):  # this user may have no permission to write
             self._store.write_bytes(
                 f"{self.path.rpartition('/')[0]}/{DAMAGED_NAME}", reason.encode()
@@ -237,7 +237,7 @@ class PackedFile:
         self._check_length(self._source.readinto(out.data), out.nbytes)
 
     def _request(self, count: int, offset: int) -> Array:
-        """Read bytes from `offset`; the array is read-only. Thread-safe."""
+        """Read bytes from `offset`. The array is read-only. Thread-safe."""
         content = np.frombuffer(self._source.read_at(count, offset), np.uint8)
         self._check_length(len(content), count)
         return content
@@ -298,7 +298,7 @@ class PackedFile:
 
 
 def _page_bytes(header: bytes) -> int:
-    """Read the size of a page's values from its header; -1 if the page is not a plain data page.
+    """Read the size of a page's values from its header, or return -1 if the page is not a plain data page.
 
     The header is Thrift compact: field 1 (int32 type, 0 = DATA_PAGE), then 2 (int32 size before compression), zigzag
     varints.
@@ -360,7 +360,7 @@ def payloads(values: Ragged | SparseRows) -> list[Ragged]:
 
 
 def parquet_fields(column: Column) -> list[pa.Field]:
-    """Make the Parquet fields of a column; they are required, so that a page has no definition levels."""
+    """Make the Parquet fields of a column. They are required, so that a page has no definition levels."""
     if column.is_fixed:
         return [pa.field(column.name, pa.binary(column.row_bytes), nullable=False)]
     names = [f"{column.name}.indices", column.name] if column.kind == "sparse" else [column.name]

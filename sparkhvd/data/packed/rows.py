@@ -397,7 +397,7 @@ def _manifest_of_folder(store: Store, name: str) -> Manifest:
 
 
 def _as_objects(column: Column, values: Values) -> Array:
-    """Convert rows of different lengths to an object array; return an array unchanged."""
+    """Convert rows of different lengths to an object array and return an array unchanged."""
     if isinstance(values, np.ndarray):
         return values
     out = np.empty(len(values), object)

@@ -96,7 +96,7 @@ class PackedWriter:
                 self._flush()
 
     def close(self) -> tuple[int, ...]:
-        """Write pending rows, the checksums and the footer; return the number of rows of each row group."""
+        """Write pending rows, the checksums and the footer, and return the number of rows of each row group."""
         self._flush()
         self._sink.write_table()
         self._writer.close()

@@ -246,7 +246,7 @@ class Table:
 
 
 def table_of(path: str) -> Table | None:
-    """Return the table whose log holds the file at this path; None for other files."""
+    """Return the table whose log holds the file at this path, or None for other files."""
     *folders, name = path.split("/")
     for at, folder in enumerate(folders):
         if folder in _LOGS:
@@ -275,7 +275,7 @@ def refuse_tables(url: str, paths: Iterable[str]) -> None:
 
 
 def partition_values(url: str, files: Sequence[StoredFile]) -> dict[str, dict[str, PartitionValue]]:
-    """Parse the values of folders `column=value` by path, as int, float or text; a column has one type.
+    """Parse the values of folders `column=value` by path, as int, float or text. A column has one type.
 
     Raises:
         InvalidArgumentError: files are in folders of different columns.

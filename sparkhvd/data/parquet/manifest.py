@@ -196,7 +196,7 @@ def _is_nested(column: Column) -> bool:
 
 
 def _entry_shape(source: ParquetSource, column: Column) -> tuple[int, ...] | None:
-    """Return the shape of an entry from the first row that has entries; None if all rows are empty."""
+    """Return the shape of an entry from the first row that has entries, or None if all rows are empty."""
     for arrays in source.arrays([column.name]):
         array = arrays[column.name]
         if column.invalid[0] == "skip" and (mask := usable_rows(array, column)) is not None:
@@ -283,7 +283,7 @@ class KnownFooters:
             self._footers = rebuild(dict[str, tuple[int, Footer]], values.get("footers", {}))
 
     def get(self, file: StoredFile) -> Footer | None:
-        """Return a known footer; None for a file that is unknown or has another size."""
+        """Return a known footer, or None for a file that is unknown or has another size."""
         size, footer = self._footers.get(self._name(file), (-1, None))
         return footer if size == file.size else None
 
@@ -395,7 +395,7 @@ def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) 
 
 
 def _size(dataset: ParquetDataset, file: StoredFile) -> int | None:
-    """Return the size of a file; None if it does not exist."""
+    """Return the size of a file, or None if it does not exist."""
     try:
         return dataset.store.num_bytes(file.path)
     except FileNotFoundError:
@@ -438,7 +438,7 @@ def _kept_rows(
     names: Mapping[str, str],
     constants: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """Apply deletes and filter to a file; return the mask of the remaining rows as text ("" for all), and a count."""
+    """Apply deletes and filter to a file, and return the mask of the remaining rows as text ("" for all), and a count."""
     kept = np.ones(metadata.num_rows, np.bool_)
     if (deleted := table.deleted.get(file.path)) is not None:
         mask = deleted()  # rows beyond the end of a shorter mask are kept

@@ -225,7 +225,7 @@ class ParquetSource:
     def _piece(
         self, number: int, names: tuple[str, ...], row: int, last: int
     ) -> tuple[int, Arrays]:
-        """Decode the piece that holds a row; return the number of its first row and the piece.
+        """Decode the piece that holds a row and return the number of its first row and the piece.
 
         The caller will read rows up to `last` next, so the pass is prepared for their row groups.
         """
@@ -431,7 +431,7 @@ class Pass:
         return is_same and self._start <= row < self._end and group_begin <= self._stop
 
     def piece(self, row: int) -> tuple[int, Arrays]:
-        """Decode up to the piece that holds a row; return the piece's first row in the file, and its columns."""
+        """Decode up to the piece that holds a row and return the piece's first row in the file, and its columns."""
         while self._stop <= row:
             self._start = self._stop
             try:

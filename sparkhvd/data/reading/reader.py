@@ -232,7 +232,7 @@ class Reader:
         return self._order.plan(epoch, first_row)
 
     def close(self) -> None:
-        """Stop the threads and release files and memory; a thread that hangs in a read is abandoned after a minute."""
+        """Stop the threads and release files and memory. A thread that hangs in a read is abandoned after a minute."""
         if self._stop(STOP_S):
             self._decoding.close()
             self._source.close()
@@ -342,7 +342,7 @@ class Reader:
         self._prepared = epoch, start_step, Prefetch(chunks, self._queue_length())
 
     def _stop(self, limit_s: float) -> bool:
-        """Stop the background threads; return True if all have ended."""
+        """Stop the background threads and return True if all have ended."""
         if self._running is not None and self._running.stop(limit_s):
             self._running = None
         if self._prepared is not None and self._prepared[2].stop(limit_s):
@@ -437,7 +437,7 @@ class Prefetch(Generic[Item]):
         )
 
     def stop(self, limit_s: float) -> bool:
-        """End the thread and wait for it up to a limit; return True if it has ended."""
+        """End the thread and wait for it up to a limit, and return True if it has ended."""
         self._stopping.set()
         deadline = time.monotonic() + limit_s
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -485,7 +485,7 @@ class Sharing(Protocol):
     def gather(
         self, values: Mapping[str, Values] | None, error: BaseException | None = None
     ) -> dict[str, Values] | None:
-        """Collect the parts of all ranks in order, on all ranks; None if the ranks cannot share memory.
+        """Collect the parts of all ranks in order, on all ranks, or return None if the ranks cannot share memory.
 
         Raises `error`, or another rank's.
         """
@@ -617,7 +617,7 @@ def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
 
 
 def packed(values: Values) -> Values:
-    """Copy rows of any length to their own memory; return an array unchanged."""
+    """Copy rows of any length to their own memory and return an array unchanged."""
     return values.packed() if isinstance(values, (Ragged, SparseRows)) else values
 
 
@@ -681,7 +681,7 @@ class Decoding:
         self._shown: set[str] = set()
 
     def begin(self, taken: dict[str, Any], num_rows: int, *, packs: bool) -> Callable[[], Chunk]:
-        """Start decoding rows; return a function that waits for them.
+        """Start decoding rows and return a function that waits for them.
 
         Args:
             taken: columns as they are stored; their memory must stay valid until the rows are decoded.

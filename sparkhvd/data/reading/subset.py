@@ -34,7 +34,7 @@ def column_names(manifest: Manifest) -> list[str]:
 
 
 def is_flagged(manifest: Manifest, subset: str) -> bool:
-    """Whether the validation column decides the rows of the subset; never for "all"."""
+    """Whether the validation column decides the rows of the subset. Never for "all"."""
     return subset != "all" and manifest.schema.validation is not None
 
 
@@ -49,7 +49,7 @@ class RowDivision:
     edges: Rows | None = None
 
     def part(self, rows: Rows | int, number: int, count: int) -> Rows | int:
-        """Ascending row numbers of part `number` of `count`; a single part has all rows."""
+        """Ascending row numbers of part `number` of `count`. A single part has all rows."""
         if count == 1:
             return rows
         low, high = (self._cut(rows, n, count) for n in (number, number + 1))

@@ -271,7 +271,7 @@ def is_sequential(root: str) -> bool:
 
 
 def _mount_kind(path: str) -> str:
-    """Return the kernel's name for the type of a path's file system; "" if unknown."""
+    """Return the kernel's name for the type of a path's file system, or "" if unknown."""
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -286,7 +286,7 @@ def _mount_kind(path: str) -> str:
 
 
 def open_filesystem(address: Address, options: Mapping[str, object]) -> tuple[pafs.FileSystem, str]:
-    """Open the file system of an address; return it and the store's root in it.
+    """Open the file system of an address and return it and the store's root in it.
 
     Raises:
         OSError: the file system is unreachable, or a required library is missing.

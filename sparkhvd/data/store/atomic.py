@@ -35,7 +35,7 @@ _NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV)
 
 
 class AtomicFile(io.RawIOBase):
-    """File that is written once from start to end; it keeps the first error, because callers may wrap it.
+    """File that is written once from start to end. It keeps the first error, because callers may wrap it.
 
     Attributes:
         error: the first error of the file, or None.
@@ -230,7 +230,7 @@ def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
 
 
 def make_root(root: str) -> str:
-    """Make a folder with access for this user alone, and its parents; return the topmost new folder, or "".
+    """Make a folder with access for this user alone, and its parents, and return the topmost new folder, or "".
 
     An existing folder keeps its permissions.
     """

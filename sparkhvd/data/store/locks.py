@@ -95,7 +95,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process; "" if it is not visible, "ended" for a zombie."""
+    """Return the start time of a process, or "" if it is not visible, "ended" for a zombie."""
     stat = stat_of(pid)
     if stat is None:
         return ""
@@ -116,7 +116,7 @@ def dump_sealed(values: Mapping[str, object]) -> bytes:
 
 
 def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
-    """Decode the entries from `dump_sealed`; None if the file is damaged.
+    """Decode the entries from `dump_sealed`, or return None if the file is damaged.
 
     Args:
         data: content of the file.
@@ -135,7 +135,7 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
 
 
 def position_of(pointer: bytes) -> tuple[int, int] | None:
-    """Read (epochs, steps) from the file that points to a run's newest checkpoint; None if it is damaged."""
+    """Read (epochs, steps) from the file that points to a run's newest checkpoint, or return None if it is damaged."""
     values = load_sealed(pointer) or {}
     epoch, step = values.get("epoch"), values.get("step")
     if not (isinstance(epoch, int) and isinstance(step, int) and epoch >= 0 and step >= 0):
@@ -170,7 +170,7 @@ class Lease:
     since: float = 0.0
 
     def is_expired(self, now: float) -> bool:
-        """True if the lease was not renewed for a day, so that its application must be gone; never for kept data."""
+        """True if the lease was not renewed for a day, so that its application must be gone. Never for kept data."""
         return not self.keep and now - self.renewed > LEASE_S
 
     def is_alive(self) -> bool | None:
@@ -189,7 +189,7 @@ class Lease:
 
     @classmethod
     def parse(cls, content: bytes) -> Lease | None:
-        """Parse a lease file, also of versions before 29 November 2026; None if it is damaged."""
+        """Parse a lease file, also of versions before 29 November 2026, or return None if it is damaged."""
         values = load_sealed(content, required=False)
         if values is None:
             return None
@@ -215,7 +215,7 @@ def _lease_at(store: _Store, path: str) -> Lease | None:
 
 
 def lease_of(store: _Store, data_dir: str) -> Lease | None:
-    """Read the lease of a data directory; None without a lease, or if its file is damaged."""
+    """Read the lease of a data directory, or return None without a lease, or if its file is damaged."""
     return _lease_at(store, f"{data_dir}/{LEASE_NAME}")
 
 
@@ -348,7 +348,7 @@ def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
 
 
 def lock_owner(store: _Store, run_id: str) -> Lease | None:
-    """Read the lease of a run, whose fit may be dead; None without a lease, or if its file is damaged."""
+    """Read the lease of a run, whose fit may be dead, or return None without a lease, or if its file is damaged."""
     return _lease_at(store, _path(run_id))
 
 
@@ -363,7 +363,7 @@ def _path(run_id: str) -> str:
 
 
 def _changes(store: _Store, run_id: str, holder: Lease, verbose: int) -> bool:
-    """Watch a lock owner on another machine; return True if it renews its file."""
+    """Watch a lock owner on another machine and return True if it renews its file."""
     if verbose:
         sys.stdout.write(
             f"The run {run_id!r} was held by {holder}: waiting up to {EXPIRES_S:g} s to see whether that fit is alive.\n"

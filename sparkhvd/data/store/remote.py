@@ -185,7 +185,7 @@ class RemoteStore(Store):
         self.ask(write_artifact, path, name)
 
     def ask(self, call: Call, *arguments: object) -> tuple[Any, bytes]:
-        """Run a call on the store in a task; return its answer and its content.
+        """Run a call on the store in a task and return its answer and its content.
 
         Args:
             call: module-level function, called with the store and the arguments; it yields the answer as JSON data,
@@ -362,7 +362,7 @@ def prove(store: Store, token: str, content: bytes, make: bool) -> Answer:
 def answer(
     store: Store, call: Call, arguments: tuple[object, ...], batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Run a call in a task; an error becomes a row."""
+    """Run a call in a task. An error becomes a row."""
     for _ in batches:  # if a task leaves input unread, Spark ends its Python worker
         pass
     part = _ANSWER

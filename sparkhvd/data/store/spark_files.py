@@ -39,7 +39,7 @@ _SEPARATORS = (b"\n", b"\0")
 
 @contextlib.contextmanager
 def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
-    """Make a staging folder on this host for `write_file`; it is deleted when the block ends.
+    """Make a staging folder on this host for `write_file`. It is deleted when the block ends.
 
     If possible, the folder is on the file system of `path`, to avoid a copy.
     """
@@ -59,7 +59,7 @@ def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
 
 
 def write_file(spark: SparkSession, folder: str, path: str) -> None:
-    """Write a file of this host as the only file of a new folder; the original may be moved.
+    """Write a file of this host as the only file of a new folder. The original may be moved.
 
     Raises:
         InvalidArgumentError: the file is larger than this kind of session can write.
@@ -139,7 +139,7 @@ def _hadoop(spark: SparkSession, path: str) -> tuple[Any, Any]:
 
 
 def _local_path(spark: SparkSession, path: str) -> str:
-    """Find the local path to which Spark resolves `path`, also through mount tables; "" if it is not local."""
+    """Find the local path to which Spark resolves `path`, also through mount tables, or return "" if it is not local."""
     if is_connect(spark):
         return ""
     system, target = _hadoop(spark, path)

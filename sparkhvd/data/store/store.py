@@ -195,16 +195,16 @@ class Store:
         return _collect(self, folder, done)
 
     def open_input(self, path: str) -> pa.NativeFile:
-        """Open a file for random access; the caller closes it."""
+        """Open a file for random access. The caller closes it."""
         with self._place.explained("read", path):
             return self._place.fs.open_input_file(self._place.full(path))
 
     def list(self, path: str = "", *, recursive: bool = False) -> Paths:
-        """List the files and folders directly in a folder, or all files below it, sorted; [] if it does not exist."""
+        """List the files and folders directly in a folder, or all files below it, sorted, or return [] if it does not exist."""
         return list_paths(self._place, path, recursive=recursive)
 
     def files(self) -> tuple[StoredFile, ...]:
-        """List every file below the root with size and time, sorted by path; a root that is a file is ".".
+        """List every file below the root with size and time, sorted by path. A root that is a file is ".".
 
         Raises:
             FileNotFoundError: the root does not exist.
@@ -216,7 +216,7 @@ class Store:
         return list_above(self._place, names)
 
     def last_change(self, path: str) -> float | None:
-        """Return the time of the last change in a folder, in s since 1970; None if unknown."""
+        """Return the time of the last change in a folder, in s since 1970, or None if unknown."""
         return last_change(self._place, path)
 
     def data_directories(self) -> Paths:
@@ -264,7 +264,7 @@ class Store:
 
     @contextmanager
     def open_output(self, path: str) -> Iterator[atomic.AtomicFile]:
-        """Open a file for sequential writing; it appears under its name when the block ends without error.
+        """Open a file for sequential writing. It appears under its name when the block ends without error.
 
         Raises:
             StoreError: the store is full, missing or unreachable, or this user may not write it.
@@ -479,7 +479,7 @@ class StoreFilesystem:
         return posixpath.join(self.root, *[p for p in parts if p and p != "."])
 
     def info(self, path: str) -> pafs.FileInfo:
-        """Type, size and time of a file or folder; a missing path has the type NotFound."""
+        """Type, size and time of a file or folder. A missing path has the type NotFound."""
         with self.explained("read", path):
             return self.fs.get_file_info(self.full(path))
 
@@ -541,7 +541,7 @@ class StoreFilesystem:
         return error
 
     def cause(self, error: Exception) -> Exception | None:
-        """Return the error to show as a cause; None if the error or its causes hold a secret."""
+        """Return the error to show as a cause, or None if the error or its causes hold a secret."""
         link: BaseException | None = error
         while link is not None:
             for text in (str(link), repr(link)):
@@ -593,7 +593,7 @@ def list_paths(place: StoreFilesystem, path: str, *, recursive: bool) -> Paths:
 
 
 def list_files(place: StoreFilesystem) -> tuple[StoredFile, ...]:
-    """List every file below the root with size and time, sorted by path; a root that is a file is ".".
+    """List every file below the root with size and time, sorted by path. A root that is a file is ".".
 
     Raises:
         FileNotFoundError: the root does not exist.
@@ -697,7 +697,7 @@ class StoreWriter:
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[atomic.AtomicFile]:
-        """Open a file for sequential writing; it appears when the block ends without error."""
+        """Open a file for sequential writing. It appears when the block ends without error."""
         place = self._place
         sink: atomic.AtomicFile | None = None
         try:
@@ -876,7 +876,7 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
 
 
 def _content(store: Store, path: str) -> bytes | None:
-    """Read a listed file; b"" if it cannot be read, None if it was deleted meanwhile."""
+    """Read a listed file, or return b"" if it cannot be read, None if it was deleted meanwhile."""
     try:
         return store.read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):

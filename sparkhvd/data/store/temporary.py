@@ -56,7 +56,7 @@ class TemporaryFolders:
             return folder in self._folders.values()
 
     def keep(self, folder: str, names: tuple[str, ...]) -> None:
-        """Keep a folder, with its entries of these names, when this process ends; other processes keep it, too."""
+        """Keep a folder, with its entries of these names, when this process ends. Other processes keep it, too."""
         with self._mutex:
             self._kept[folder] = names
         # The folder has no owner file if its file system has no locks.
@@ -117,7 +117,7 @@ def _sweep() -> None:
 
 
 def _lock(folder: str, flags: int = 0) -> int | None:
-    """Lock a folder's owner file; return its descriptor, or None if another process holds or has deleted it.
+    """Lock a folder's owner file and return its descriptor, or None if another process holds or has deleted it.
 
     Raises:
         OSError: the file does not exist, or this file system has no locks.

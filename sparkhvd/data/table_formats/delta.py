@@ -114,7 +114,7 @@ def open_delta(
 def _load(
     url: str, name: str, request: VersionRequest, options: Mapping[str, Any] | None
 ) -> tuple[DeltaTable, int | None]:
-    """Load the table at the requested version; return it and the time of its commit in ms since 1970, if known."""
+    """Load the table at the requested version and return it and the time of its commit in ms since 1970, if known."""
     try:
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
@@ -174,7 +174,7 @@ def _commit(version: int) -> str:
 
 
 def _committed_ms(store: Store, version: int) -> int | None:
-    """Return the time of a commit in ms since 1970; None if the log does not have it."""
+    """Return the time of a commit in ms since 1970, or None if the log does not have it."""
     try:
         lines = store.read_bytes(_commit(version)).splitlines()
     except FileNotFoundError:
@@ -278,7 +278,7 @@ def _path_of(uri: str, *, is_quoted: bool = True) -> str:
 def _locator(
     schema: pa.Schema, mode: str, values: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]:
-    """Make the function that finds the table's columns in a file; see `TableFiles`."""
+    """Make the function that finds the table's columns in a file. See `TableFiles`."""
 
     @cache
     def facts() -> dict[str, tuple[str, str]]:

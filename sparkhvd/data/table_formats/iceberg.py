@@ -291,7 +291,7 @@ def _planned(table: Table, scan: DataScan, name: str) -> list[FileScanTask]:
 
 
 def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
-    """Find the folder above all files; return it as the URL of a store, and the files' paths relative to it."""
+    """Find the folder above all files and return it as the URL of a store, and the files' paths relative to it."""
     parts = [_split(url) for url in urls]
     if len({host for host, _ in parts}) > 1:
         raise InvalidArgumentError(
@@ -389,7 +389,7 @@ def _deleted(
 def _locator(
     table: Table, columns: Schema, tasks: Mapping[str, FileScanTask], name: str
 ) -> Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]:
-    """Make the function that finds the table's columns in a file; see `TableFiles`."""
+    """Make the function that finds the table's columns in a file. See `TableFiles`."""
     from pyiceberg.transforms import IdentityTransform
 
     mapping = table.metadata.name_mapping()

@@ -129,7 +129,7 @@ def null_columns_of(condition: Condition) -> set[str]:
 
 
 def for_pruning(condition: Condition, types: Mapping[str, pa.DataType]) -> Condition | None:
-    """Convert the values of a condition to the types of their columns; None if a library cannot compare them exactly.
+    """Convert the values of a condition to the types of their columns, or return None if a library cannot compare them exactly.
 
     A library would round a value that the type cannot hold, and so might leave out files with rows of the condition.
     """
@@ -242,7 +242,7 @@ def _unless_null(field: pc.Expression, otherwise: pc.Expression) -> pc.Expressio
 
 
 def _floor(value: Any, kind: pa.DataType) -> int | float | Decimal | None:
-    """Find the largest number of a type that is at most the value; None if all numbers of the type are greater.
+    """Find the largest number of a type that is at most the value, or return None if all numbers of the type are greater.
 
     The exact number counts: 0.1 is less than the nearest float32. For a decimal column the number's text counts.
     """
@@ -271,7 +271,7 @@ def _decimal(value: Any) -> Decimal:
 
 
 def _value_in(value: Value, kind: pa.DataType, column: str) -> Any:
-    """Convert a value to its column's type; None for a number that the type cannot hold."""
+    """Convert a value to its column's type, or return None for a number that the type cannot hold."""
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if is_number != (isinstance(value, (int, float)) and not isinstance(value, bool)) or (
         pa.types.is_boolean(kind) != isinstance(value, bool)
@@ -303,7 +303,7 @@ def _scalar(value: Value, kind: pa.DataType) -> pa.Scalar:
 
 
 def _exact(value: Value, kind: pa.DataType, column: str) -> Any:
-    """Convert a value to the form for both libraries, dates and times as text; None if the type cannot hold it."""
+    """Convert a value to the form for both libraries, dates and times as text, or return None if the type cannot hold it."""
     found = _value_in(value, kind, column)
     if not isinstance(found, pa.Scalar):
         return found

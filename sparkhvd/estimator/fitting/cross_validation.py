@@ -27,7 +27,7 @@ class FoldModels(Iterator[tuple[int, M]]):
             self._close()
 
     def __next__(self) -> tuple[int, M]:
-        """Fit with the next param map; return its index and the model."""
+        """Fit with the next param map and return its index and the model."""
         try:
             return next(self._models)
         finally:

@@ -77,7 +77,7 @@ def split_arguments(
 def open_sources(
     options: FitOptions, places: DataPaths, spark: SparkSession
 ) -> tuple[FitSources, dict[str, Any] | None]:
-    """Find the files; return the sources of the fit and its decoders, including petastorm's.
+    """Find the files and return the sources of the fit and its decoders, including petastorm's.
 
     Args:
         options: of the fit.

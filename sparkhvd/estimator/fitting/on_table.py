@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableChoice:
-    """Arguments of `fit_on_table` that choose rows; other attributes are described there.
+    """Arguments of `fit_on_table` that choose rows. Other attributes are described there.
 
     Attributes:
         schema_id: id of the columns with which to read an Iceberg snapshot again as an earlier fit did.

@@ -254,7 +254,7 @@ class EpochReporter:
 
     @property
     def _prefix(self) -> str:
-        """Prefix of the lines, such as "[fold 2, batch_size=64] "; "" for a single fit without a label."""
+        """Prefix of the lines, such as "[fold 2, batch_size=64] ", or "" for a single fit without a label."""
         shown = ": ".join(filter(None, ("" if self._is_alone else self._name, self._label)))
         return f"[{shown}] " if shown else ""
 

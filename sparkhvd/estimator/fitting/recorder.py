@@ -64,7 +64,7 @@ class Recorder:
         self._lap = now
 
     def prepared(self, origin: Mapping[str, Any], reading: str = "") -> None:
-        """Record the origin of the rows; see `FitData.origin`.
+        """Record the origin of the rows. See `FitData.origin`.
 
         Args:
             origin: origin of the training rows.
@@ -184,7 +184,7 @@ class Recorder:
         error: BaseException | None = None,
         is_kept: bool = True,
     ) -> None:
-        """Write the report into the run's folder; a failure is a warning.
+        """Write the report into the run's folder. A failure is a warning.
 
         Args:
             store: store of the run.

@@ -278,7 +278,7 @@ def _num_checkpoints(options: FitOptions) -> int:
 def _check_model(
     options: FitOptions, sources: FitSources
 ) -> tuple[FitOptions, torch.nn.Module, UserCode]:
-    """Check the module and the user's code; return the options without torch.compile's wrapper, the module and code."""
+    """Check the module and the user's code, and return the options without torch.compile's wrapper, the module and code."""
     built = build_model(options.model)
     if is_compiled(built):
         # The wrapper of torch.compile adds a prefix to the names of parameters.
@@ -598,7 +598,7 @@ Compare: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor]], None]"
 
 
 class PairingCheck:
-    """Check that loss and metrics compare row by row; it runs once, when shapes of outputs and labels are known."""
+    """Check that loss and metrics compare row by row. It runs once, when shapes of outputs and labels are known."""
 
     def __init__(
         self, losses: Sequence[Loss], metrics: Sequence[AnyMetric], *, is_asked: bool
@@ -637,7 +637,7 @@ def try_model(
     compare: Compare | None = None,
     batch_size: int = 2,
 ) -> tuple[int, ...] | None:
-    """Run the model on rows of zeros; return the elements per row of each output, without changing the model.
+    """Run the model on rows of zeros and return the elements per row of each output, without changing the model.
 
     Returns None if only ranks can find the outputs, see `trial_outputs`, or if the user's code feeds the model and the
     trial fails.
@@ -693,7 +693,7 @@ def try_model(
 
 
 def _zero_labels(schema: DataSchema, labels: LabelBinding) -> tuple[Tensor, ...] | None:
-    """Make two rows of the labels; None if a shape is unknown."""
+    """Make two rows of the labels, or return None if a shape is unknown."""
     if any(c.row_shape is None or -1 in c.row_shape for c in schema.labels):
         return None
     return labels.apply({c.name: zeros(c) for c in schema.labels})

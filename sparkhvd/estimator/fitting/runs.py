@@ -82,7 +82,7 @@ class Run:
         return seed
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON file of the run; None if it is missing or damaged."""
+        """Read a JSON file of the run, or return None if it is missing or damaged."""
         try:
             return load_sealed(self.store.read_bytes(f"{self.run_dir}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
@@ -152,7 +152,7 @@ class Run:
             Checkpoints(self.store, self.run_dir).finish(finished.epoch, num_checkpoints)
 
     def finished(self) -> Finished | None:
-        """Read the facts about a finished run; None if the run is not finished.
+        """Read the facts about a finished run, or return None if the run is not finished.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -187,7 +187,7 @@ class Run:
         return self.store.full_url(f"{self.run_dir}/{TIMELINE_NAME}")
 
     def position(self) -> Position:
-        """Read the position of the newest checkpoint: (epochs, steps of the next epoch); (0, 0) if there is none."""
+        """Read the position of the newest checkpoint: (epochs, steps of the next epoch), or return (0, 0) if there is none."""
         return Checkpoints(self.store, self.run_dir).latest_position()
 
     def progress(self, epochs: int) -> str:
@@ -284,7 +284,7 @@ class Run:
         return f"stays until you delete {urlsplit(self.store.url).path}"
 
     def finished_weights(self) -> str:
-        """Return the file with the weights of a finished run, relative to the store; "" for an unfinished run.
+        """Return the file with the weights of a finished run, relative to the store, or "" for an unfinished run.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -346,7 +346,7 @@ class Folds:
             self._num_calls = 0
 
     def label(self) -> str:
-        """Count the calls of `fitMultiple`; return a label such as "fold 2" from the second call on, before that ""."""
+        """Count the calls of `fitMultiple` and return a label such as "fold 2" from the second call on, before that ""."""
         with self._lock:
             self._num_calls += 1
             return f"fold {self._num_calls}" if self._num_calls > 1 else ""

@@ -32,7 +32,7 @@ class StatusLine:
         self._display_id = ""
 
     def show(self, fit: object, text: str, detail: str = "") -> bool:
-        """Replace the text of a fit; return False if stdout cannot replace lines.
+        """Replace the text of a fit and return False if stdout cannot replace lines.
 
         Args:
             fit: owner of the text.
@@ -97,7 +97,7 @@ def _is_notebook() -> bool:
 
 
 def _is_terminal() -> bool:
-    """Whether stdout is a terminal; an object that a program puts in place of stdout may lack methods."""
+    """Whether stdout is a terminal. An object that a program puts in place of stdout may lack methods."""
     return sys.stdout is not None and getattr(sys.stdout, "isatty", lambda: False)()
 
 

@@ -112,7 +112,7 @@ class TorchParams(Params):
 
     @classmethod
     def _close_param(cls, name: str) -> str:
-        """Find the Param that a name such as "batchSize" or "featurecols" most likely means; "" without a match."""
+        """Find the Param that a name such as "batchSize" or "featurecols" most likely means, or return "" without a match."""
         names = {}
         for param, row in rows_of(cls).items():
             names.update({_plain(spelling): param for spelling in (param, *row.aliases)})
@@ -140,7 +140,7 @@ class TorchParams(Params):
                 raise InvalidArgumentError(f"{name} is {value!r}; {problem}.")
 
     def _check_switch(self, name: str, target: str, value: object) -> None:
-        """Reject `name`=True if the Param `target` is set to another value than it means; it may override a default."""
+        """Reject `name`=True if the Param `target` is set to another value than it means. It may override a default."""
         other = self._get(target)
         if not self.hasDefault(target) and other not in (None, value):
             raise InvalidArgumentError(
@@ -226,7 +226,7 @@ class TorchParams(Params):
         return super()._set(**{n: value for n, value in values.items() if value is not None})
 
     def _get(self, name: str) -> Any:
-        """Return the value of a Param or its default; None without either."""
+        """Return the value of a Param or its default, or None without either."""
         return self.getOrDefault(name) if self.isDefined(name) else None
 
 

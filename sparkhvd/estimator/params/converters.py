@@ -71,14 +71,14 @@ def to_mapping(value: object) -> dict[str, Any]:
 
 
 def to_whole(value: object) -> int:
-    """Convert a whole number; a bool or a text is an error."""
+    """Convert a whole number. A bool or a text is an error."""
     if isinstance(value, (bool, str)):  # Spark's own message shows a text without quotes
         raise TypeError(f"expected a whole number, not {value!r}")
     return TypeConverters.toInt(value)
 
 
 def to_float(value: object) -> float:
-    """Convert a number; a bool or a text is an error."""
+    """Convert a number. A bool or a text is an error."""
     if isinstance(value, (bool, str)):
         raise TypeError(f"expected a number, not {value!r}")
     return TypeConverters.toFloat(value)

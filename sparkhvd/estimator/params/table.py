@@ -82,7 +82,7 @@ class TableParam(Param[Any]):
 
 
 def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -> TableParam:
-    """Declare a Param with its row; the name of the class attribute becomes the Param's name.
+    """Declare a Param with its row. The name of the class attribute becomes the Param's name.
 
     Args:
         convert: function that converts the given value, or raises TypeError.

@@ -158,7 +158,7 @@ class Archive:
 
 
 def _encode_known(value: object) -> dict[str, Any] | None:
-    """Encode a value of torch or of this package that has a JSON form; None for other values."""
+    """Encode a value of torch or of this package that has a JSON form, or return None for other values."""
     if (reference := torch_name(value)) is not None:
         return {"torch": reference}
     if isinstance(value, type) and value in COMPRESSIONS.values():
@@ -173,7 +173,7 @@ def _encode_known(value: object) -> dict[str, Any] | None:
 
 
 def torch_name(value: object) -> str | None:
-    """Find torch's public name of a value, such as "torch.optim.Adam"; None if it has no such name."""
+    """Find torch's public name of a value, such as "torch.optim.Adam", or return None if it has no such name."""
     name = getattr(value, "__name__", "")
     for home, module in (("torch.optim", torch.optim), ("torch.nn.functional", nn.functional)):
         if (

@@ -141,7 +141,7 @@ class _Writer(MLWriter):
         return bare, ml_context(self.sparkSession), {KEY: encoded.content}, {}
 
     def _content(self, archive: Archive) -> dict[str, Any]:
-        """Encode the instance as JSON data; the module is first, because other values refer to its tensors."""
+        """Encode the instance as JSON data. The module is first, because other values refer to its tensors."""
         values = {p.name: v for p, v in self.instance._paramMap.items()}
         names = sorted(values, key=lambda name: (name != "model", name))
         return {"params": {name: archive.encode(name, values[name]) for name in names}}
@@ -184,7 +184,7 @@ class ModelWriter(_Writer):
 
 
 def _loss_of(fitted: TrainedState, archive: Archive) -> dict[str, Any]:
-    """Encode the loss of a model if the loss has a state, such as parameters; {} for other losses."""
+    """Encode the loss of a model if the loss has a state, such as parameters, or return {} for other losses."""
     losses = fitted.loss if isinstance(fitted.loss, (list, tuple)) else [fitted.loss]
     return {"loss": archive.encode("loss", fitted.loss)} if LossState(losses) else {}
 
@@ -232,7 +232,7 @@ class _Reader(MLReader[Any]):
         return instance
 
     def _is_wanted(self, name: str, value: object, path: str) -> bool:
-        """Whether a Param is loaded from the file; a store is loaded only with trust."""
+        """Whether a Param is loaded from the file. A store is loaded only with trust."""
         return (
             name != "store"
             or value is None

@@ -49,7 +49,7 @@ _OTHERS = frozenset(
 
 
 class Model(Protocol):
-    """Members of `TorchModel` that this module uses; it cannot import the class, which is above it."""
+    """Members of `TorchModel` that this module uses. It cannot import the class, which is above it."""
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def write_recipe(
     seed: int,
     num_proc: int,
 ) -> str:
-    """Write the recipe of a finished run on one table; return its key, or "" if the Params cannot be pickled.
+    """Write the recipe of a finished run on one table and return its key, or "" if the Params cannot be pickled.
 
     Args:
         store: store of the run.
@@ -323,7 +323,7 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _first_difference(recipe: Recipe, model: Model) -> str:
-    """Describe the first difference between the recipe and a new model in words; "" if they are equal."""
+    """Describe the first difference between the recipe and a new model in words, or return "" if they are equal."""
     rows = zip(recipe.losses, _losses(model.history), strict=False)
     for epoch, (then, now) in enumerate(rows, 1):
         if then != now and not (math.isnan(then) and math.isnan(now)):

@@ -278,7 +278,7 @@ def match_columns(
     schema: AnySchema,
     data_name: str = "DataFrame",
 ) -> tuple[Column, ...]:
-    """Find the training columns in a DataFrame's schema; an array may replace a vector.
+    """Find the training columns in a DataFrame's schema. An array may replace a vector.
 
     Raises:
         InvalidArgumentError: a column is missing, or has a type that does not fit its training column.
@@ -428,7 +428,7 @@ def _kind(column: Column, trained: Column) -> str:
 
 
 def width_of(field: AnyField) -> int | None:
-    """Read the elements per row of a vector from Spark ML's metadata; None if unknown."""
+    """Read the elements per row of a vector from Spark ML's metadata, or return None if unknown."""
     attributes = (field.metadata or {}).get("ml_attr", {})
     if type(field.dataType).__name__ != "VectorUDT" or not isinstance(attributes, Mapping):
         return None

@@ -509,7 +509,7 @@ def _sparse_vectors(
 
 
 def num_features(fitted: TrainedState) -> int:
-    """Count the numbers per row that the model reads; -1 if unknown, or if some inputs are not numbers."""
+    """Count the numbers per row that the model reads, or return -1 if unknown, or if some inputs are not numbers."""
     if not fitted.columns or not all(map(_is_numbers, fitted.columns)):
         return -1
     return sum(c.num_elements for c in fitted.columns)

@@ -125,7 +125,7 @@ def _check_meaning(param: str, kind: str, fitted: TrainedState, options: Predict
 
 
 def _size(kind: str, fitted: TrainedState, options: PredictOptions) -> int:
-    """Count the elements of a vector, or the classes of a prediction; 0 for a value, or if unknown."""
+    """Count the elements of a vector, or the classes of a prediction, or return 0 for a value, or if unknown."""
     if kind != "raw" and options.output_fn is not None:
         return 0
     (width,) = fitted.widths

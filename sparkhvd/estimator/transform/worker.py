@@ -225,7 +225,7 @@ def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
 
 
 def _ordinal(address: str, count: int) -> int | None:
-    """Find torch's number of the GPU at `address`, a number or a UUID; None if torch does not see it."""
+    """Find torch's number of the GPU at `address`, a number or a UUID, or return None if torch does not see it."""
     if address.isdigit():
         return int(address) if int(address) < count else None
     for index in range(count):
@@ -236,7 +236,7 @@ def _ordinal(address: str, count: int) -> int | None:
 
 
 def _uuid(index: int) -> str:
-    """Return the UUID of a GPU by torch's number; "" if this version of torch does not provide it."""
+    """Return the UUID of a GPU by torch's number, or "" if this version of torch does not provide it."""
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
@@ -249,7 +249,7 @@ def held(
     wait_s: float = WAIT_S,
     folder: Path | None = None,
 ) -> Iterator[None]:
-    """Hold one of a host's `limit` slots to compute on a GPU inside the block; the CPU has no limit.
+    """Hold one of a host's `limit` slots to compute on a GPU inside the block. The CPU has no limit.
 
     Args:
         device: device of this process.
@@ -455,7 +455,7 @@ def rows_at_once(columns: Sequence[Column]) -> int:
 def compute(
     spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> tuple[list[np.ndarray[Any, Any]], npt.NDArray[np.bool_]]:
-    """Compute the output columns of rows in parts; return them with the mask of `usable`."""
+    """Compute the output columns of rows in parts and return them with the mask of `usable`."""
     at_once, num_rows = rows_at_once(spec.columns), len(next(iter(columns.values())))
     # no_grad as in validation, because `forward` may use gradients inside. It ends with the block, because other Spark
     # tasks use this process later.
@@ -495,7 +495,7 @@ def _zeros(num_rows: int, width: int, output: Output) -> np.ndarray[Any, Any]:
 
 
 def _joined(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Join the values of parts; a part whose rows are all skipped gets the width of the other parts."""
+    """Join the values of parts. A part whose rows are all skipped gets the width of the other parts."""
     width = max(each.shape[-1] for each in values) if values[0].ndim > 1 else 0
     return np.concatenate(
         [
@@ -572,7 +572,7 @@ def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarr
 def usable_batch(
     spec: Computation, batch: pa.RecordBatch
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.bool_] | None]:
-    """Drop the rows that `handle_invalid` skips; return the other rows and their mask (None for all rows)."""
+    """Drop the rows that `handle_invalid` skips and return the other rows and their mask (None for all rows)."""
     pairs = zip(spec.columns, spec.sources, strict=True)
     usable = [usable_rows(batch.column(source), c) for c, source in pairs if c.invalid[0] == "skip"]
     masks = [mask for mask in usable if mask is not None]
@@ -583,7 +583,7 @@ def usable_batch(
 
 
 def features(spec: Computation, batch: pa.RecordBatch) -> dict[str, Values]:
-    """Convert the feature columns of a batch with at least one row; return them by name.
+    """Convert the feature columns of a batch with at least one row and return them by name.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message counts the rows.

@@ -58,7 +58,7 @@ class Sink:
     place = "the logger"
 
     def start(self) -> None:
-        """Open the destination; this is the first call."""
+        """Open the destination. This is the first call."""
 
     def log(self, metrics: Sequence[Metric]) -> None:
         """Write at most 1,000 numbers."""
@@ -71,7 +71,7 @@ class Sink:
         """Write the trained `TorchModel`."""
 
     def finish(self, state: str, files: Mapping[str, bytes]) -> None:
-        """End the fit; this is the last call.
+        """End the fit. This is the last call.
 
         Args:
             state: "finished", "failed" or "interrupted".
@@ -213,7 +213,7 @@ class Delivery:
                     self._queue.popleft()
 
     def _next(self) -> list[Metric | Call]:
-        """Wait for the next entries of the queue: one call, or several numbers; [] at the end."""
+        """Wait for the next entries of the queue: one call, or several numbers, or return [] at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closing)
             if self._is_over or not self._queue:
@@ -232,7 +232,7 @@ class Delivery:
                 each(self._sink)
 
     def _pause(self, pause_s: float) -> None:
-        """Wait before a retry; the wait is shorter when the fit waits for the delivery."""
+        """Wait before a retry. The wait is shorter when the fit waits for the delivery."""
         with self._changed:
             if not self._is_closing:
                 self._changed.wait_for(lambda: self._is_closing, pause_s)

@@ -88,7 +88,7 @@ class MLflowLogger(Logger):
         return f"MLflowLogger({self.experiment!r})" if self.experiment else "MLflowLogger()"
 
     def bound(self) -> Self:
-        """Copy the logger; the copy makes its runs below the run that is active now."""
+        """Copy the logger. The copy makes its runs below the run that is active now."""
         that = copy.copy(self)
         that._parent = self._parent or self._active()
         return that
@@ -102,7 +102,7 @@ class MLflowLogger(Logger):
         return "" if active is None else str(active.info.run_id)
 
     def begin(self, fit: Fit) -> Sink:
-        """Make the sink; the run is chosen here, because the active run belongs to the calling thread."""
+        """Make the sink. The run is chosen here, because the active run belongs to the calling thread."""
         import mlflow
 
         active = self._parent or self._active()
@@ -113,7 +113,7 @@ class MLflowLogger(Logger):
 
     @classmethod
     def of_autolog(cls) -> Self | None:
-        """Make the logger for `mlflow.pyspark.ml.autolog()`; None if it is off, or no run is active."""
+        """Make the logger for `mlflow.pyspark.ml.autolog()`, or return None if it is off, or no run is active."""
         if "mlflow.pyspark.ml" not in sys.modules:
             return None
         import mlflow
@@ -185,7 +185,7 @@ class _Run(Sink):
             return str(found.experiment_id)
 
     def _interrupted(self) -> str:
-        """Find the run of MLflow that an interrupted fit has started, and make it active again; "" without it."""
+        """Find the run of MLflow that an interrupted fit has started, and make it active again, or return "" without it."""
         if not self._fit.epochs_done:
             return ""
         wanted = f"tags.`{_RUN_TAG}` = '{self._fit.run_id}'"

@@ -500,7 +500,7 @@ def is_number(value: object) -> TypeGuard[float | str]:
 
 
 def number(value: object) -> float:
-    """Convert a number in a document to float; NaN for other text or None."""
+    """Convert a number in a document to float, or return NaN for other text or None."""
     try:
         return float(value) if is_number(value) else math.nan
     except OverflowError:  # the whole number has hundreds of digits

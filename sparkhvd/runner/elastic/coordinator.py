@@ -181,7 +181,7 @@ class Tasks:
         return {task.executor for task in list(self._tasks) if not task.is_leaving} - {""}
 
     def retire(self, executors: Collection[str]) -> None:
-        """Release the tasks of executors when their processes have ended; they are no longer slots."""
+        """Release the tasks of executors when their processes have ended. They are no longer slots."""
 
         def each() -> None:
             for task in self._tasks:
@@ -630,14 +630,14 @@ class CoordinatorFiles:
     # --- For other tasks. ---
 
     def address(self) -> tuple[str, int] | None:
-        """Read the coordinator's address, also after its end; None before it is published."""
+        """Read the coordinator's address, also after its end, or return None before it is published."""
         if (content := self._read(_ADDRESS)) is None:
             return None
         host, port = read_json(content)  # `_read` has checked the proof
         return str(host), int(port)
 
     def await_address(self, limit_s: float) -> tuple[str, int] | None:
-        """Wait for the coordinator's address; None after `limit_s`."""
+        """Wait for the coordinator's address, or return None after `limit_s`."""
         until = time.monotonic() + limit_s
         while (found := self.address()) is None and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -653,7 +653,7 @@ class CoordinatorFiles:
         self._write(_INTERRUPT, b"")
 
     def result(self) -> AttemptResult | None:
-        """Wait some seconds for the coordinator's report; None without a report."""
+        """Wait some seconds for the coordinator's report, or return None without a report."""
         until = time.monotonic() + _LATE_S
         while (content := self._read(_RESULT)) is None and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -674,7 +674,7 @@ class CoordinatorFiles:
         self._files.write_bytes(path, self._proof(path, data) + data)
 
     def _read(self, name: str) -> bytes | None:
-        """Read a file; None if it does not exist.
+        """Read a file, or return None if it does not exist.
 
         Raises:
             StoreError: another writer than this attempt has written it.
@@ -741,7 +741,7 @@ class _TaskEntry:
         self._files = files
 
     def by_driver(self) -> Outcome | None:
-        """Serve the coordinator in the driver; return an outcome if that failed."""
+        """Serve the coordinator in the driver and return an outcome if that failed."""
         assert self._spec.driver_at is not None
         try:
             sock = self._connect(self._spec.driver_at)
@@ -755,7 +755,7 @@ class _TaskEntry:
         return None
 
     def by_store(self) -> Outcome | None:
-        """Serve the coordinator in a task, possibly this one; return an outcome if that failed."""
+        """Serve the coordinator in a task, possibly this one, and return an outcome if that failed."""
         spec, files = self._spec, self._files
         assert files is not None
         coordinator = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
@@ -815,7 +815,7 @@ def _refusal(message: str) -> Outcome:
 
 
 class _HostedCoordinator:
-    """Coordinator in this task; a context manager that waits for the end of the attempt.
+    """Coordinator in this task. A context manager that waits for the end of the attempt.
 
     Its lines take the route of the ranks' output, under a number that no process has.
     """

@@ -103,7 +103,7 @@ def launch_elastic_function(
     use_gpu: bool | None = None,
     stream: TextIO | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` as an elastic job without Spark; return the results by rank.
+    """Call `fn(*args, **kwargs)` as an elastic job without Spark, and return the results by rank.
 
     Args:
         fn: any picklable function.
@@ -230,7 +230,7 @@ class _Job:
         return [launching.load_result(self.results[number]) for number in ends.order()]
 
     def _processes(self, stack: contextlib.ExitStack, address: str) -> ElasticProcesses:
-        """Make the processes of the job; they end with the stack."""
+        """Make the processes of the job. They end with the stack."""
         group = self.group
         if group.others:
             return stack.enter_context(
@@ -322,7 +322,7 @@ class HostGroup:
         )
 
     def checked(self, found: Discovered) -> Discovered:
-        """Merge the discovered names of this host; return a problem if hosts cannot be used."""
+        """Merge the discovered names of this host and return a problem if hosts cannot be used."""
         if found.hosts is not None:
             found = replace(found, hosts=tuple(merged(found.hosts, self.reach.is_here)))
         new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]

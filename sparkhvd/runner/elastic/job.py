@@ -410,7 +410,7 @@ class AttemptCoordinator(Protocol):
         """Record the end of the stage; from any thread."""
 
     def run(self) -> AttemptResult | None:
-        """Wait for the end of the job, and let the ranks save at Ctrl-C; return None if the outcome is unknown."""
+        """Wait for the end of the job, and let the ranks save at Ctrl-C, and return None if the outcome is unknown."""
 
     def dismiss(self) -> None:
         """Release the tasks."""

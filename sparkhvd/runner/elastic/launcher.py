@@ -392,7 +392,7 @@ class ChangeReport:
     def describe(
         self, formed: GenerationFormed, hosts: Mapping[int, str], ends: Mapping[int, str]
     ) -> RankChange | None:
-        """Describe a change; None if it was superseded.
+        """Describe a change, or return None if it was superseded.
 
         Args:
             formed: the change.

@@ -135,7 +135,7 @@ class ElasticOptions:
     def join_token(
         self, key: bytes, job_id: str, number: int, coordinator: Endpoint, patience_s: float
     ) -> JoinToken:
-        """Make the token of a process; the arguments are those of `JoinToken`."""
+        """Make the token of a process. The arguments are those of `JoinToken`."""
         wait_s = max(self.timeout_s, self.start_timeout_s) + patience_s + _MARGIN_S
         return JoinToken(key, job_id, number, coordinator, wait_s, patience_s)
 

@@ -136,7 +136,7 @@ class ElasticProcessesOnHosts:
             self._notify(HostLost(agent.host, tuple(sorted(agent.members)), why))
 
     def _take(self, agent: _Agent, message: Message) -> str:
-        """Handle a message; return why the agent has failed, or ""."""
+        """Handle a message and return why the agent has failed, or ""."""
         if message.kind == "failed":
             return str(message.values["text"])
         number = int(message.values["rank"])

@@ -66,7 +66,7 @@ class Cooldown:
     _until: dict[str, float] = field(default_factory=dict)
 
     def fail(self, host: str, now: float) -> float:
-        """Record a failure; return the host's remaining exclusion in seconds. Failures during it do not count."""
+        """Record a failure and return the host's remaining exclusion in seconds. Failures during it do not count."""
         until = self._until.get(host, now)
         if now < until:
             return until - now

@@ -76,7 +76,7 @@ def has_started(library: str) -> bool:
 
 
 def count_beside(library: str, env: Mapping[str, str]) -> int:
-    """Count the GPUs that a child process sees; 0 if unknown.
+    """Count the GPUs that a child process sees, or return 0 if unknown.
 
     A fresh process counts and runs only this file: this process may have threads.
 
@@ -128,7 +128,7 @@ def ask(
 
 
 def _fork(library: str, view: Mapping[str, str | None]) -> tuple[int, int]:
-    """Start a process that counts; return its pid, and the pipe for its answer."""
+    """Start a process that counts and return its pid, and the pipe for its answer."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -91,7 +91,7 @@ def main() -> NoReturn:
 
 
 def _take_over() -> Channel:
-    """Reserve standard input and output for messages; other code of this process does not see them."""
+    """Reserve standard input and output for messages. Other code of this process does not see them."""
     reader, writer = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -206,7 +206,7 @@ def _plan(order: StartRequest, settings: JobSettings) -> TrainersPlan:
 
 
 def _receive(channel: Channel) -> Message | None:
-    """Receive a message other than a heartbeat; None if the launcher, or its host, is gone."""
+    """Receive a message other than a heartbeat, or return None if the launcher, or its host, is gone."""
     while True:
         try:
             message = channel.receive(SILENCE_S)
@@ -259,7 +259,7 @@ def _address(order: StartRequest, settings: Settings) -> str:
 
 
 def _unreached(peers: Sequence[tuple[str, dict[str, str | int]]], own: str) -> list[str]:
-    """Try to connect to a rank of each other host; return the failures."""
+    """Try to connect to a rank of each other host and return the failures."""
     problems = []
     loop = EventLoop()
 
@@ -480,7 +480,7 @@ class FunctionMembers:
         self._threads: list[threading.Thread] = []
 
     def start(self, join_token: JoinToken, slot: int, slots: int) -> None:
-        """Start a process; see `Members.start`."""
+        """Start a process. See `Members.start`."""
         thread = threading.Thread(
             target=self._run_process, args=(join_token, slot, slots), daemon=True
         )

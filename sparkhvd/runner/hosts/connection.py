@@ -34,7 +34,7 @@ _OF_RANKS = ("line", "ended", "outcome")
 
 
 class HostError(Exception):
-    """A host cannot run its ranks; the text has the reason."""
+    """A host cannot run its ranks. The text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class HostConnection:
             self._channel.send(kind, data, **values)
 
     def receive(self) -> Message | None:
-        """Receive a message, without a timeout; None if the connection is lost."""
+        """Receive a message, without a timeout, or return None if the connection is lost."""
         if self._early:
             return self._early.popleft()
         with contextlib.suppress(OSError, ValueError):

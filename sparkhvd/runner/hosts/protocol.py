@@ -33,7 +33,7 @@ class Channel:
             write_frame(self._writer, frame)
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Receive a message; None if the peer has ended.
+        """Receive a message, or return None if the peer has ended.
 
         Raises:
             TimeoutError: no bytes arrived for `timeout_s`, even of a partial message, which the next call continues.
@@ -48,7 +48,7 @@ class Channel:
         return unpack(frame)
 
     def read_line(self, mark: bytes, timeout_s: float) -> bytes | None:
-        """Return the rest of the first line with the mark; None if the peer has ended. Call it before `receive`.
+        """Return the rest of the first line with the mark, or None if the peer has ended. Call it before `receive`.
 
         Skips other lines, which come from the login shell.
 

@@ -193,7 +193,7 @@ def run_script_on_hosts(
     reach: Reach,
     output: Output,
 ) -> int:
-    """Run a command on every rank; return the exit status for the shell, see `watch`.
+    """Run a command on every rank and return the exit status for the shell, see `watch`.
 
     Args:
         command: program and arguments, resolved on each host.

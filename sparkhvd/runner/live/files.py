@@ -142,7 +142,7 @@ class ChunkReader:
             pass
 
     def _poll(self) -> bool:
-        """Show the files; return False if nothing was found, or the store does not answer."""
+        """Show the files and return False if nothing was found, or the store does not answer."""
         try:
             found = self._mailbox.collect(self.folder, self._done)
         except Exception:  # noqa: BLE001 - a store may raise anything; the next poll tries again

@@ -74,7 +74,7 @@ def shown(number: int) -> bytes:
 
 
 def take_shown(came: bytearray) -> int | None:
-    """Remove the first message of `shown` from received bytes; None if it is incomplete.
+    """Remove the first message of `shown` from received bytes, or return None if it is incomplete.
 
     Raises:
         ValueError: it is invalid.

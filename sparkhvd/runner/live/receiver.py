@@ -90,7 +90,7 @@ class Receiver:
         attempt: int,
         size: int,
     ) -> Receiver:
-        """Listen where executors reach the driver; the arguments are those of the class.
+        """Listen where executors reach the driver. The arguments are those of the class.
 
         Raises:
             OSError: this process cannot listen there.
@@ -222,7 +222,7 @@ class Display:
         self._shown = [0] * size
 
     def last(self, rank: int) -> int:
-        """Return the number of the last shown record of a rank; 0 without a record."""
+        """Return the number of the last shown record of a rank, or 0 without a record."""
         return self._shown[rank]
 
     def take(self, rank: int, record: Record) -> None:

@@ -62,7 +62,7 @@ class OutputRoute:
 
     @property
     def elsewhere(self) -> str:
-        """Where left out lines are; "" for nowhere."""
+        """Where left out lines are, or "" for nowhere."""
         if not self.on_terminal:
             return "the executor's log has all"
         return "they are on stderr" if self.is_shown else ""
@@ -72,7 +72,7 @@ class Sender:
     """Sender of one rank's lines; a context manager."""
 
     def __init__(self, way: OutputRoute, rank: int, carrier: Carrier) -> None:
-        """Prepare a sender; it starts with the first line, or inside `with` if the route connects at once.
+        """Prepare a sender. It starts with the first line, or inside `with` if the route connects at once.
 
         Args:
             way: route to the driver.
@@ -90,15 +90,15 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def line(self, line: str) -> bool:
-        """Send a line that starts with its rank; return False if it is left out. Never blocks."""
+        """Send a line that starts with its rank and return False if it is left out. Never blocks."""
         return self._started(self._backlog.line(line))
 
     def message(self, text: str) -> bool:
-        """Send a message of some lines, at the rate of messages; return False if it is left out."""
+        """Send a message of some lines, at the rate of messages, and return False if it is left out."""
         return self._started(self._backlog.message(text))
 
     def metrics(self, entry: str) -> bool:
-        """Send an entry of `log_metrics`, at the rate of messages; return False if it is left out."""
+        """Send an entry of `log_metrics`, at the rate of messages, and return False if it is left out."""
         return self._started(self._backlog.metrics(entry))
 
     def progress(self, text: str) -> None:
@@ -119,7 +119,7 @@ class Sender:
         return is_taken
 
     def close(self) -> list[Record]:
-        """End within `FLUSH_S`; return the last records that the driver may not have shown."""
+        """End within `FLUSH_S` and return the last records that the driver may not have shown."""
         self._backlog.end()
         with self._lock:
             self._is_closed = True
@@ -231,7 +231,7 @@ class Backlog:
         self._has_ended = False
 
     def line(self, line: str) -> bool:
-        """Add a line; return False if it is left out."""
+        """Add a line and return False if it is left out."""
         if not self._shows_lines:
             return False
         num_bytes = len(line.encode(errors="replace")) + 1
@@ -248,11 +248,11 @@ class Backlog:
             return True
 
     def message(self, text: str) -> bool:
-        """Add a message of some lines; return False if it is left out."""
+        """Add a message of some lines and return False if it is left out."""
         return self._add(text, is_metrics=False)
 
     def metrics(self, entry: str) -> bool:
-        """Add an entry of `log_metrics` as a record of its own; return False if it is left out."""
+        """Add an entry of `log_metrics` as a record of its own and return False if it is left out."""
         return self._add(entry, is_metrics=True)
 
     def _add(self, text: str, *, is_metrics: bool) -> bool:
@@ -276,7 +276,7 @@ class Backlog:
             return True
 
     def progress(self, text: str) -> bool:
-        """Replace the line about the training's progress; return False after the end."""
+        """Replace the line about the training's progress and return False after the end."""
         with self._changed:
             if self._has_ended:
                 return False
@@ -313,7 +313,7 @@ class Backlog:
             self._open, self._open_bytes, self._open_lines = [], 0, 0
 
     def take(self, gather_s: float) -> list[Record]:
-        """Wait for lines; return the first unacknowledged records, or an empty list after the end of an empty queue.
+        """Wait for lines and return the first unacknowledged records, or an empty list after the end of an empty queue.
 
         The wait has no deadline: a task always calls `end`, however its rank ends, and the thread is a daemon.
         Progress precedes the records, once, as a record with number 0.

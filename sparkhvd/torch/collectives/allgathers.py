@@ -127,7 +127,7 @@ def start_single_allgather(
 
 
 def joined_by(work: Operation, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Gathered:
-    """Return the results of a finished allgather on CPU or GPU; see `unpack`."""
+    """Return the results of a finished allgather on CPU or GPU. See `unpack`."""
     if isinstance(work, DeviceGather):
         return work.outcome()
     assert isinstance(work, Work)

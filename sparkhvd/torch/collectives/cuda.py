@@ -73,7 +73,7 @@ class DeviceWork:
         return self._work.done()
 
     def wait(self) -> None:
-        """Make the current stream wait for the result; the host waits only until every rank has submitted."""
+        """Make the current stream wait for the result. The host waits only until every rank has submitted."""
         stream = self._device.stream()
         self._work.wait_stream(stream)
         if stream != self._stream:
@@ -251,7 +251,7 @@ def _to_send(
 
 
 def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
-    """Compute `targets = sources * factor`; a target may be the source itself."""
+    """Compute `targets = sources * factor`. A target may be the source itself."""
     if sources[0].dtype.is_floating_point and len(sources) == 1:
         torch.mul(sources[0], factor, out=targets[0])
         return
@@ -396,7 +396,7 @@ class DeviceGather:
         self._error: BaseException | None = None
 
     def advance(self, timeout_s: float) -> bool:
-        """Begin the second step if possible within this time; return True if it has begun or failed."""
+        """Begin the second step if possible within this time and return True if it has begun or failed."""
         with self._lock:
             if self._has_begun:
                 return True
@@ -427,7 +427,7 @@ class DeviceGather:
         return self._work is None or self._work.done()
 
     def wait(self) -> None:
-        """Make the current stream wait for the result; the host waits until every rank has submitted both steps."""
+        """Make the current stream wait for the result. The host waits until every rank has submitted both steps."""
         while not self.advance(_WAIT_S):
             pass
         self._raise()

@@ -33,14 +33,14 @@ from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members,
 
 
 def own_rows(rows: int, size: int, rank: int) -> int:
-    """Number of rows of a rank; the first ranks get an extra row if `rows` is not divisible by `size`."""
+    """Number of rows of a rank. The first ranks get an extra row if `rows` is not divisible by `size`."""
     return rows // size + (rank < rows % size)
 
 
 def _start(
     tensors: Iterable[Tensor], request: ReductionRequest
 ) -> tuple[str, list[Operation], list[Tensor]]:
-    """Submit tensors as one operation per element type; return its name, the operations and their outputs."""
+    """Submit tensors as one operation per element type and return its name, the operations and their outputs."""
     ctx = context()
     number = set_id(request.process_set)
     name = ctx.name(request.kind, request.name, number)

@@ -95,7 +95,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     # --- Horovod's names. ---
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; call this after the last epoch or before the new one. The current epoch has no effect."""
+        """Begin an epoch. Call this after the last epoch or before the new one. The current epoch has no effect."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._divide(frozenset())
@@ -249,7 +249,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._marks = bytearray(snapshot.marks)
 
     def sync(self, epoch: int) -> None:
-        """Adopt rank 0's epoch and all ranks' recorded rows of that epoch; every rank must call this."""
+        """Adopt rank 0's epoch and all ranks' recorded rows of that epoch. Every rank must call this."""
         done = torch.zeros(len(self.dataset), dtype=torch.uint8)
         if epoch == self.epoch:
             done[list(self.processed_indices)] = 1

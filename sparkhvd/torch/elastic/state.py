@@ -61,7 +61,7 @@ class State:
         self._updates.append(update_res)
 
     def commit(self) -> None:
-        """Save the state together with the other ranks, and check for changes of the hosts; every rank must call this.
+        """Save the state together with the other ranks, and check for changes of the hosts. Every rank must call this.
 
         After a failure the training resumes from the last commit that all ranks completed.
 
@@ -72,7 +72,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Check for changes of the hosts, without a save; every rank must call this.
+        """Check for changes of the hosts, without a save. Every rank must call this.
 
         Raises:
             HostsUpdatedInterrupt: the ranks should change now; on every rank.
@@ -218,7 +218,7 @@ class TorchState(ObjectState):
         super().save()
 
     def commit(self) -> None:
-        """Save the state with the other ranks; see `State.commit`."""
+        """Save the state with the other ranks. See `State.commit`."""
         before = self._saved, self._saved_state, self._version
         self.save()
         try:
@@ -236,7 +236,7 @@ class TorchState(ObjectState):
         self._settle()
 
     def check_host_updates(self) -> None:
-        """Check for changes of the hosts; see `State.check_host_updates`."""
+        """Check for changes of the hosts. See `State.check_host_updates`."""
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
@@ -295,7 +295,7 @@ class _Copies:
 
 
 class ShardedHandler:
-    """Saves, restores and sends a sharded optimizer; see `Handler`.
+    """Saves, restores and sends a sharded optimizer. See `Handler`.
 
     Args:
         name: of the attribute.
@@ -331,7 +331,7 @@ class ShardedHandler:
         self._version = self._committed
 
     def exchange(self) -> None:
-        """Keep a copy of this rank's part on this rank and on the next rank; every rank must call this."""
+        """Keep a copy of this rank's part on this rank and on the next rank. Every rank must call this."""
         place = context().engine.topology
         own = self._own()
         parts = {place.rank: own}
@@ -340,7 +340,7 @@ class ShardedHandler:
         self._keep_parts(parts)
 
     def gather(self) -> None:
-        """Copy all ranks' parts to every rank before some ranks leave; every rank must call this."""
+        """Copy all ranks' parts to every rank before some ranks leave. Every rank must call this."""
         parts = allgather_object(self.value.own_state(), f"{self._name}.leave")
         self._keep_parts(dict(enumerate(parts)))
 
@@ -349,7 +349,7 @@ class ShardedHandler:
         self._committed = self._version
 
     def sync(self, name: str) -> None:
-        """Merge the parts of rank 0's last copies and divide them among the ranks; every rank must call this.
+        """Merge the parts of rank 0's last copies and divide them among the ranks. Every rank must call this.
 
         Raises:
             ElasticError: a rank's part is gone.
@@ -407,11 +407,11 @@ class Handler(Protocol):
         """Restore a copy."""
 
     def sync(self, name: str) -> None:
-        """Copy rank 0's object to every rank; every rank must call this."""
+        """Copy rank 0's object to every rank. Every rank must call this."""
 
 
 def handler_of(name: str, value: object) -> Handler | None:
-    """Return the handler of an object; None for plain objects, which are pickled.
+    """Return the handler of an object, or None for plain objects, which are pickled.
 
     Raises:
         UnsupportedError: a sharded optimizer excludes some ranks, or shares parameters.
@@ -531,7 +531,7 @@ class StateAgreement:
 
 
 def rendezvous() -> ElasticRendezvous | None:
-    """Return this process's rendezvous; None outside of an elastic job."""
+    """Return this process's rendezvous, or None outside of an elastic job."""
     current = context().rendezvous
     return current if isinstance(current, ElasticRendezvous) else None
 
@@ -539,7 +539,7 @@ def rendezvous() -> ElasticRendezvous | None:
 def agree(
     samplers: Sequence[ElasticSampler], should_change: bool, only_removals: bool
 ) -> StateAgreement:
-    """Exchange the ranks' progress and requests for a change; every rank must call this.
+    """Exchange the ranks' progress and requests for a change. Every rank must call this.
 
     The number of samplers must be the same on every rank. A rank that waits in `hvd.join()` counts as done with its
     rows.

@@ -125,7 +125,7 @@ class DeviceBucket(GradientBucket):
     _num_copies = 1
 
     def _arrange(self, num_flags: int, options: ReduceOptions, op: ReduceOp) -> Call:
-        """Compute the positions of gradients and flags, in elements; return the operation, without memory.
+        """Compute the positions of gradients and flags, in elements, and return the operation, without memory.
 
         `_put` sets its memory.
         """
@@ -464,7 +464,7 @@ class FlatGradients:
 
 
 class ShardedDeviceBucket(DeviceBucket):
-    """Bucket on the rank's GPU that reduces only this rank's part of each gradient; other parts are undefined.
+    """Bucket on the rank's GPU that reduces only this rank's part of each gradient. Other parts are undefined.
 
     A bucket has the parameters of one `Slices`, in the same order. So the rank has sums for exactly the parts it steps.
     """

@@ -597,7 +597,7 @@ class GradientMemory:
         self._places: dict[int, Tensor] = {}
 
     def lay_out(self, buckets: Sequence[Sequence[HasGradient]]) -> list[Tensor]:
-        """Assign a slot to every parameter and move existing gradients there; return the flat memory of each bucket."""
+        """Assign a slot to every parameter and move existing gradients there, and return the flat memory of each bucket."""
         moved = {key: view.clone() for key, view in self._views.items()}
         self._bytes.zero_()
         flats: list[Tensor] = []

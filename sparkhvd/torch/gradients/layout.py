@@ -51,7 +51,7 @@ class Slices:
 
     @classmethod
     def cut(cls, counts: Sequence[int], itemsize: int, num: int) -> Slices:
-        """Lay out tensors in sequence; a slice may begin or end inside of a tensor."""
+        """Lay out tensors in sequence. A slice may begin or end inside of a tensor."""
         *offsets, end = offsets_of(counts, itemsize)
         return cls(tuple(counts), tuple(offsets), _aligned(-(-end // num), itemsize), num)
 
@@ -73,7 +73,7 @@ class Slices:
         return self.length * self.num
 
     def part(self, number: int, place: int) -> tuple[int, int]:
-        """Return the range of a tensor's elements that lie in a slice; (0, 0) if there are none."""
+        """Return the range of a tensor's elements that lie in a slice, or (0, 0) if there are none."""
         begin = self.offsets[number]
         first = max(0, place * self.length - begin)
         last = min(self.counts[number], (place + 1) * self.length - begin)

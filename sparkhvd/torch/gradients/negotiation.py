@@ -152,7 +152,7 @@ class GradientNegotiation:
         return LayoutVote(self._context, self._label, self._options, self.undecided)
 
     def _decide(self, layouts: Sequence[int | None]) -> list[GradientSlot]:
-        """Adopt the layouts of all ranks; return the newly decided parameters."""
+        """Adopt the layouts of all ranks and return the newly decided parameters."""
         voted = list(zip(self.undecided, layouts, strict=True))
         if not self._is_flagged:  # a rank without a gradient sends zeros
             voted = [(entry, layout or 0) for entry, layout in voted]
@@ -182,7 +182,7 @@ class GradientNegotiation:
 
 
 def _description(context: Context, planner: BucketPlanner) -> list[str]:
-    """Describe the options, then each parameter; ranks can reduce together only if their descriptions are equal."""
+    """Describe the options, then each parameter. Ranks can reduce together only if their descriptions are equal."""
     options, entries = planner.options, planner.entries
     groups = f"groups {options.groups}" if options.groups else "no groups"
     states = [""] * len(entries)
@@ -263,11 +263,11 @@ class ParameterCheck:
 
     @property
     def has_equal_strides(self) -> bool:
-        """Whether all strides are the same on every rank; call `check` first."""
+        """Whether all strides are the same on every rank. Call `check` first."""
         return bool(self._is_equal().all())
 
     def differing_strides(self) -> list[int]:
-        """Find the parameters whose strides differ between ranks; every rank must call this, after `check`.
+        """Find the parameters whose strides differ between ranks. Every rank must call this, after `check`.
 
         Returns:
             Numbers of the parameters whose strides differ between ranks; the same list on every rank.
@@ -359,7 +359,7 @@ class ReadyOrder:
         self._offered = (order, work)
 
     def agreed(self) -> list[int] | None:
-        """Wait for the offered order and return it; None without an order in this cycle."""
+        """Wait for the offered order and return it, or return None without an order in this cycle."""
         if self._offered is None:
             return None
         order, work = self._offered

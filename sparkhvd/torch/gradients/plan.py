@@ -39,7 +39,7 @@ def plan_buckets(
     bucket_bytes: int,
     groups: Sequence[Sequence[int]] = (),
 ) -> list[tuple[int, ...]]:
-    """Divide tensors into buckets of at most `bucket_bytes`; a larger tensor has its own bucket.
+    """Divide tensors into buckets of at most `bucket_bytes`. A larger tensor has its own bucket.
 
     Args:
         sizes: bytes of each tensor.
@@ -229,7 +229,7 @@ class BucketPlanner:
         return True
 
     def count_step(self) -> bool:
-        """Count a step; return True if it ended a warm-up, so that new buckets are needed."""
+        """Count a step and return True if it ended a warm-up, so that new buckets are needed."""
         return self.low_rank is not None and self.low_rank.count_step(self.entries)
 
     def divide(self, order: Sequence[int]) -> list[Bucket]:

@@ -185,7 +185,7 @@ class PowerSGD(Compressor):
         return state is not None and self._is_worth(entry) and state.steps >= self.warm_up_steps
 
     def count_step(self, entries: Sequence[GradientSlot]) -> bool:
-        """Count a step of these parameters; return True if it ended a warm-up."""
+        """Count a step of these parameters and return True if it ended a warm-up."""
         is_over = False
         for entry in entries:
             if entry.name in self._states:
@@ -203,7 +203,7 @@ class PowerSGD(Compressor):
                 state.q = self._first_q(entry)
 
     def state_of(self, entry: GradientSlot) -> MatrixState:
-        """Return the state of a compressed parameter; the error of a new state is zero."""
+        """Return the state of a compressed parameter. The error of a new state is zero."""
         state = self._states[entry.name]
         if state.error is None:
             state.error = state.q.new_zeros(matrix_shape(entry))
@@ -511,7 +511,7 @@ class LowRankBucket:
 
 
 def _flat(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Create flat memory for matrices of these shapes; return it, and a view of it for each matrix."""
+    """Create flat memory for matrices of these shapes and return it, and a view of it for each matrix."""
     counts = [rows * columns for rows, columns in shapes]
     flat = like.new_zeros(sum(counts))
     parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]

@@ -214,7 +214,7 @@ class Cycle:
         self._end = weakref.ref(end)
 
     def leave(self, end: BackwardEnd) -> bool:
-        """Count an ended backward pass; return True if it was the last of the cycle."""
+        """Count an ended backward pass and return True if it was the last of the cycle."""
         if self._end is None or self._end() is not end:
             return (
                 # A step() inside the pass, in the backward of a function, has ended the cycle.
@@ -259,7 +259,7 @@ class Cycle:
         self.added_to_kept = ""
 
     def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes per cycle; call it between cycles only."""
+        """Change the number of backward passes per cycle. Call it between cycles only."""
         self.passes = self.passes_left = passes
 
 
@@ -555,7 +555,7 @@ class Reducer:
             self.remember()
 
     def use(self) -> None:
-        """Mark the reduced gradients as used by a step; the next pass begins a new cycle."""
+        """Mark the reduced gradients as used by a step. The next pass begins a new cycle."""
         self.cycle.use()
 
     def remember(self) -> None:
@@ -579,7 +579,7 @@ class Reducer:
             self._reset()
 
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
-        """Divide the gradients into buckets of another size; every rank must call this between the same cycles."""
+        """Divide the gradients into buckets of another size. Every rank must call this between the same cycles."""
         self.options = self._planner.options = replace(self.options, bucket_bytes=bucket_bytes)
         if self._ready is None:  # otherwise the end of the first cycle does it
             self._plan()

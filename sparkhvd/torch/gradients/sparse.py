@@ -154,7 +154,7 @@ class LayoutVote:
 
 
 def _sparse_dim(grad: Tensor | None) -> int | None:
-    """Return the number of sparse dimensions; 0 for a dense gradient, None without a gradient."""
+    """Return the number of sparse dimensions, or 0 for a dense gradient, None without a gradient."""
     if grad is None:
         return None
     return 0 if grad.layout is torch.strided else grad.sparse_dim()
@@ -230,7 +230,7 @@ class SparseBucket:
         self.work = engine.start(call, self.name, parts)
 
     def take(self, entry: GradientSlot) -> None:
-        """Use the gradient unchanged; it may be None."""
+        """Use the gradient unchanged. It may be None."""
         entry.grad = entry.param.grad
 
     def reset(self) -> None:

@@ -57,7 +57,7 @@ class DistributedAdasum(torch.optim.Optimizer):
         self._label = f"adasum.{ctx.number('adasum', process_set.process_set_id or 0)}"
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add parameters whose steps are combined too; every rank must add the same parameters."""
+        """Add parameters whose steps are combined too. Every rank must add the same parameters."""
         super().add_param_group(param_group)
         added = [
             entry for entry in placed(self.param_groups) if entry[2] not in self._parameter_names
@@ -65,7 +65,7 @@ class DistributedAdasum(torch.optim.Optimizer):
         self._parameter_names.update(parameter_names(added, None))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm of this rank's own gradients as `torch.nn.utils.clip_grad_norm_`; return it."""
+        """Clip the norm of this rank's own gradients as `torch.nn.utils.clip_grad_norm_` and return it."""
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:

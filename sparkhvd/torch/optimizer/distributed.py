@@ -85,7 +85,7 @@ class Distributed(torch.optim.Optimizer):
         self._reduce([(name, p) for p, name in named.items() if p.requires_grad], groups)
 
     def follow(self, current: Context) -> None:
-        """Reduce gradients on another engine from now on; a reduction in progress is dropped.
+        """Reduce gradients on another engine from now on. A reduction in progress is dropped.
 
         Every rank of the process set must call this, for its optimizers in the order in which they were built.
         """
@@ -287,7 +287,7 @@ class Distributed(torch.optim.Optimizer):
         return super().step(*closure, **options)
 
     def _use_gradients(self) -> None:
-        """Mark the reduced gradients as used by this step; the next pass begins a new cycle."""
+        """Mark the reduced gradients as used by this step. The next pass begins a new cycle."""
         for reducer in self._reducers:
             reducer.use()
 
@@ -316,7 +316,7 @@ class Distributed(torch.optim.Optimizer):
             reducer.zero()
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add parameters whose gradients are reduced too; every rank must add the same parameters."""
+        """Add parameters whose gradients are reduced too. Every rank must add the same parameters."""
         super().add_param_group(param_group)
         if not hasattr(self, "_parameter_names"):
             return
@@ -329,7 +329,7 @@ class Distributed(torch.optim.Optimizer):
             self._build(*self._given[-1])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change `backward_passes_per_step`; every rank must call this between the same steps."""
+        """Change `backward_passes_per_step`. Every rank must call this between the same steps."""
         passes, _ = check_arguments(self._configuration.op, passes, self._configuration.predivide)
         self._configuration.passes = passes
         for reducer in self._reducers:

@@ -115,7 +115,7 @@ class Sharded(Distributed):
         return _NONE if self._division is None else self._division.shards
 
     def follow(self, current: Context) -> None:
-        """Divide the parameters among the new ranks; see `Distributed.follow`.
+        """Divide the parameters among the new ranks. See `Distributed.follow`.
 
         The state of parts is dropped; call `load_own_states` afterwards.
         """
@@ -294,7 +294,7 @@ class Sharded(Distributed):
     # --- Parameters and state. ---
 
     def writing_parameters(self) -> AbstractContextManager[None]:
-        """Allow writes to shared parameters in the block; every rank must enter and leave it.
+        """Allow writes to shared parameters in the block. Every rank must enter and leave it.
 
         Every rank must write the same values, or only one rank may write. Without `share_parameters` the block has no
         effect.
@@ -303,7 +303,7 @@ class Sharded(Distributed):
         return nullcontext() if shared is None else shared.writing()
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add parameters; every rank must add the same parameters. Not possible with `share_parameters`."""
+        """Add parameters. Every rank must add the same parameters. Not possible with `share_parameters`."""
         if self._division is not None and self._division.shared is not None:
             raise InvalidArgumentError(
                 "DistributedOptimizer(share_parameters=True): add_param_group() is not supported, because the memory "
@@ -312,7 +312,7 @@ class Sharded(Distributed):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Gather the plain optimizer's state, which loads at any number of ranks; every rank must call this.
+        """Gather the plain optimizer's state, which loads at any number of ranks. Every rank must call this.
 
         The gathered state is as large as without `sharded`.
         """
@@ -346,7 +346,7 @@ class Sharded(Distributed):
         return own_state(parts, groups, self._in_order(), self._shards)
 
     def load_own_states(self, states: Sequence[OwnState]) -> None:
-        """Take this rank's part from the states of all former ranks; pass the same states on every rank."""
+        """Take this rank's part from the states of all former ranks. Pass the same states on every rank."""
         self.load_state_dict(join_states(states, self._in_order()))
 
     def _in_order(self) -> list[Tensor]:
@@ -404,7 +404,7 @@ class WholeGradients:
         self._gatherers = {}
 
     def gather(self, cycles: tuple[int, ...]) -> None:
-        """Gather the gradients of these cycles; every rank must call this."""
+        """Gather the gradients of these cycles. Every rank must call this."""
         if self.cycles != cycles:
             self._gather()
             self.cycles = cycles
@@ -435,7 +435,7 @@ class WholeGradients:
 
 
 def clip_parts_(division: ShardLayout, max_norm: float, norm_type: float) -> Tensor:
-    """Scale this rank's parts of the gradients as `torch.nn.utils.clip_grad_norm_` does; every rank must call this.
+    """Scale this rank's parts of the gradients as `torch.nn.utils.clip_grad_norm_` does. Every rank must call this.
 
     Returns:
         The norm of all gradients.
@@ -505,7 +505,7 @@ class ParameterExchange:
         self._gatherer: Gatherer | None = None
 
     def run(self, frozen: Iterable[Tensor]) -> None:
-        """Exchange all parameters that are not frozen; every rank must call this."""
+        """Exchange all parameters that are not frozen. Every rank must call this."""
         ids = set(map(id, frozen))
         shards = self._division.shards
         stepped = [s for s in shards.values() if id(s.param) not in ids]

@@ -128,7 +128,7 @@ def divide_state(
 
 
 def gather_state(state: Mapping[Tensor, dict[str, object]], division: ShardLayout) -> State:
-    """Gather all ranks' parts of the state into the plain optimizer's state; every rank must call this."""
+    """Gather all ranks' parts of the state into the plain optimizer's state. Every rank must call this."""
     gathered: State = defaultdict(dict)
     shards = list(division.shards.values())
     divided = {id(shard.part) for shard in shards if shard.part is not None}

@@ -196,7 +196,7 @@ class Gatherer:
             self._calls.append((f"{name}.{number}", call, indices, counts))
 
     def start(self, tensors: Sequence[Tensor]) -> list[Work]:
-        """Submit the operations; every rank must call this."""
+        """Submit the operations. Every rank must call this."""
         works = []
         for name, call, indices, counts in self._calls:
             own = [tensors[index] for index in indices]
@@ -212,7 +212,7 @@ class Gatherer:
         return works
 
     def gather(self, tensors: Sequence[Tensor]) -> None:
-        """Gather the tensors; every rank must call this."""
+        """Gather the tensors. Every rank must call this."""
         for work in self.start(tensors):
             work.wait()
 
@@ -280,7 +280,7 @@ class DeviceShards:
         self._num_allocations = 0
 
     def cut(self, bucket: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Divide parameters of one type together; return this rank's range of elements of each parameter."""
+        """Divide parameters of one type together and return this rank's range of elements of each parameter."""
         counts = [p.numel() for p in bucket]
         slices = Slices.cut(counts, bucket[0].dtype.itemsize, self._num_ranks)
         self._buckets.append((slices, list(bucket)))
@@ -292,7 +292,7 @@ class DeviceShards:
         return [bucket for _, bucket in self._buckets if id(bucket[0]) in among]
 
     def gather_parameters(self, shards: Sequence[Shard]) -> None:
-        """Gather every rank's stepped parts into these parameters; every rank must call this.
+        """Gather every rank's stepped parts into these parameters. Every rank must call this.
 
         The current stream waits for the result.
         """
@@ -309,7 +309,7 @@ class DeviceShards:
         self._gather(work, self._memory)
 
     def gather_cut(self, tensors: dict[int, Tensor]) -> None:
-        """Gather tensors, such as gradients, that are laid out as cut parameters; every rank must call this.
+        """Gather tensors, such as gradients, that are laid out as cut parameters. Every rank must call this.
 
         The keys are the `id`s of the parameters.
         """
@@ -593,7 +593,7 @@ class ShardLayout:
         named: Mapping[Tensor, str],
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
-        """Divide further parameters; every rank must pass the same parameters in the same order."""
+        """Divide further parameters. Every rank must pass the same parameters in the same order."""
         parameters = [p for p in named if p.numel() > 0]
         for p in parameters:
             if not p.is_cpu:
@@ -670,7 +670,7 @@ class ShardLayout:
     def _divide_on_gpu(
         self, parameters: list[Tensor], groups: int | Sequence[Sequence[Tensor]] | None
     ) -> dict[int, tuple[int, int]]:
-        """Divide the parameters by the buckets of their gradients; return this rank's range of each, by `id`.
+        """Divide the parameters by the buckets of their gradients and return this rank's range of each, by `id`.
 
         Frozen parameters are divided separately, because each may become trainable alone.
         """

@@ -130,7 +130,7 @@ class Changes:
                 module.training = name not in names
 
     def regroup(self, groups: list[list[str]] | None) -> None:
-        """Divide the parameters into groups; all ranks must call it.
+        """Divide the parameters into groups. All ranks must call it.
 
         `groups` are the names of each group's parameters; None means the program's groups. The optimizer's state does
         not change. Load the options of the groups afterwards.

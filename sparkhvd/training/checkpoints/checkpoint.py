@@ -238,7 +238,7 @@ def load_extra_states(model: nn.Module, states: Mapping[str, object]) -> None:
 
 
 def broadcast_module_state(model: nn.Module) -> None:
-    """Broadcast rank 0's buffers and extra states; all ranks must call it.
+    """Broadcast rank 0's buffers and extra states. All ranks must call it.
 
     So validation and the checkpoint use the running statistics of rank 0's rows.
 
@@ -252,7 +252,7 @@ def broadcast_module_state(model: nn.Module) -> None:
 
 
 def _may_differ(model: nn.Module) -> bool:
-    """Check whether shapes or extra states may differ between ranks; the result is the same on all ranks."""
+    """Check whether shapes or extra states may differ between ranks. The result is the same on all ranks."""
     return any(
         module._non_persistent_buffers_set
         or type(module).get_extra_state is not nn.Module.get_extra_state
@@ -312,7 +312,7 @@ def gather_rank_states(
     stop_reason: str = "",
     others: State | None = None,
 ) -> list[RankState]:
-    """Gather the state that differs between ranks, by rank; all ranks must call it.
+    """Gather the state that differs between ranks, by rank. All ranks must call it.
 
     Args:
         model: the module. Its buffers are compared between ranks; the result includes buffers that differ from rank

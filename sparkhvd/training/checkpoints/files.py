@@ -172,7 +172,7 @@ class Checkpoints:
             )
 
     def write_frozen(self, tensors: Mapping[str, Tensor]) -> str:
-        """Write the frozen parameters that checkpoints omit, unless the file exists; return their SHA-256."""
+        """Write the frozen parameters that checkpoints omit, unless the file exists, and return their SHA-256."""
         sha256 = weights.dump(tensors)
         # Take over first, because it deletes unfinished files. Another thread may do it at the same time for the
         # history.
@@ -356,7 +356,7 @@ class Checkpoints:
         return HistoryReader(self._store, self._metrics)
 
     def _pointer(self) -> Position | None:
-        """Return the position in the pointer; None if the pointer is missing or damaged.
+        """Return the position in the pointer, or None if the pointer is missing or damaged.
 
         It may be missing or damaged if a writer was killed on a file system without atomic rename.
         """
@@ -381,7 +381,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Profile:
-    """Parts of a profile whose structure its readers rely on; see `sparkhvd.training.profile.Profile.state`."""
+    """Parts of a profile whose structure its readers rely on. See `sparkhvd.training.profile.Profile.state`."""
 
     every: int
     epochs: list[dict[str, Any]]
@@ -433,7 +433,7 @@ class HistoryReader:
         return records or []
 
     def _added(self, reported: int) -> History | None:
-        """Read the new records; return None if the file was replaced."""
+        """Read the new records and return None if the file was replaced."""
         data = self._bytes_from(self._read_to)
         if data is None:
             return None
@@ -449,7 +449,7 @@ class HistoryReader:
         return records
 
     def _bytes_from(self, start: int) -> bytes | None:
-        """Read the file from byte `start`; b"" if there is no file and `start` is 0, None if the file is shorter."""
+        """Read the file from byte `start`, or return b"" if there is no file and `start` is 0, None if the file is shorter."""
         try:
             if not start or not self._store.is_seen:
                 data = self._store.read_bytes(self._path)
@@ -468,7 +468,7 @@ def _lines(history: Sequence[Mapping[str, Value]]) -> bytes:
 
 
 def _records(lines: bytes) -> History:
-    """Parse whole lines; the last one may be incomplete, because a writer adds to the file."""
+    """Parse whole lines. The last one may be incomplete, because a writer adds to the file."""
     whole = lines.rpartition(b"\n")[0]
     records: list[Any] = [read_json(line) for line in whole.splitlines()]
     if not all(isinstance(record, dict) for record in records):

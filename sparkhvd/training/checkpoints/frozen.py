@@ -59,7 +59,7 @@ class FrozenParameters:
         return rest, names
 
     def record(self, names: list[str], write: Callable[[dict[str, Tensor]], str]) -> Frozen | None:
-        """Describe the omitted parameters for a checkpoint; None if there are none.
+        """Describe the omitted parameters for a checkpoint, or return None if there are none.
 
         Args:
             names: the names from `divide`.
@@ -75,7 +75,7 @@ class FrozenParameters:
 
 
 def broadcast_weights(model: nn.Module) -> frozenset[str]:
-    """Broadcast rank 0's parameters and saved buffers; all ranks must call it.
+    """Broadcast rank 0's parameters and saved buffers. All ranks must call it.
 
     Cost: a broadcast of trained parameters, and of frozen parameters that differ on some rank, plus `agreed_frozen`.
 

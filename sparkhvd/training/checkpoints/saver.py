@@ -74,7 +74,7 @@ class Saver:
     def after_step(
         self, history: History, step: int, totals: Totals | None, seconds: float
     ) -> None:
-        """Take a checkpoint if it is due; all ranks must call this after every optimizer step.
+        """Take a checkpoint if it is due. All ranks must call this after every optimizer step.
 
         Args:
             history: the records of completed epochs.
@@ -98,7 +98,7 @@ class Saver:
         self._take(history, step=step, ranks=ranks)
 
     def after_epoch(self, history: History, *, is_last: bool) -> None:
-        """Record the end of an epoch, and take a checkpoint if it is due or the epoch is the last; all ranks must call this.
+        """Record the end of an epoch, and take a checkpoint if it is due or the epoch is the last. All ranks must call this.
 
         Not every short epoch has a checkpoint, see `Budget`. If `fit` returns the best epoch, the copy of a best epoch
         without a checkpoint is written with the next checkpoint.
@@ -120,7 +120,7 @@ class Saver:
                 self.checkpoints.write_history(history)
 
     def save(self, history: History) -> None:
-        """Take the checkpoint of an epoch; all ranks must call this, and rank 0 writes."""
+        """Take the checkpoint of an epoch. All ranks must call this, and rank 0 writes."""
         with self._state.profile.phase("checkpoint"):
             self._records = []  # a custom loop may have changed the records
             self._take(history)
@@ -149,7 +149,7 @@ class Saver:
 
     @contextlib.contextmanager
     def around_train_end(self, history: History) -> Iterator[None]:
-        """Add the changes that callbacks make in the block to the last checkpoint; all ranks must enter the block.
+        """Add the changes that callbacks make in the block to the last checkpoint. All ranks must enter the block.
 
         They are stored separately (`Checkpoint.final`), because a resumed run calls the callbacks again.
         """
@@ -197,7 +197,7 @@ class Saver:
     def _taken(
         self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()
     ) -> tuple[Checkpoint, list[str]] | None:
-        """Copy the state; return the copy, and the names of the frozen parameters that it omits.
+        """Copy the state and return the copy, and the names of the frozen parameters that it omits.
 
         All ranks must call it; it returns None on ranks that do not write.
         """
@@ -286,7 +286,7 @@ class Saver:
         self.checkpoints.save(checkpoint, keep=keep, num_epochs=self._spec.num_checkpoints)
 
     def wait(self) -> str:
-        """Wait until the last checkpoint is written; return its path on rank 0, else "".
+        """Wait until the last checkpoint is written and return its path on rank 0, else "".
 
         Raises:
             StoreError: the checkpoint was not written within `WRITE_LIMIT_S`.

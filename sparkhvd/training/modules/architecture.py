@@ -137,7 +137,7 @@ def _text(module: nn.Module) -> str:
 
 
 def describe(module: nn.Module) -> Description | None:
-    """Describe the module as JSON without weights; None if it has classes outside `torch.nn`."""
+    """Describe the module as JSON without weights, or return None if it has classes outside `torch.nn`."""
     try:
         return _describe(module, {}, "")
     except _NotPlain:

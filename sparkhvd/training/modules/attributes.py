@@ -131,7 +131,7 @@ class Attributes:
             _load(self._owners(), self._begun, [entry for entry in entries if entry[3]])
 
     def _inspect(self) -> dict[Key, Any]:
-        """Encode values, by place; None for a large value."""
+        """Encode values, by place, or return None for a large value."""
         return {
             key: None if _num_bytes(value) > _LARGE_BYTES else _encode(value)
             for key, value in _walk(self._owners(), None).items()
@@ -191,7 +191,7 @@ def _hashable(name: Any) -> Any:
 def _walk(
     owners: Mapping[str, object], large: Collection[tuple[str, str]] | None
 ) -> dict[Key, object]:
-    """Collect the supported values by place; a shared object is at its first place, and `_Same` at its other places.
+    """Collect the supported values by place. A shared object is at its first place, and `_Same` at its other places.
 
     Args:
         owners: objects by name.
@@ -290,7 +290,7 @@ def _is_record(value: object, seen: set[int], depth: int) -> bool:
 
 
 def _is_value(value: object, seen: set[int], depth: int) -> bool:
-    """Check whether a record may hold a value; an object with a lock or a connection is not a record."""
+    """Check whether a record may hold a value. An object with a lock or a connection is not a record."""
     if id(value) in seen or can_be_kept(value) or isinstance(value, _FIXED):
         return True
     if not depth:

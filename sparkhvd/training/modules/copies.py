@@ -119,7 +119,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a value, and functions with their closures; a value that cannot be copied is shared."""
+    """Copy a value, and functions with their closures. A value that cannot be copied is shared."""
     try:
         if isinstance(value, types.FunctionType):
             return copy_function(value, memo)

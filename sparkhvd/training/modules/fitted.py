@@ -68,7 +68,7 @@ class TrainedState:
 
     @property
     def output_links(self) -> tuple[str, ...]:
-        """The link of each output; the links are unknown if outputs and labels differ in number."""
+        """The link of each output. The links are unknown if outputs and labels differ in number."""
         is_paired = len(self.links) == len(self.widths)
         return self.links if is_paired else (IDENTITY,) * len(self.widths)
 
@@ -157,7 +157,7 @@ _CERTAIN = re.compile(
 
 
 def failure_on_zeros(fitted: TrainedState) -> str:
-    """Return the error of a trained module on two rows of zeros, in parentheses for a message; "" without an error."""
+    """Return the error of a trained module on two rows of zeros, in parentheses for a message, or "" without an error."""
     try:
         outputs_of(
             forward(
@@ -194,7 +194,7 @@ def trial_outputs(
     precision: str = "32",
     batch_size: int = 2,
 ) -> tuple[Tensor, ...] | None:
-    """Run a model on made-up rows and return its outputs; None if it failed but may accept real rows.
+    """Run a model on made-up rows and return its outputs, or return None if it failed but may accept real rows.
 
     Args:
         model: in the mode of the trial.

@@ -85,7 +85,7 @@ def check_lookups(
     examples: Columns,
     padded: Collection[str] = (),
 ) -> None:
-    """Raise an error if an embedding looks up a column with values out of its range; the model is not changed.
+    """Raise an error if an embedding looks up a column with values out of its range. The model is not changed.
 
     Args:
         model: the user's model.
@@ -186,7 +186,7 @@ class _Trial:
         return int(((alone == found.most) & (without == found.least)).sum()) >= num_elements
 
     def _run(self, largest: Collection[str]) -> list[_Lookup]:
-        """Run the model with the largest values of some columns and the smallest of the others; return its lookups."""
+        """Run the model with the largest values of some columns and the smallest of the others, and return its lookups."""
         self._seen = []
         rows = {c.name: self._rows(c, c.name in largest) for c in self._columns}
         arguments, keywords = self._inputs.apply(rows)
@@ -247,7 +247,7 @@ def is_lookup(error: Exception) -> bool:
 
 
 def index_problem(error: IndexError | RuntimeError, model: nn.Module, columns: Columns) -> str:
-    """Describe the index that was out of range; "" for other errors.
+    """Describe the index that was out of range, or return "" for other errors.
 
     Args:
         error: the error that torch raised.

@@ -83,7 +83,7 @@ class Weights:
 
 
 def dump(tensors: Mapping[str, Tensor], sink: IO[bytes] | io.RawIOBase | None = None) -> str:
-    """Write tensors to an open file, or nowhere; return the SHA-256 of the bytes."""
+    """Write tensors to an open file, or nowhere, and return the SHA-256 of the bytes."""
     hashing = HashingWriter(sink)
     torch.save(dict(tensors), hashing)  # type: ignore[arg-type]  # torch needs write and flush alone
     return hashing.sha256
@@ -114,7 +114,7 @@ def load(path: str) -> dict[str, Tensor]:
 def store_weights(
     tensors: Mapping[str, Tensor], sha256: str, store: Store, name: str = ""
 ) -> Weights:
-    """Write weights to the store if they are missing; a complete file is never changed or deleted.
+    """Write weights to the store if they are missing. A complete file is never changed or deleted.
 
     A truncated file, from a writer that was killed on a mount without rename, is written again. Without a `name` the
     file is named by the hash.

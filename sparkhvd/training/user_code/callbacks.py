@@ -97,12 +97,12 @@ class Context:
 
     @property
     def epoch(self) -> int:
-        """The running epoch, counted from 1 as in the history; 0 before the first."""
+        """The running epoch, counted from 1 as in the history, or 0 before the first."""
         return self.moment.epoch
 
     @property
     def step(self) -> int:
-        """The step of the optimizer, counted from 1 over all epochs; 0 before the first."""
+        """The step of the optimizer, counted from 1 over all epochs, or 0 before the first."""
         return self.moment.step
 
 
@@ -137,7 +137,7 @@ class CallbackContext(Context):
         self.logs.add(name, value, 1.0)
 
     def stop_training(self, reason: str = "a callback asked for it") -> None:
-        """End the training after this epoch on all ranks; the request of one rank is enough.
+        """End the training after this epoch on all ranks. The request of one rank is enough.
 
         The epoch ends normally: with its validation, its record and its checkpoint.
         """
@@ -210,7 +210,7 @@ class Writer(Protocol):
     """Methods of `Saver` that this module uses."""
 
     def wait(self) -> str:
-        """Wait until the last checkpoint is written; return its path on the rank that writes."""
+        """Wait until the last checkpoint is written and return its path on the rank that writes."""
 
     def around_train_end(self, history: History) -> AbstractContextManager[None]:
         """Add changes of the weights in the block to the last checkpoint."""
@@ -320,19 +320,19 @@ class Callbacks:
         return _overrides("on_checkpoint", self._all)
 
     def checkpoint(self, saver: Writer) -> None:
-        """Call `on_checkpoint` after the checkpoint of an epoch; every rank must call it."""
+        """Call `on_checkpoint` after the checkpoint of an epoch. Every rank must call it."""
         if self.see_checkpoints:
             path = saver.wait()  # wait for rank 0, which writes in the background
             self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
 
     def train_end(self, history: History, saver: Writer) -> None:
-        """Call `on_train_end`, and save its changes of the model; every rank must call this."""
+        """Call `on_train_end`, and save its changes of the model. Every rank must call this."""
         if _overrides("on_train_end", self._all):
             with saver.around_train_end(history):
                 self.call("on_train_end", history)
 
     def epoch_end(self, record: Record) -> str:
-        """Call the methods at the end of an epoch, and agree with all ranks; every rank must call it.
+        """Call the methods at the end of an epoch, and agree with all ranks. Every rank must call it.
 
         Args:
             record: record of the epoch; callbacks of this rank may extend it, and logged numbers of all ranks are

@@ -271,7 +271,7 @@ def transformed_schema(
 
 
 def bind_transformed(binding: InputBinding, schema: DataSchema) -> InputBinding:
-    """Bind transformed fields to arguments; an argument of one field keeps the field's axes, as an image (B, C, H, W)."""
+    """Bind transformed fields to arguments. An argument of one field keeps the field's axes, as an image (B, C, H, W)."""
     shapes = {c.name: c.shape or () for c in schema.features}
 
     def shaped(argument: Any) -> Any:

@@ -24,7 +24,7 @@ class Backend(ABC):
         kwargs: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank, with extra environment variables; return the results by rank."""
+        """Call `fn(*args, **kwargs)` on every rank, with extra environment variables, and return the results by rank."""
 
     @abstractmethod
     def num_processes(self) -> int:
@@ -54,7 +54,7 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank; return the results by rank."""
+        """Call `fn(*args, **kwargs)` on every rank, and return the results by rank."""
         variables = {**(self._env or {}), **(env or {})}
         return run(fn, args, kwargs, num_proc=self.num_processes(), env=variables, **self._kwargs)
 

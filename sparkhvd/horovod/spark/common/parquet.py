@@ -113,7 +113,7 @@ class _DataSets:
         self.last: _Wanted | None = None
 
     def write(self, wanted: _Wanted, store: Store) -> int:
-        """Write a data set unless it exists; return its index."""
+        """Write a data set unless it exists and return its index."""
         with self._lock:
             for index, each in enumerate(self._written):
                 if each.is_of(wanted):
@@ -148,7 +148,7 @@ def remember(store: Store, sources: FitSources, columns: Sequence[str], seed: in
 
 
 def write(store: Store, sources: FitSources, columns: Sequence[str], seed: int | None) -> DataPaths:
-    """Write the data of a fit by one Spark job for each role, unless they exist; return their places.
+    """Write the data of a fit by one Spark job for each role, unless they exist, and return their places.
 
     Raises:
         Exception: of Spark, which cannot write there.
