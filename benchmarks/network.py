@@ -45,7 +45,7 @@ class Pair:
         self.iperf = iperf
 
     def measure(self, library: str, num_bytes: int, repeats: int) -> tuple[list[float], float]:
-        """Measure the seconds of each call, of the slower rank; CPU seconds per call, of both."""
+        """Measure the slower rank's seconds of each call, and both ranks' CPU seconds per call."""
         for rank in self.ranks:
             rank.tell({"library": library, "bytes": num_bytes, "repeats": repeats})
         reports = [rank.expect(TIMEOUT_S) for rank in self.ranks]

@@ -49,7 +49,10 @@ TIMEOUT_S = 120.0
 
 
 def ordered(ranks: Sequence[Any], what: str, num_bytes: int, steps: int) -> dict[str, Any]:
-    """Measure the seconds of each step of the slowest rank; CPU seconds per step of rank 0 and of the others' median."""
+    """Measure the slowest rank's seconds of each step, and the CPU seconds per step.
+
+    The CPU seconds are those of rank 0, and the median of the others.
+    """
     for rank in ranks:
         rank.tell({"what": what, "bytes": num_bytes, "steps": steps})
     reports = [rank.expect(TIMEOUT_S) for rank in ranks]
@@ -108,7 +111,7 @@ def calls_of(num_bytes: int) -> int:
 
 
 def run_bare(program: str, size: int, orders: Sequence[str]) -> list[str]:
-    """Return the C++ program's line for each order."""
+    """Run the C++ program, and return its line for each order."""
     ended = subprocess.run(
         [program, str(size)],
         input="".join(orders),

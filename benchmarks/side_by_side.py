@@ -20,7 +20,7 @@ RANKS, FITS, STEPS = 2, 3, 20
 
 
 def estimator(sleep_s: float) -> Any:
-    """Make an estimator whose ranks sleep for `sleep_s` in all."""
+    """Make an estimator with a total sleep of `sleep_s` in each rank."""
     import torch
 
     from sparkhvd import TorchEstimator

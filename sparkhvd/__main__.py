@@ -1,4 +1,7 @@
-"""`sparkhvd doctor`, `runs`, `report`, `compare`, `reproduce`; also `python -m sparkhvd`."""
+"""Commands `sparkhvd doctor`, `runs`, `report`, `compare` and `reproduce`.
+
+`python -m sparkhvd` runs them, too.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def take_frame(came: bytearray, most_bytes: int | None = None) -> bytes | None:
 
 
 def write_frame(fd: int, payload: bytes) -> None:
-    """Write a payload to a pipe; raises BrokenPipeError if the reader is gone."""
+    """Write a payload to a pipe, or raise BrokenPipeError if the reader is gone."""
     for part in (LENGTH.pack(len(payload)), payload):
         view = memoryview(part)
         while view:
@@ -206,7 +206,7 @@ def rebuild(kind: type[T], values: object, *, is_strict: bool = True) -> T:
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """Return a function from JSON values to values of an annotation. It raises ValueError for any other value."""
+    """Make a parser of JSON values for a type annotation. It raises ValueError for other values."""
     if kind in (Any, object):
         return lambda value: value
     if kind is bytes:

@@ -42,7 +42,7 @@ class Release:
         return FOLDER / self.name / "libnccl.so.2"
 
     def why_missing(self) -> str:
-        """Return the error of the last attempt to fetch the release."""
+        """Read the error of the last attempt to fetch the release."""
         note = FOLDER / f"{self.name}.missing"
         return note.read_text() if note.exists() else f"{self.name}: fetch it by make test-nccl"
 

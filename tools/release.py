@@ -206,7 +206,7 @@ def megabytes(python: Path) -> float:
 
 
 def attempt(what: str, action: Callable[[], str]) -> str:
-    """Return the outcome of an action in words; print failures."""
+    """Run an action, print a failure, and return the outcome in words."""
     try:
         outcome = action()
     except Missing as e:
@@ -219,13 +219,13 @@ def attempt(what: str, action: Callable[[], str]) -> str:
 
 
 def versions() -> list[str]:
-    """Return the Pythons named in the metadata."""
+    """Read the Python versions from the metadata."""
     text = (ROOT / "pyproject.toml").read_text()
     return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
 
 
 def distributions() -> dict[str, Path | None]:
-    """Return the files of a release, by kind, or None for a missing one."""
+    """Find the files of a release, by kind. A missing file is None."""
     patterns = {"source": "*.tar.gz", "x86_64": "*x86_64.whl", "aarch64": "*aarch64.whl"}
     patterns["any"] = "*-none-any.whl"
     return {

@@ -35,7 +35,7 @@ def platform_tag(kind: str) -> str:
 
 
 def run(command: list[str], folder: Path, **variables: str) -> str:
-    """Run `command` and return its output; on failure print that and exit."""
+    """Run `command` and return its output. On failure, print the output and exit."""
     done = subprocess.run(
         command,
         cwd=folder,

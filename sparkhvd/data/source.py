@@ -60,7 +60,10 @@ class Target:
 
 
 class DataSource(Protocol):
-    """Source of rows for the ranks. `schema` starts no Spark job; `prepare` may start a job, on the driver."""
+    """Source of rows for the ranks. On the driver, `prepare` may start a Spark job.
+
+    `schema` starts no Spark job.
+    """
 
     @property
     def name(self) -> str:
@@ -84,7 +87,10 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class DataFrameSource:
-    """DataFrame, classic or Connect, which one Spark job writes as packed files unless the store has equal data."""
+    """Classic or Connect DataFrame, written as packed files unless the store has equal data.
+
+    One Spark job writes the files.
+    """
 
     df: DataFrame
 

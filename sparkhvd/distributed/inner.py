@@ -80,7 +80,7 @@ FACTORIES: dict[str, tuple[Any, Factory]] = {
 
 
 class NestedBackends:
-    """Torch's own groups inside a group of ours; each rank creates such a group at its first use.
+    """Torch's own groups inside a group of ours. Each rank creates such a group at its first use.
 
     Args:
         owner: our group, for which torch has the configuration.
@@ -116,7 +116,7 @@ class NestedBackends:
             return self._groups[backend]
 
     def devices(self) -> list[str]:
-        """Return the types of devices that the group can use on this host."""
+        """List the types of devices usable by the group on this host."""
         return [
             device
             for device, backend in self._read().items()
@@ -137,7 +137,7 @@ class NestedBackends:
             group.abort()
 
     def each(self, call: Callable[[Any], object]) -> None:
-        """Call a function with each of torch's groups that exists."""
+        """Call a function with each of torch's groups created so far."""
         with self._lock:
             groups = list(self._groups.values())
         for group in groups:
@@ -191,12 +191,12 @@ class NestedBackends:
 
 @functools.cache
 def _has_nccl() -> bool:
-    """Whether NCCL can run on this host, which needs a GPU besides the library."""
+    """Check that NCCL can run on this host: it needs the library and a GPU."""
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def _torchs(backend: str) -> str:
-    """Return torch's backend for a device for which the user requested ours but that ours cannot serve."""
+    """Replace our backend by NCCL, for a device without support in our engine."""
     return "nccl" if backend == OURS else backend
 
 

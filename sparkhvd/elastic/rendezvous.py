@@ -113,10 +113,11 @@ class ElasticRendezvous:
         return self._now().sync
 
     def arrive(self) -> Topology | None:
-        """Provisional topology of this process until it joins a running generation; None without a running generation.
+        """Get a provisional topology for use until this process joins a running generation.
 
-        The others continue while it loads data and builds a model; `connect` joins them. Its provisional rank follows
-        theirs, and its local rank is its slot. Only the first call asks; later calls return None.
+        None without a running generation. The others continue while it loads data and builds a model; `connect` joins
+        them. Its provisional rank follows theirs, and its local rank is its slot. Only the first call asks; later calls
+        return None.
 
         Raises:
             ElasticError: the job cannot continue, or the coordinator is gone.
@@ -156,7 +157,7 @@ class ElasticRendezvous:
             return connections
 
     def should_change(self) -> tuple[bool, bool]:
-        """Return whether the members should change, and whether the change only removes members. Does not wait.
+        """Check without waiting whether the members should change, and whether only by removals.
 
         Raises:
             LeftOutError: the others continued without this member.
@@ -173,7 +174,7 @@ class ElasticRendezvous:
         self.standing.needs_sync = False
 
     def finish(self) -> None:
-        """Report that this member's function has returned: no process joins."""
+        """Report that this member's function has returned. No further process joins."""
         self._has_finished = True
         self._link.report("finished", self.generation)
 

@@ -64,7 +64,7 @@ class _Options:
 
 
 class Distributed:
-    """Mixin that reduces gradients before the optimizer's own class applies them.
+    """Mixin to reduce gradients before the optimizer's own class applies them.
 
     Attributes:
         loss_share: factor of the loss in the next backward pass. If the ranks have different numbers of rows, the
@@ -185,7 +185,10 @@ class Distributed:
         self._ended("optimizer")
 
     def _add_up(self, grads: _Gradients, options: _Options) -> _Gradients | None:
-        """Add up the gradients of `backward_passes_per_step` batches; None before the last of them."""
+        """Add up the gradients of `backward_passes_per_step` batches.
+
+        The result is None before the last batch.
+        """
         if options.passes == 1:
             return grads
         before = self._sums or (None,) * len(grads)
@@ -340,7 +343,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = hvd.Compression.none,
 ) -> Any:
-    """Load a saved model; its compiled optimizer continues, with its state, as a `DistributedOptimizer`.
+    """Load a saved model. Its optimizer continues, with its state, as a `DistributedOptimizer`.
 
     Every rank must load it, or get its variables by `BroadcastGlobalVariablesCallback`. An uncompiled model stays uncompiled.
 

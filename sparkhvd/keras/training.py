@@ -233,7 +233,7 @@ def _batches(order: KerasTrainSpec, model: Any) -> tuple[KerasBatches, KerasBatc
 
 
 class _Records(keras.callbacks.Callback):  # type: ignore[misc]
-    """Callback of rank 0 that keeps the metrics of each epoch, and the state after it."""
+    """Callback of rank 0 to keep the metrics of each epoch, and the state after it."""
 
     def __init__(
         self, records: list[dict[str, float]], progress: ProgressFile | None, *, logs: bool
@@ -256,9 +256,10 @@ class _Records(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class KerasBatches(IterableDataset[Any]):
-    """Batches of one rank; every iteration restarts the epoch `epoch`, because Keras inspects a first batch before it trains.
+    """Batches of one rank. Every iteration restarts the epoch `epoch`.
 
-    If the last step of an epoch has no row for this rank, rows of another batch are used, and `rows` is 0.
+    The restart is necessary because Keras inspects a first batch before it trains. If the last step of an epoch has no
+    row for this rank, rows of another batch are used, and `rows` is 0.
 
     Attributes:
         epoch: of the next iteration.
@@ -391,7 +392,7 @@ def _share(variable: Any) -> float:
 
 
 class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that makes the ranks' epochs equal to an epoch of one process over all rows.
+    """Callback to make the ranks' epochs equal to an epoch of one process over all rows.
 
     In the last step, or in any step with skipped images or groups, ranks may have different numbers of rows, or no
     rows. The callback weights the losses so that the gradient is the mean over all rows of the step, and a step without
@@ -524,7 +525,7 @@ class ProgressFile:
         self.store.write_bytes(self.path, buffer.getvalue())
 
     def num_epochs(self) -> int:
-        """The number of completed epochs; 0 for a new run."""
+        """Count the completed epochs: 0 for a new run."""
         if not self.store.exists(self.path):
             return 0
         found = weights.Weights("", self.store.read_bytes(self.path)).load()
@@ -617,7 +618,10 @@ class LoggerBridge:
 
 
 class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that records the parts of each step, until the timeline ends. Every rank must have it, as the first of its callbacks."""
+    """Callback to record the parts of each step, until the timeline ends.
+
+    Every rank must have it, as the first of its callbacks.
+    """
 
     def __init__(self, timeline: RunTimeline) -> None:
         super().__init__()

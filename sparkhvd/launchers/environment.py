@@ -62,7 +62,7 @@ _PMI = "MPI"
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of a launcher's variables. In each tuple the first name that is set is used."""
+    """Variable names of a launcher. In each tuple, the first set variable is used."""
 
     name: str
     mark: str  # only this launcher sets it
@@ -266,7 +266,7 @@ def is_mpi(variables: Mapping[str, str] | None = None) -> bool:
 
 
 def note_of(variables: Mapping[str, str] | None = None) -> str:
-    """One line about Horovod's transport variables; "" without them.
+    """Describe Horovod's transport variables in one line, or return "" without them.
 
     Args:
         variables: environment; None means this process's.

@@ -96,7 +96,7 @@ def place_of(what: str, comm: Communicator) -> tuple[int, int]:
 
 
 def are_others(comm: Communicator, other: Communicator) -> bool:
-    """Whether the processes of two communicators differ, or their order; False if unknown."""
+    """Whether two communicators differ in their processes or their order. False if unknown."""
     module = sys.modules.get(type(comm).__module__)
     with contextlib.suppress(Exception):  # no communicator of mpi4py, or a freed one
         found = type(comm).Compare(comm, other)  # type: ignore[attr-defined]

@@ -66,7 +66,7 @@ class RankClaim:
         threading.Thread(target=self._serve, name="sparkhvd-place", daemon=True).start()
 
     def variables(self, env: Mapping[str, str], *, is_inherited: bool) -> dict[str, str]:
-        """Environment variable of the rank; programs find this claim by it.
+        """Make the environment variable of the rank. Programs find this claim by it.
 
         Args:
             env: all other variables of the rank.
@@ -200,9 +200,10 @@ def receive() -> Rendezvous | None:
 
 
 def inherit() -> Rendezvous | None:
-    """Become the rank that started this program. None without a rank, or if it started this program's launcher.
+    """Become the rank that started this program, or return None.
 
-    If the rank has called `init()`, a multiprocessing process becomes a job of its own, and a line reports that.
+    None without such a rank, or if the rank started this program's launcher. If the rank has called `init()`, a
+    multiprocessing process becomes a job of its own, and a line reports that.
 
     Raises:
         InvalidArgumentError: another process has the place, or there is no answer.

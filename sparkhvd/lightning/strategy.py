@@ -1,4 +1,4 @@
-"""`SparkhvdStrategy`: a strategy for Lightning that makes the optimizers `DistributedOptimizer`s.
+"""`SparkhvdStrategy`: a Lightning strategy with each optimizer as a `DistributedOptimizer`.
 
 The optimizers reduce the gradients, and DDP is not used. So a step that does not use some parameters needs no option.
 The cost is not higher than with DDP and its best options (docs/results/lightning.md). Everything else in Lightning uses
@@ -119,7 +119,7 @@ class Strategy(_Base):  # type: ignore[misc]
     # --- Ranks and devices. ---
 
     def set_world_ranks(self) -> None:
-        """Join the job and select this rank's device; Lightning calls it for a new trainer."""
+        """Join the job and select this rank's device. Lightning calls this for a new trainer."""
         place = join()
         if self._own_device is None:
             devices = [torch.device(each) for each in self.parallel_devices]
@@ -223,7 +223,7 @@ class Strategy(_Base):  # type: ignore[misc]
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the job, so that the other ranks get an error instead of waiting for this one."""
+        """Leave the job, so that the other ranks get an error instead of waiting."""
         super().on_exception(exception)
         if self.world_size > 1 and hvd.is_initialized():
             # The other ranks get a CollectiveError themselves.
@@ -234,7 +234,10 @@ class Strategy(_Base):  # type: ignore[misc]
     # --- Collectives. ---
 
     def barrier(self, *args: Any, **options: Any) -> None:
-        """Wait for all ranks; after an exception on this rank return at once, because other ranks do not call this."""
+        """Wait for all ranks, or return at once after an exception on this rank.
+
+        After such an exception, other ranks do not call this.
+        """
         module = self.lightning_module
         if module is None or module.trainer.state.status != "interrupted":
             hvd.barrier()
@@ -372,7 +375,10 @@ def _place() -> Topology:
 
 
 class _Environment:
-    """Ranks and hosts of the job, as started by a supported launcher; the first access joins it."""
+    """Ranks and hosts of the job, as started by a supported launcher.
+
+    The first access joins the job.
+    """
 
     creates_processes_externally = True
 
@@ -612,7 +618,7 @@ def _store(engine: Engine) -> Store:
 
 
 def _address(engine: Engine) -> str:
-    """Return the first address at which other ranks reach this rank."""
+    """Find this rank's first address reachable from other ranks."""
     if len(set(engine.topology.hosts)) == 1:
         return loopback()
     launched = rendezvous.current_rendezvous()
@@ -655,7 +661,7 @@ def is_module(module: Any) -> bool:
 
 
 def package_of(module: Any) -> Any:
-    """Return the package whose LightningModule class the module has.
+    """Find the package of a module's LightningModule class.
 
     Raises:
         InvalidArgumentError: the module is not a LightningModule.

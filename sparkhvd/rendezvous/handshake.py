@@ -238,7 +238,7 @@ class HandshakeSide(Protocol):
 
     @property
     def key(self) -> bytes:
-        """32 bytes that both sides know."""
+        """Key of 32 bytes, shared by both sides."""
 
     @property
     def job_id(self) -> str:
@@ -246,7 +246,7 @@ class HandshakeSide(Protocol):
 
     @property
     def attempt(self) -> int:
-        """Number that distinguishes launches."""
+        """Number of the launch attempt."""
 
     @property
     def rank(self) -> int:
@@ -296,7 +296,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Rebuild a job from `to_json`; raises ValueError for any other text."""
+        """Rebuild a job from `to_json`. Any other text raises ValueError."""
         return rebuild(cls, read_json(text))
 
 
@@ -325,7 +325,7 @@ class Connections:
     stream_sockets: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        """Close every descriptor that was not taken over."""
+        """Close every descriptor not taken over."""
         for descriptors in (self.sockets, self.stream_sockets):
             for place, descriptor in enumerate(descriptors):
                 if descriptor >= 0:
@@ -346,7 +346,7 @@ class Rendezvous(Protocol):
 
     @property
     def settings(self) -> Settings:
-        """The settings of the job; equal on every rank."""
+        """The settings of the job, equal on every rank."""
 
     def connect(self) -> Connections:
         """Connect to every other rank. Each call is the next generation, so init after shutdown works.

@@ -118,7 +118,7 @@ def _numbered(listener: tuple[int, int], given: Sequence[int]) -> tuple[int, int
 
 
 def _reset_signals() -> None:
-    """Undo ignored and masked signals, which survive exec."""
+    """Undo ignored and masked signals, because both survive exec."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -145,7 +145,7 @@ def _enter(prologue: Prologue) -> None:
 
 
 class _FirstFrame:
-    """First frame to the parent if it has requested the GPUs; later frames are dropped.
+    """First frame to the parent, if the parent has requested the GPUs. Later frames are dropped.
 
     CUDA's driver may answer after the parent has given up and the function runs. That answer would be read as part of
     the outcome.
@@ -166,7 +166,7 @@ class _FirstFrame:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import the available modules without garbage collection, which costs a tenth of the time."""
+    """Import the available modules, with garbage collection off to save a tenth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     for name in modules:
@@ -296,7 +296,7 @@ class _Messages:
         return False
 
     def close(self) -> None:
-        """Refuse further messages; wait for a pending write."""
+        """Refuse further messages, and wait for a pending write."""
         with self._lock:
             self._is_closed = True
 
@@ -317,7 +317,7 @@ def _call(program: bytes) -> Any:
 
 
 def _end_forked(error: BaseException | None) -> NoReturn:
-    """End a process that the function has forked and that returned from it: it is not the rank."""
+    """End a forked process after its return from the function, because it is not the rank."""
     status = 0 if error is None else 1
     if isinstance(error, SystemExit):
         report = report_of_exit(error)

@@ -308,7 +308,7 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
 
 
 def _hosts(parsed: argparse.Namespace, slots: int) -> list[Host]:
-    """Hosts of the flags; without flags, this host with `slots` slots."""
+    """Read the hosts from the flags. Without flags, use this host with `slots` slots."""
     if parsed.hostfile is not None:
         return read_hostfile(parsed.hostfile)
     if parsed.hosts is not None:

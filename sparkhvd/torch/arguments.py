@@ -37,7 +37,7 @@ def to_integers(values: Iterable[object]) -> list[int] | None:
 
 
 def to_factor(what: str, argument: str, value: object) -> float:
-    """Convert a number of Python, numpy or torch to a float, so that it can be a key of the operation cache.
+    """Convert a number of Python, numpy or torch to a float, for the key of the operation cache.
 
     Raises:
         InvalidArgumentError: it is not a number.

@@ -21,7 +21,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the reduced tensor in its original form."""
+        """Restore the reduced tensor to its original form."""
         raise NotImplementedError
 
 

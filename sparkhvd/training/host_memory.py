@@ -1,4 +1,4 @@
-"""Rows and frozen parameters in memory that the ranks of a host share.
+"""Rows and frozen parameters in memory shared by the ranks of a host.
 
 Each rank reads a part of the rows and copies it into memory that the engine shares among the ranks of the host. Then
 all ranks of the host have all rows. The memory has no name, so the system frees it with the last process that maps it.
@@ -38,7 +38,7 @@ _MARK = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class _Part:
-    """Description of a rank's part, which the ranks exchange before they allocate shared memory.
+    """Description of a rank's part, exchanged by the ranks before they allocate shared memory.
 
     Attributes:
         leaves: (shape, dtype) of each array.
@@ -71,7 +71,7 @@ class HostRows:
 
     @property
     def is_shared(self) -> bool:
-        """Whether any host has several ranks; the same on all ranks."""
+        """Whether any host has several ranks. The value is the same on all ranks."""
         return len(set(self._hosts)) < len(self._hosts)
 
     def gather(
@@ -181,7 +181,10 @@ def _read_once(
 
 
 def _copy(values: Mapping[str, Values], whole: Sequence[Array], before: Sequence[_Part]) -> None:
-    """Copy rows into the shared arrays, after the rows of earlier ranks; shift the starts of ragged rows."""
+    """Copy rows into the shared arrays, after the rows of earlier ranks.
+
+    The starts of ragged rows are shifted.
+    """
     for number, (leaf, target) in enumerate(zip(_leaves(values), whole, strict=True)):
         start = sum(part.leaves[number][0][0] for part in before)
         target[start : start + len(leaf)] = leaf
@@ -203,7 +206,7 @@ def _ragged(value: Values) -> list[Ragged]:
 
 
 def _leaves(values: Mapping[str, Values]) -> Iterator[Array]:
-    """Yield the arrays of rows; their first dimension counts rows or elements."""
+    """Yield the arrays of rows. Their first dimension counts rows or elements."""
     for value in values.values():
         if isinstance(value, np.ndarray):
             yield value
@@ -251,7 +254,7 @@ def _size(places: Sequence[_Place]) -> int:
 
 
 class _Memory:
-    """View of registered memory as arrays; each array keeps the memory alive."""
+    """View of registered memory as arrays. Each array keeps the memory alive."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._bytes = (ctypes.c_uint8 * buffer.num_bytes).from_address(buffer.address)
@@ -302,7 +305,7 @@ def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None
 
 
 def _frozen(model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Parameter]:
-    """Return the named frozen parameters that do not share their memory with other tensors."""
+    """Select the named frozen parameters with memory of their own."""
     state = model.state_dict(keep_vars=True)
     tensors = {id(t): t for t in state.values() if isinstance(t, Tensor)}
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())

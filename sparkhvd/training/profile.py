@@ -72,7 +72,10 @@ class RunTimeline:
     """
 
     def __init__(self, store: Store | None = None, run_dir: str = "", num_steps: int = 0) -> None:
-        """Prepare a timeline of `num_steps` steps, which `begin` starts; 0 steps disable it."""
+        """Prepare a timeline of `num_steps` steps.
+
+        `begin` starts the timeline. 0 steps disable it.
+        """
         self.spans = Spans()
         self._store = store
         self._path = f"{run_dir}/{TIMELINE_NAME}"
@@ -232,7 +235,7 @@ class Profile:
         self._hosts, self._samples = [], []
 
     def lap(self, name: str) -> None:
-        """End a phase that began at the last call of `lap`, or when this object was created."""
+        """End the phase since the last call of `lap`, or since the creation of this object."""
         now, now_ns = time.perf_counter(), time.monotonic_ns()
         seconds, self._began = now - self._began, now
         self.phases[name] = seconds
@@ -254,7 +257,7 @@ class Profile:
         self._began = time.perf_counter()
 
     def step(self) -> None:
-        """Count the step that ends now, including its waits and the time since the previous step."""
+        """Count a step at its end, including its waits and the time since the previous step."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self.phases.setdefault("first step", seconds)
@@ -316,7 +319,7 @@ class Profile:
         return torch.stack(rows)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a resumed run as JSON values: epochs, a histogram of steps, and the loads of ranks."""
+        """Return the JSON state for a resumed run: epochs, step histogram, and loads of ranks."""
         counts = {"first_s": _FIRST_S, "per_octave": _PER_OCTAVE, "counts": self._steps.tolist()}
         load = [
             {"host": host, **_columns(samples)}
@@ -355,7 +358,7 @@ class Profile:
 
 
 def _columns(samples: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
-    """Return the samples as a list for each number's name; None stands for an unknown number."""
+    """Convert the samples to one list per field of `Sample`, with None for unknown numbers."""
     columns = zip(*samples, strict=True) if samples else ((),) * _WIDTH
     return {
         name: [None if math.isnan(value) else round(value, 3) for value in column]
@@ -385,7 +388,7 @@ class StepReporter:
     """
 
     def __init__(self, epoch: int, epochs: int, num_steps: int) -> None:
-        """Begin an epoch, counted from 1, with this many steps; 0 if unknown."""
+        """Begin an epoch, counted from 1. `num_steps` is 0 if the number of steps is unknown."""
         self._epoch, self._epochs, self._num_steps = epoch, epochs, num_steps
         self._rank = hvd.rank()
         self._interval_s = _OTHERS_INTERVAL_S if self._rank else _INTERVAL_S

@@ -19,7 +19,7 @@ from sparkhvd.training.types import History
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Input of a rank; kept small, because it is part of the closure that Spark sends.
+    """Input of a rank. It is small, because it is part of Spark's closure.
 
     Attributes:
         store: holds data, checkpoints and metrics.

@@ -142,7 +142,7 @@ def train(spec: TrainSpec) -> TrainResult:
 
 
 def returned_epoch(spec: TrainSpec, history: History, checkpoints: Checkpoints) -> int:
-    """Return the epoch whose weights `fit` returns. All ranks must call it."""
+    """Find the epoch of the weights returned by `fit`. All ranks must call it."""
     if not spec.return_best:
         return len(history)
     saved = checkpoints.saved_epochs() if hvd.rank() == 0 else None
@@ -203,7 +203,7 @@ def tried_widths(
 
 
 class LoopHooks:
-    """Hooks on every rank at the end of steps and epochs; no effect by default."""
+    """Hooks on every rank at the end of steps and epochs, without effect by default."""
 
     def end_step(self, history: History, plan: StepPlan, totals: Totals, seconds: float) -> None:
         """Run after a step of the optimizer.
@@ -388,7 +388,7 @@ def validate(step: Step, data: Data) -> dict[str, float]:
 
 
 def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict[str, int]:
-    """Count the rows that decoders skipped in a pass, or return {} for programs that never skip rows.
+    """Count the rows skipped by decoders in a pass, or return {} if the program never skips rows.
 
     Args:
         step: steps of the run.

@@ -64,7 +64,7 @@ class Ragged:
         return flat.reshape(-1, *self.inner) if self.inner else flat
 
     def gathered(self) -> Array:
-        """Return the elements (n,) row by row, without gaps."""
+        """Gather the elements (n,) row by row, without gaps."""
         total = int(self.lengths.sum())
         if not total:
             return self.values[:0]
@@ -140,7 +140,7 @@ class SparseRows:
         return out
 
     def dense(self) -> Array:
-        """Convert to a dense matrix (rows, width); only tests and interactive code use it."""
+        """Convert to a dense matrix (rows, width), for tests and interactive code only."""
         out = np.zeros((len(self), self.width), self.values.values.dtype)
         rows, columns = self.coordinates()
         out[rows, columns] = self.values.gathered()
@@ -202,7 +202,7 @@ def num_bytes(values: Values) -> int:
 
 
 def value_range(values: Values) -> tuple[int, int] | None:
-    """Return the smallest and largest integer of rows without gaps, or None for sparse rows or without values."""
+    """Find the smallest and largest integer of rows without gaps, or None if sparse or empty."""
     flat = values if isinstance(values, np.ndarray) else values.values
     return (
         (int(flat.min()), int(flat.max())) if isinstance(flat, np.ndarray) and flat.size else None

@@ -31,7 +31,7 @@ def open_table(
     catalog: object = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ParquetDataset:
-    """Find the files of a version of a table; starts no Spark job.
+    """Find the files of a version of a table, without a Spark job.
 
     Args:
         table: path or URL of a Delta table's folder, of an Iceberg table's folder or metadata file; or a name,

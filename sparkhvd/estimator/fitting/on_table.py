@@ -46,7 +46,7 @@ class TableChoice:
 
 
 def open_table_source(options: FitOptions, choice: TableChoice, spark: SparkSession) -> FitSources:
-    """Find the files of a version of a table; starts no Spark job.
+    """Find the files of a version of a table, without a Spark job.
 
     Args:
         options: options of the fit.

@@ -58,7 +58,7 @@ class Recorder:
         return found
 
     def lap(self, name: str) -> None:
-        """Record that a phase of the driver has ended; it began at the end of the previous phase."""
+        """Record a phase of the driver, from the end of the previous phase until now."""
         now = time.time()
         self._phases.append((name, now - self._lap))
         self._lap = now

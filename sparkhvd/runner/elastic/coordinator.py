@@ -1,4 +1,4 @@
-"""Coordinator of an elastic job on Spark: task connections, results, and the files by which it is found.
+"""Coordinator of an elastic job on Spark: task connections, results, and the files to find it.
 
 Each task is a slot for a process. Spark starts tasks as slots are free, restarts them when an executor is lost, and may
 start one twice. A task that connects adds a slot, and the end of its connection removes it.
@@ -100,7 +100,7 @@ class _Task:
 
 
 class Tasks:
-    """Tasks of an attempt, the launcher's `Processes`; a context manager.
+    """Tasks of an attempt, used as the launcher's `Processes`. A context manager.
 
     Args:
         listening: where they connect; closed at the end.
@@ -152,7 +152,7 @@ class Tasks:
         self._service.start(at_end=self._close)
 
     def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
-        """Start a process in a slot; its end is an event."""
+        """Start a process in a slot. Its end is reported as an event."""
         del slots
         self._service.call(lambda: self._start(slot, join_token))
 
@@ -167,7 +167,7 @@ class Tasks:
         self._service.call(each)
 
     def dismiss(self) -> None:
-        """Release every task; remaining processes are killed."""
+        """Release every task. Remaining processes are killed."""
 
         def each() -> None:
             self._is_over = True
@@ -249,7 +249,7 @@ class Tasks:
         self._offer()
 
     def _admit(self, sock: socket.socket, facts: RankFacts, executor: str) -> _Task | None:
-        """Turn a task into a slot; None if it cannot join."""
+        """Turn a task into a slot, or return None if it cannot join."""
         if self._is_over:
             self._post(sock, "leave")
             return None
@@ -351,7 +351,7 @@ def _how(outcome: Outcome) -> str:
 
 @dataclass(frozen=True)
 class JobFailure:
-    """Failure of a job, and whether all of its ranks were lost, so that a relaunch may help."""
+    """Failure of a job. `is_lost` means that all ranks were lost, so a relaunch may help."""
 
     error: SparkhvdError
     is_lost: bool
@@ -372,7 +372,7 @@ class ProcessOutcomes:
         self._cause = root_cause(self._failed)
 
     def order(self) -> list[int]:
-        """Return the numbers of the processes with a result for the caller, by rank."""
+        """List the numbers of the processes with a result for the caller, in rank order."""
         well = [
             number for number, outcome in self._outcomes.items() if outcome.kind == OutcomeKind.OK
         ]
@@ -483,7 +483,7 @@ MARGIN_S = 2.0
 
 
 class AttemptCoordination:
-    """Coordinator, launcher and tasks of one attempt; a context manager.
+    """Coordinator, launcher and tasks of one attempt. A context manager.
 
     Args:
         spec: also of the tasks.
@@ -534,7 +534,7 @@ class AttemptCoordination:
         )
 
     def run(self) -> AttemptResult:
-        """Run the job to its end; Ctrl-C interrupts the ranks, and is raised when they have ended."""
+        """Run the job to its end. Ctrl-C interrupts the ranks and is raised after their end."""
         try:
             job_result = self._launcher.run(self._events)
         except KeyboardInterrupt:
@@ -551,11 +551,11 @@ class AttemptCoordination:
         )
 
     def interrupt(self) -> None:
-        """Interrupt the ranks, and kill those that do not end; from any thread."""
+        """Interrupt the ranks, then kill any remaining rank. Any thread may call this."""
         self._events.put(SignalReceived(signal.SIGINT))
 
     def stop(self, why: str) -> None:
-        """End the job, because its tasks have ended; from any thread."""
+        """End the job, because its tasks have ended. Any thread may call this."""
         self._events.put(ProcessesStopped(why))
 
     def __enter__(self) -> AttemptCoordination:
@@ -709,7 +709,7 @@ _PAUSE_S = 0.5
 def run_task(
     batches: Iterable[pa.RecordBatch], text: str, program: Payload, shared: bytes
 ) -> Iterator[pa.RecordBatch]:
-    """Serve until the job is over; if this fails, yield an outcome as a row."""
+    """Serve the coordinator until the job is over. If this fails, yield an outcome as a row."""
     import pyarrow as pa
     from pyspark import TaskContext
 
@@ -770,7 +770,7 @@ class _TaskEntry:
         return outcome
 
     def _join(self, coordinator: CoordinatorFiles) -> Outcome | None:
-        """Serve the coordinator whose address is in the store."""
+        """Serve the coordinator at the address in the store."""
         limit_s = rebuild(CoordinatorTerms, self._spec.elastic).limits.start_timeout_s
         if (address := coordinator.await_address(limit_s)) is None:
             return _refusal(
@@ -815,7 +815,7 @@ def _refusal(message: str) -> Outcome:
 
 
 class _HostedCoordinator:
-    """Coordinator in this task. A context manager that waits for the end of the attempt.
+    """Coordinator in this task. As a context manager, it waits for the end of the attempt.
 
     Its lines take the route of the ranks' output, under a number that no process has.
     """

@@ -50,7 +50,7 @@ _MARGIN_S = 2.0
 
 @dataclass(frozen=True)
 class HostsOfFunction:
-    """Hosts on which a function runs; by default this one.
+    """Hosts for the ranks of a function. The default is this host.
 
     Attributes:
         given: hosts with slots; None for this host, or those of the script.
@@ -75,7 +75,7 @@ class HostsOfFunction:
         return self.given is None and not self.script
 
     def discovery(self) -> DiscoveryScript | None:
-        """Runner of the discovery script; None if the hosts are fixed.
+        """Make a runner for the discovery script, or return None if the hosts are fixed.
 
         Raises:
             InvalidArgumentError: hosts are given, too.
@@ -184,7 +184,7 @@ class _Job:
         discovery: DiscoveryScript | None,
         say: Callable[[str], None],
     ) -> list[R]:
-        """Run the job to its end; Ctrl-C interrupts the ranks, and is raised when they have ended."""
+        """Run the job to its end. Ctrl-C interrupts the ranks and is raised after their end."""
         settings = self.group.settings.values
         key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
         put, patience_s = self.events.put, settings.elastic_patience_s
@@ -306,7 +306,7 @@ class HostGroup:
         sys_path: Sequence[str] = (),
         use_gpu: bool | None = None,
     ) -> StartRequest:
-        """Return the request for the agent of a host. The arguments are those of `StartRequest`."""
+        """Make the request for the agent of a host. The arguments are fields of `StartRequest`."""
         return StartRequest(
             first=0,
             count=0,

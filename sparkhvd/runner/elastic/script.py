@@ -122,7 +122,7 @@ def _processes(
     events: queue.SimpleQueue[Event],
     address: str,
 ) -> ElasticProcesses:
-    """Prepare for processes, which end with the stack."""
+    """Prepare the processes of one or several hosts. The stack ends them."""
     if group.others:
 
         def order(host: str) -> StartRequest:

@@ -28,7 +28,7 @@ def variables(context: TaskContext, mode: str) -> dict[str, str]:
 
 
 def views(mode: str) -> list[dict[str, str | None]]:
-    """List the environments in which a trainer looks for GPUs. See `decide.views`."""
+    """List the environments for a trainer's GPU search. See `decide.views`."""
     return decide.views(mode, inherited(VISIBLE))
 
 

@@ -219,7 +219,7 @@ def _receive(channel: Channel) -> Message | None:
 
 
 def _is_there() -> bool:
-    """Whether the launcher's host answers; False if the host is down or the network is cut.
+    """Whether the launcher's host answers. False if the host is down or the network is cut.
 
     A launcher that is only stopped sends no heartbeats either, but its host's kernel answers.
     """
@@ -324,7 +324,7 @@ class _ScriptRanks:
 
 
 class _FunctionRanks:
-    """Trainers that call the user's function."""
+    """Trainers for the user's function."""
 
     def __init__(
         self,
@@ -445,7 +445,7 @@ class Members:
 
 
 class FunctionMembers:
-    """Trainers of members; a context manager that kills the remaining ones.
+    """Trainers of members. The context manager kills the remaining trainers at its end.
 
     **Threads**: one per process, beside its trainer's.
 

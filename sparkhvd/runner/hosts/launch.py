@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Hosts:
-    """Agents on all hosts. A context manager that ends all their processes.
+    """Agents on all hosts. The context manager ends all their processes.
 
     Args:
         places: hosts and their ranks.
@@ -203,7 +203,7 @@ class Hosts:
 
 
 def loopback_addresses(hosts: Sequence[str], reach: Reach) -> dict[str, str]:
-    """Loopback address by host, if all hosts are names of this machine; otherwise empty."""
+    """Map all hosts to loopback addresses. Empty unless all hosts are names of this machine."""
     found = {}
     for host in hosts:
         if reach.is_here(host):

@@ -42,7 +42,10 @@ _MARGIN_S = 1.0
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """Options of `run_hosts`, under its names; `metrics` takes ranks and their entries of `log_metrics`, as JSON."""
+    """Options of `run_hosts`, under its names.
+
+    `metrics` takes ranks and their entries of `log_metrics`, as JSON.
+    """
 
     hosts: str | None
     hostfile: str | None

@@ -32,13 +32,13 @@ class Carrier(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the driver was unreachable for so long that the end need not wait for it."""
+        """Whether the driver was unreachable for too long to wait for it at the end."""
         ...
 
 
 @dataclass(frozen=True)
 class OutputRoute:
-    """Route of an attempt's output to the driver; travels as JSON.
+    """Route of an attempt's output to the driver, sent as JSON.
 
     Attributes:
         address: host and port of the driver; None if it reads files.
@@ -69,7 +69,7 @@ class OutputRoute:
 
 
 class Sender:
-    """Sender of one rank's lines; a context manager."""
+    """Sender of one rank's lines. A context manager."""
 
     def __init__(self, way: OutputRoute, rank: int, carrier: Carrier) -> None:
         """Prepare a sender. It starts with the first line, or inside `with` if the route connects at once.
@@ -90,7 +90,7 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def line(self, line: str) -> bool:
-        """Send a line that starts with its rank and return False if it is left out. Never blocks."""
+        """Send a line with a rank prefix. Return False if it is left out. Never blocks."""
         return self._started(self._backlog.line(line))
 
     def message(self, text: str) -> bool:
@@ -102,7 +102,7 @@ class Sender:
         return self._started(self._backlog.metrics(entry))
 
     def progress(self, text: str) -> None:
-        """Send a line about the training's progress, replacing the last one; lost with its connection."""
+        """Send a progress line to replace the previous line. It is lost with its connection."""
         self._started(self._backlog.progress(text))
 
     def _started(self, is_taken: bool) -> bool:
@@ -119,7 +119,7 @@ class Sender:
         return is_taken
 
     def close(self) -> list[Record]:
-        """End within `FLUSH_S` and return the last records that the driver may not have shown."""
+        """End within `FLUSH_S` and return the last records without the driver's acknowledgement."""
         self._backlog.end()
         with self._lock:
             self._is_closed = True
@@ -164,7 +164,7 @@ MESSAGES = Rate(100.0, float(1 << 20), 2.0)
 
 
 class Bucket:
-    """Token bucket that, once empty, stays closed until it is half full, so that lines are left out in one block."""
+    """Token bucket. Once empty, it stays closed until half full, to leave out lines in a block."""
 
     def __init__(self, rate: Rate, now: float) -> None:
         self._rate = rate
@@ -306,7 +306,7 @@ class Backlog:
             self._bytes += len(notice) + 1
 
     def _close_record(self) -> None:
-        """Number the gathered lines; from then on the record is fixed, however often it is sent."""
+        """Number the gathered lines. From then on the record is fixed, however often it is sent."""
         if self._open:
             self._last += 1
             self._records.append(Record(self._last, "\n".join(self._open), self._open_lines))
@@ -345,7 +345,7 @@ class Backlog:
                 self._bytes -= len(self._records.popleft().text.encode(errors="replace")) + 1
 
     def end(self) -> None:
-        """Refuse further lines; existing lines can still be taken."""
+        """Refuse further lines. Existing lines can still be taken."""
         with self._changed:
             self._count_left_out()
             self._has_ended = True

@@ -41,7 +41,7 @@ class State:
         self._version = 0  # number of the last save; the same on all ranks after `sync`
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Register functions that run after each change of the ranks, such as a change of the learning rate.
+        """Register functions for each change of the ranks, for example to change the learning rate.
 
         They run before the training continues, and only on ranks from before the change. They must not communicate,
         because new ranks do not call them.
@@ -56,7 +56,10 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: object = None, update_res: int = 0) -> None:
-        """Request a change of the ranks at the next commit; `update_res` 1 means that hosts were only removed."""
+        """Request a change of the ranks at the next commit.
+
+        `update_res` 1 means that hosts were only removed.
+        """
         del timestamp
         self._updates.append(update_res)
 
@@ -100,14 +103,14 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Prepare the state for the new ranks; runs before the reset callbacks."""
+        """Prepare the state for the new ranks, before the reset callbacks run."""
 
     def _samplers(self) -> list[ElasticSampler]:
         return []
 
 
 class ObjectState(State):
-    """State of plain Python objects, which are attributes of the state.
+    """State of plain Python objects, with an attribute for each object.
 
     Args:
         bcast_object: sends an object from rank 0, as `hvd.broadcast_object`.
@@ -384,7 +387,10 @@ class ShardedHandler:
         return copy.deepcopy(self.value.own_state())
 
     def _keep_parts(self, parts: dict[int, OwnState]) -> None:
-        """Add new copies; keep the last and the committed copies, because other ranks may continue from them."""
+        """Add new copies, and keep only the last and the committed copies.
+
+        Other ranks may continue from these copies.
+        """
         kept = {self._version, self._committed}
         self._copies = {each: some for each, some in self._copies.items() if each in kept}
         self._version += 1
@@ -401,7 +407,7 @@ class Handler(Protocol):
     value: Any
 
     def save(self, former: object) -> object:
-        """Return a copy of the state, which may reuse the memory of the unused copy `former`."""
+        """Copy the state, possibly into the memory of the unused copy `former`."""
 
     def restore(self, saved: object) -> None:
         """Restore a copy."""
@@ -411,7 +417,7 @@ class Handler(Protocol):
 
 
 def handler_of(name: str, value: object) -> Handler | None:
-    """Return the handler of an object, or None for plain objects, which are pickled.
+    """Create an object's handler, or return None for plain objects. They are pickled.
 
     Raises:
         UnsupportedError: a sharded optimizer excludes some ranks, or shares parameters.

@@ -1,4 +1,4 @@
-"""Layout of tensors in flat memory that is divided among the ranks.
+"""Layout of tensors in flat memory, divided among the ranks.
 
 NCCL's reducescatter and allgather work on this memory in place, as one operation for all tensors. Gradients and stepped
 parameters are in it during an operation; the tensors themselves may be elsewhere.
@@ -23,7 +23,7 @@ def _aligned(count: int, itemsize: int) -> int:
 
 
 def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
-    """Return the offset of each tensor, then the total length, in elements.
+    """Compute the offset of each tensor, then the total length, in elements.
 
     `counts` are the tensors' numbers of elements.
     """
@@ -73,7 +73,7 @@ class Slices:
         return self.length * self.num
 
     def part(self, number: int, place: int) -> tuple[int, int]:
-        """Return the range of a tensor's elements that lie in a slice, or (0, 0) if there are none."""
+        """Compute the range of a tensor's elements in a slice: (0, 0) if there are no elements."""
         begin = self.offsets[number]
         first = max(0, place * self.length - begin)
         last = min(self.counts[number], (place + 1) * self.length - begin)

@@ -69,11 +69,14 @@ class GradientNegotiation:
 
     @property
     def unused(self) -> set[int]:
-        """Numbers of the parameters without a bucket; before the ranks agree every parameter has a bucket."""
+        """Numbers of the parameters without a bucket.
+
+        Before the ranks agree every parameter has a bucket.
+        """
         return {entry.index for entry in self.undecided} if self.is_negotiated else set()
 
     def settle_views(self) -> None:
-        """Finish the negotiation now for gradient views, which are dense on every rank.
+        """Finish the negotiation now for gradient views. They are dense on every rank.
 
         Raises:
             MismatchError: ranks have different parameters or options.
@@ -82,7 +85,9 @@ class GradientNegotiation:
         self.is_negotiated = True
 
     def begin(self) -> bool:
-        """Begin the negotiation at the end of the first backward pass, without operations that wait for `negotiate`.
+        """Begin the negotiation at the end of the first backward pass.
+
+        No operation of this method waits for other ranks' `negotiate`.
 
         Returns:
             True if `negotiate` will wait for other ranks.
@@ -122,7 +127,7 @@ class GradientNegotiation:
             self._vote.wait()
 
     def reduce_late(self, buckets: Buckets) -> None:
-        """Reduce the gradients of parameters that no rank used before, if this cycle had a vote on them.
+        """Reduce gradients of parameters unused so far on all ranks, if this cycle voted on them.
 
         Args:
             buckets: buckets of the reducer; the late parameters get separate, permanent buckets.
@@ -215,10 +220,10 @@ _T = TypeVar("_T")
 
 
 class ParameterCheck:
-    """Compares parameters and options of all ranks; the constructor sends, and `check` waits for the other ranks.
+    """Comparison of parameters and options of all ranks.
 
-    Every rank of the process set creates an object. Each sends two digests. The ranks exchange the texts only if the
-    digests differ.
+    The constructor sends, and `check` waits for the other ranks. Every rank of the process set creates an object. Each
+    sends two digests. The ranks exchange the texts only if the digests differ.
 
     Args:
         context: the context whose engine compares.
@@ -288,7 +293,7 @@ class ParameterCheck:
         return by_rank == digests
 
     def _exchange(self, what: str, value: _T) -> list[_T]:
-        """Return the values of all ranks, by rank."""
+        """Gather the values of all ranks, by rank."""
         text: Tensor = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         work = start_allgather(self._context, f"{self._label}.{what}", text, self._process_set)
         work.wait()

@@ -1,4 +1,4 @@
-"""Bucket of gradients that gives each rank its part of the sums: a reducescatter in place."""
+"""Bucket of gradients for each rank's part of the sums: a reducescatter in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparkhvd.torch.gradients.layout import cut_range, flat, same_places
 
 
 class ShardedBucket(GradientBucket):
-    """Bucket of gradients of one type that reduces only this rank's part of each. Other parts are undefined.
+    """Bucket to reduce only this rank's part of gradients of one type. Other parts are undefined.
 
     Args:
         name: name of the operation.

@@ -119,7 +119,7 @@ class Shard:
             self.part = torch.nn.Parameter(self.of(param), requires_grad=param.requires_grad)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View this rank's part of a tensor that has the parameter's memory layout."""
+        """View this rank's part of a tensor with the parameter's memory layout."""
         return flat(tensor)[self.first : self.last] if self.is_cut else tensor.detach()
 
     def follow(self) -> None:
@@ -287,7 +287,7 @@ class DeviceShards:
         return [slices.part(number, self._place) for number in range(len(counts))]
 
     def together(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Group parameters by the bucket in which they were divided."""
+        """Group parameters by the bucket of their division."""
         among = set(map(id, parameters))
         return [bucket for _, bucket in self._buckets if id(bucket[0]) in among]
 
@@ -536,7 +536,7 @@ class SharedParameters:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Allow writes to parameters in the block; no rank computes with them meanwhile."""
+        """Allow writes to parameters in the block. No rank computes with them meanwhile."""
         self.begin()  # raises an error for earlier writes
         try:
             yield

@@ -46,7 +46,7 @@ from sparkhvd.wire import read_json
 
 @dataclass
 class TrainingState:
-    """Objects that training changes and a checkpoint saves.
+    """Objects changed by training and saved in checkpoints.
 
     Attributes:
         model: the module.
@@ -76,7 +76,7 @@ class TrainingState:
         self.changes = Changes(self.model, self.optimizer, self.others)
 
     def beside_weights(self) -> State:
-        """Return this rank's state that the model's state dict does not contain: buffers, changes and losses."""
+        """Collect this rank's state outside the model's state dict: buffers, changes and losses."""
         return {
             "buffers": unsaved_buffers(self.model),
             "changes": self.changes.for_result(self.watch),
@@ -90,7 +90,7 @@ class TrainingState:
 
 
 class Resumed(TypedDict):
-    """Part of a checkpoint that rank 0 sends to every rank, without the tensors of model and optimizer."""
+    """Part of a checkpoint sent by rank 0 to every rank, without model and optimizer tensors."""
 
     history: History
     step: int
@@ -108,7 +108,7 @@ class Resumed(TypedDict):
 
 @dataclass
 class RunStart:
-    """State from which a run begins, without the model's weights.
+    """Initial state of a run, without the model's weights.
 
     Attributes:
         resumed: the part of the checkpoint for all ranks.
@@ -158,7 +158,7 @@ class ResumePoint:
         return bool(self.step or self.done.steps)
 
     def begin(self, totals: Totals) -> float:
-        """Restore random numbers and totals of a run that resumes inside an epoch.
+        """Restore random numbers and totals for a run resumed inside an epoch.
 
         Returns:
             The duration of the epoch so far in seconds.
@@ -408,7 +408,7 @@ def _load_parts(state: TrainingState, resumed: Resumed) -> None:
 
 
 def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
-    """Return why this fit cannot resume from a checkpoint, or "" if it can."""
+    """Explain why this fit cannot resume from a checkpoint, or return "" if it can."""
     problem = differences(checkpoint.fingerprint, spec.fingerprint)
     if not problem and checkpoint.position > (spec.epochs, 0):
         problem = f"it has {checkpoint.epoch} epochs, but epochs is {spec.epochs}"
@@ -435,7 +435,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, object], what: str) -> 
 
 
 def finish(module: nn.Module, result: Checkpoint, losses: Sequence[object] = ()) -> None:
-    """Set a trained module's unsaved buffers, flags and attributes, which its state dict does not contain.
+    """Set a trained module's buffers, flags and attributes outside its state dict.
 
     A failure gives only a warning, so that the user does not lose the weights.
 
@@ -553,7 +553,7 @@ def _entry(name: str, before: object, now: object) -> str:
 
 
 class _Alike(TypedDict):
-    """Part of a parameter's state that is equal on all ranks."""
+    """Part of a parameter's state with equal values on all ranks."""
 
     steps: int
     q: Tensor

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.spark.common.backend`: backends that run a function on ranks."""
+"""Horovod's `horovod.spark.common.backend`: backends to run a function on ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Backend", "SparkBackend", "launch_arguments"]
 
 
 class Backend(ABC):
-    """Interface of a backend: ranks that run a function."""
+    """Interface of a backend. A backend runs a function on ranks."""
 
     @abstractmethod
     def run(
@@ -59,7 +59,7 @@ class SparkBackend(Backend):
         return run(fn, args, kwargs, num_proc=self.num_processes(), env=variables, **self._kwargs)
 
     def num_processes(self) -> int:
-        """Number of ranks; by default Spark's default parallelism.
+        """Return the number of ranks, by default Spark's default parallelism.
 
         Raises:
             InvalidArgumentError: no number was given, and there is no classic session.

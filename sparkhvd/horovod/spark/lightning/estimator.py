@@ -72,7 +72,7 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
 
     @property
     def _is_plain(self) -> bool:
-        """True for a plain module. A function that makes the model counts as plain if an optimizer is given."""
+        """Whether the model is plain. A factory counts as plain if an optimizer is given."""
         model = self._get("model")
         if isinstance(model, torch.nn.Module):
             return not is_module(model)
