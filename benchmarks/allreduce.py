@@ -65,7 +65,7 @@ Times = dict[str, dict[str, list[float]]]
 
 
 class NativeLoops:
-    """The C++ program, which runs its measurements in two separate processes. On rank 0 only."""
+    """C++ program for measurements in two separate processes. For rank 0 only."""
 
     def __init__(self, program: Path) -> None:
         self._process = subprocess.Popen(
@@ -77,7 +77,7 @@ class NativeLoops:
         self._legs = [leg for leg in self._line().split() if leg in NATIVE_LEGS]
 
     def round(self, num_bytes: int) -> dict[str, list[float]]:
-        """Return the seconds of each call in the slower process, by leg."""
+        """Measure the seconds of each call in the slower process, by leg."""
         return {NATIVE_LEGS[leg]: self._times(leg, num_bytes) for leg in self._legs}
 
     def _times(self, leg: str, num_bytes: int) -> list[float]:
@@ -100,7 +100,7 @@ class NativeLoops:
 
 
 def calls_of(num_bytes: int) -> int:
-    """Return the calls in a row of one leg of one round."""
+    """Choose the number of consecutive calls of a leg in one round."""
     return max(2, min(200, 16 * MIB // num_bytes))
 
 
@@ -114,7 +114,7 @@ def timed(call: Callable[[Any], Any], tensor: Any, calls: int) -> list[float]:
 
 
 def measure(plan: Mapping[str, Any], mpi: Any = None) -> Times:
-    """Measure the seconds of every call, by size and leg, in a rank that has called `hvd.init()`."""
+    """Measure the seconds of every call, by size and leg, in a rank after `hvd.init()`."""
     import torch
 
     import sparkhvd.torch as hvd
@@ -150,7 +150,7 @@ def measure(plan: Mapping[str, Any], mpi: Any = None) -> Times:
 
 
 def python_legs(mpi: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return the functions that allreduce a tensor in place, by name; joins Gloo's process group."""
+    """Join Gloo's process group, and make the in-place allreduce functions by name."""
     import torch.distributed as dist
 
     import sparkhvd.torch as hvd
@@ -219,7 +219,7 @@ def rank_of_local_run(plan: Mapping[str, Any]) -> Times:
 
 
 def rank_under_mpirun(plan: Mapping[str, Any], result: str) -> None:
-    """Measure a rank that Open MPI has started; the ranks exchange their addresses through it."""
+    """Measure in a rank of Open MPI. The ranks exchange their addresses through MPI."""
     import secrets
 
     from mpi4py import MPI
@@ -271,7 +271,10 @@ def launch(plan: Mapping[str, Any], report: Report) -> list[Times]:
 
 
 def slower(ranks: Sequence[Times]) -> Times:
-    """Return each call's longer time; legs that only rank 0 measured hold that of both already."""
+    """Take the longer time of each call.
+
+    Legs measured on rank 0 alone already have the longer time of both.
+    """
     return {
         label: {
             leg: [

@@ -51,7 +51,7 @@ Times = dict[str, list[float]]
 
 
 def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int, rounds: int) -> Times:
-    """Measure each call by rounds, in seconds; the first round warms up."""
+    """Measure the seconds of each call in rounds. The first round warms up."""
     times: Times = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
@@ -77,7 +77,7 @@ def deep() -> nn.Module:
 
 
 def step(model: Any, width: int, optimizer: Any = None) -> Callable[[], object]:
-    """Return a training step."""
+    """Make a training step."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(64, width)
 
@@ -97,7 +97,7 @@ def sends_nothing(_: object, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 
 def data_parallel(make: Callable[[], nn.Module], width: int, gloo: Any) -> dict[str, Any]:
-    """Return a step of each kind of data parallelism."""
+    """Make a training step for each kind of data parallelism."""
     import sparkhvd.distributed
 
     sends_nothing.__annotations__ = sparkhvd.distributed.ddp_hook.__annotations__  # no texts
@@ -122,7 +122,7 @@ def data_parallel(make: Callable[[], nn.Module], width: int, gloo: Any) -> dict[
 
 
 def sharded(gloo: Any) -> dict[str, Any]:
-    """Return a step of FSDP2 over each backend."""
+    """Make a training step with FSDP2 over each backend."""
     steps = {"none": step(mlp(), 1024)}
     for label, group in (("sparkhvd", dist.group.WORLD), ("Gloo", gloo)):
         model = mlp()
@@ -136,7 +136,7 @@ def sharded(gloo: Any) -> dict[str, Any]:
 
 
 def rank(rounds: int) -> tuple[dict[int, Times], dict[str, Times]]:
-    """Measure on both ranks; rank 0's times count."""
+    """Measure on both ranks. Only the times of rank 0 count."""
     import sparkhvd.distributed  # noqa: F401 - this function travels by value, without the module's imports
 
     torch.set_num_threads(1)
@@ -188,7 +188,7 @@ def host_rank(rendezvous: Any, talk: Any) -> None:
 
 
 def between_hosts(rounds: int) -> dict[int, Times]:
-    """Measure between two network namespaces; rank 0's times count."""
+    """Measure between two network namespaces. Only the times of rank 0 count."""
     with (
         two_hosts() as hosts,
         ranks_on(hosts, "benchmarks.backend:host_rank", with_engine=False) as ranks,

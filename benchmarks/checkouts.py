@@ -31,21 +31,21 @@ V1, V2 = Path("/sys/fs/cgroup/cpuacct"), Path("/sys/fs/cgroup")
 
 
 def group() -> Path:
-    """Return the control group, made if necessary."""
+    """Create the control group if it does not exist, and return its path."""
     path = (V1 if V1.is_dir() else V2) / "sparkhvd-benchmark"
     path.mkdir(exist_ok=True)
     return path
 
 
 def cpu_seconds(path: Path) -> float:
-    """Return the CPU seconds of a control group."""
+    """Read the CPU seconds of a control group."""
     if (usage := path / "cpuacct.usage").exists():
         return int(usage.read_text()) / 1e9
     return int((path / "cpu.stat").read_text().split()[1]) / 1e6
 
 
 def one() -> None:
-    """Measure the checkout that this process imports."""
+    """Measure the checkout imported by this process."""
     path = group()
     (path / "cgroup.procs").write_text(str(os.getpid()))
     import numpy as np

@@ -51,7 +51,7 @@ def local_session(cores: int, memory: str = "2g", master: str = "") -> Iterator[
 
 
 def warm_up(spark: Any, cores: int) -> None:
-    """Start the JVM's and Python's workers, so that the first round does not pay for them."""
+    """Start the JVM's and Python's workers before the first round."""
 
     def identity(batches: Any) -> Any:
         yield from batches
@@ -60,7 +60,7 @@ def warm_up(spark: Any, cores: int) -> None:
 
 
 def native_program(name: str, report: Report) -> str:
-    """Return the path of a program of native/bench, built if that is possible; "" without it."""
+    """Build a program of native/bench if possible, and return its path, or "" if it is missing."""
     program = ROOT / "build" / "native" / name
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if cmake and (program.parent / "CMakeCache.txt").exists():
@@ -73,7 +73,7 @@ def native_program(name: str, report: Report) -> str:
 
 
 class Table:
-    """Seconds per row over several rounds; printed as Markdown."""
+    """Markdown table of the seconds per row over several rounds."""
 
     def __init__(self, title: str, columns: Sequence[str]) -> None:
         self.title = title
@@ -87,7 +87,7 @@ class Table:
         print(f"{name}: {shown}", flush=True)
 
     def markdown(self) -> str:
-        """Return the table: median (smallest to largest) of every column."""
+        """Format the table: median (smallest to largest) of every column."""
         lines = [
             f"| what | rounds | {' | '.join(f'{c}, s' for c in self.columns)} |",
             "|---|---|" + "---|" * len(self.columns),
@@ -98,7 +98,7 @@ class Table:
         return "\n".join(lines)
 
     def finish(self, command: str, *, write: bool) -> None:
-        """Print the table and where it was measured; with `write`, keep it in docs/results/."""
+        """Print the table and its environment. With `write`, also save it in docs/results/."""
         text = (
             f"## {self.title}\n\n{self.markdown()}\n\nMedian (smallest to largest)."
             f" {where()}\nCommand: `{command}`\n"
@@ -113,13 +113,13 @@ class Table:
 
 
 def median_and_quartiles(seconds: Sequence[float]) -> str:
-    """Format times as `median (25 % to 75 %)`, each in a unit that suits it."""
+    """Format times as `median (25 % to 75 %)`, each in a suitable unit."""
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return f"{shown(statistics.median(seconds))} ({shown(low)} to {shown(high)})"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that `share` (0 to 1) of the values do not exceed."""
+    """Compute the nearest-rank percentile of the values at `share` (0 to 1)."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
@@ -135,7 +135,7 @@ def shown(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """Limit that a figure has to reach or to keep.
+    """Lower or upper limit for a figure.
 
     Attributes:
         what: the figure in words.
@@ -176,7 +176,7 @@ class Report:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str | Sequence[Target]]]
     ) -> None:
-        """Add a table; a cell is text or targets, which are counted at the end."""
+        """Add a table. A cell is text, or targets for the final count."""
         lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         for row in rows:
             cells = []
@@ -194,7 +194,10 @@ class Report:
         self.notes.append(text)
 
     def finish(self, command: str, *, write: bool, json_path: str | None) -> None:
-        """Print everything; with `write`, keep it in docs/results/; with `json_path`, the raw numbers there."""
+        """Print the report.
+
+        With `write`, also save it in docs/results/. With `json_path`, save the raw numbers there.
+        """
         met = sum(target.is_met for target in self.targets)
         text = f"## {self.title}\n\n" + "\n\n".join(self.blocks) + "\n\n"
         text += "".join(f"{note}\n" for note in self.notes)
@@ -216,7 +219,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def where() -> str:
-    """Return date, processor and versions, in one line."""
+    """Describe date, processor and versions in one line."""
     versions = []
     for package in ("sparkhvd", "torch", "lightning", "pyspark", "pyarrow", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -48,7 +48,7 @@ VOCABULARY, LENGTH, WIDTH = 32, 32, 128
 
 
 class Sentences(nn.Module):
-    """A transformer of two layers that predicts the next symbol."""
+    """Transformer of two layers for the prediction of the next symbol."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def digits(seed: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
 
 
 def sentences(seed: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
-    """Make the task of sequences in which a symbol depends on the two before it, and a small transformer."""
+    """Make a small transformer, and batches of second-order Markov sequences for it."""
     rule = torch.Generator().manual_seed(0)
     odds = torch.rand((VOCABULARY, VOCABULARY, VOCABULARY), generator=rule).pow(8)
     generator = torch.Generator().manual_seed(seed)
@@ -107,7 +107,7 @@ TASKS = {"digits, MLP": digits, "generated text, transformer": sentences}
 
 
 class OneBit:
-    """Averages gradients as signs with a scale per row; what is lost is added to the next gradient."""
+    """Average of gradients as signs with a scale per row, with error feedback."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.matrices = [p for p in parameters if p.dim() > 1]
@@ -152,7 +152,7 @@ def compression_of(method: str) -> Any:
 
 
 def rank(rendezvous: Any, talk: Any) -> None:
-    """Train as the driver says: {"task", "method", "seed", "steps"}; None ends it."""
+    """Train by the driver's orders: {"task", "method", "seed", "steps"}. None ends the rank."""
     import sparkhvd.torch as hvd
 
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ ROUND_S = 2.0
 
 
 def measure(rounds: int) -> list[float]:
-    """Return the CPU seconds of an operation in a rank, one mean per round."""
+    """Measure the CPU seconds of an operation in a rank, one mean per round."""
     import sparkhvd.torch as hvd
     from sparkhvd.engine.calls import Reduction, TensorView
     from sparkhvd.engine.library import Collective, DType, ReduceOp

@@ -47,7 +47,7 @@ MAY_ADD = 300e6
 
 
 def status(pid: int | str) -> dict[str, int]:
-    """Return the bytes of a process: RssAnon, RssShmem, RssFile, VmHWM."""
+    """Read the memory of a process in bytes: RssAnon, RssShmem, RssFile, VmHWM."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = (line.partition(":") for line in lines if line.startswith(("Rss", "VmHWM")))
     return {name: int(value.split()[0]) << 10 for name, _, value in fields}
@@ -59,7 +59,7 @@ def of(found: dict[str, int], names: tuple[str, ...]) -> int:
 
 
 def descendants() -> dict[int, str]:
-    """Return the processes below this one, and their commands."""
+    """Find the descendants of this process: command by process id."""
     parents, commands = {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class Peaks:
 
 
 def sample(pid: int) -> None:
-    """Print the most that another process had of its own, once interrupted."""
+    """Sample another process's own memory until interrupted, then print the peak."""
     largest = 0
     print("ready", flush=True)
     try:
@@ -139,7 +139,7 @@ def sample(pid: int) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Model to measure: its size in MB (10^6 bytes), and the part of its three large layers that is trained."""
+    """Model to measure: size in MB (10^6 bytes), and trained part of its three large layers."""
 
     megabytes: int
     trained: float
@@ -215,7 +215,7 @@ def measure(case: Case, call: str, folder: Path) -> dict[str, int]:
 
 
 def row(case: Case, call: str, found: dict[str, int]) -> list[Any]:
-    """Return a line of the table."""
+    """Format a line of the table."""
     size = found["size"]
     beyond = (found["own"] - 2 * size) / 1e6
     times = {n: f"{found[n] / size:.2f}" for n in ("own", "resident", "others", "store", "left")}

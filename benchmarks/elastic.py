@@ -1,7 +1,8 @@
-"""Cost of a lost and a joining rank for the others: three ranks of one host, each killed in turn; and of two hosts.
+"""Cost of a lost and a joining rank for the other ranks, on one host and on two.
 
     .venv/bin/python benchmarks/elastic.py [--rounds 20] [--peer-rounds 5] [--json FILE] [--write]
 
+The one host has three ranks, each killed in turn.
 A training of 100 MB of parameters in float32, batches of one row, one thread a rank, a commit each step. A round kills a rank (SIGKILL), waits until both others have
 finished a step, and until a process that has joined in its place has made five steps with them. The two hosts are network namespaces of this
 machine (needs root, `ip` and sshd): two ranks on one, of which one dies, and one alone on the other, which dies. Beside, in the same run:
@@ -67,7 +68,7 @@ class Found:
 
 
 class Job:
-    """Ranks that train, by their lines."""
+    """Training ranks, observed by their log lines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,7 +89,7 @@ class Job:
         )
 
     def together(self) -> list[int]:
-        """Wait until all ranks have made steps together; return their processes."""
+        """Wait until all ranks have made steps together and return their processes."""
 
         def are_there() -> list[int]:
             pids = self.ranks()
@@ -99,7 +100,7 @@ class Job:
         return wait_for(are_there, f"{RANKS} ranks that train together")
 
     def kill(self, pid: int) -> float:
-        """Kill a rank; return the time."""
+        """Kill a rank and return the time."""
         self.ended.add(pid)
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -166,7 +167,7 @@ def between_steps(lines: list[Line]) -> list[float]:
 
 
 def cost_of_join(lines: list[Line]) -> float:
-    """Return the time between the last step of two ranks and the first of three, less a step of three."""
+    """Compute the time from the last step of two ranks to the first of three, less one step."""
     steps = [x for x in lines if x.event == "step"]
     at = next(i for i in range(1, len(steps)) if steps[i].size > steps[i - 1].size)
     usual = statistics.median(between_steps(steps[at:]))

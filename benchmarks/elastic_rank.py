@@ -1,7 +1,8 @@
-"""A rank of benchmarks/elastic.py: trains until a file is there, and writes a line for each allreduce and step that has finished.
+"""A rank of benchmarks/elastic.py, with a log line for each finished allreduce and step.
 
     python benchmarks/elastic_rank.py {sparkhvd,torchrun} FOLDER
 
+It trains until FOLDER/end exists.
 Lines of FOLDER/PID: `time event size step`, with the time of `time.monotonic()`, which processes of a host share.
 """
 
@@ -21,7 +22,7 @@ BROADCASTS = 5
 
 
 class Log:
-    """Lines of this process; each is whole as soon as it is written."""
+    """Line-buffered log of this process."""
 
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / str(os.getpid()), "w", buffering=1)  # noqa: SIM115 - as long as the process
@@ -72,7 +73,7 @@ def run_sparkhvd(folder: Path, log: Log) -> None:
 
 
 def run_torchrun(folder: Path, log: Log) -> None:
-    """Train with DDP over Gloo and a checkpoint each step; torchrun restarts all ranks."""
+    """Train with DDP over Gloo and a checkpoint each step. torchrun restarts all ranks."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 

@@ -63,7 +63,10 @@ class Engines:
         )
 
     def measure(self, what: str, num_bytes: int, steps: int) -> dict[str, Any]:
-        """Return the seconds of each step, and CPU seconds of rank 0 and of the others per step."""
+        """Measure the seconds of each step, and the CPU seconds per step.
+
+        The CPU seconds are those of rank 0 and of the others.
+        """
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(json.dumps([what, num_bytes, steps]) + "\n")

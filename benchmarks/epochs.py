@@ -23,7 +23,7 @@ LIMIT_MS, LIMIT_BYTES = 3.0, 4_000  # CPU per epoch above a plain loop, written 
 
 
 def network() -> Any:
-    """Return the model of both loops."""
+    """Build the model of both loops."""
     import torch
     from torch import nn
 
@@ -32,7 +32,7 @@ def network() -> Any:
 
 
 def loop_ms(epochs: int, *, is_distributed: bool) -> float:
-    """Return the CPU milliseconds per epoch of a loop without `fit`."""
+    """Measure the CPU milliseconds per epoch of a loop without `fit`."""
     import torch
     from torch import nn
 
@@ -55,7 +55,7 @@ def loop_ms(epochs: int, *, is_distributed: bool) -> float:
 
 
 def fit(spark: Any, epochs: int) -> tuple[list[tuple[float, float, int]], float]:
-    """Train; return wall clock, CPU and bytes written of rank 0 at the end of each epoch, and the driver's CPU seconds."""
+    """Train and return wall clock, CPU and bytes written of rank 0 at the end of each epoch, and the driver's CPU seconds."""
     import numpy as np
     import pandas as pd
     import torch

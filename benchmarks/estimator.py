@@ -42,7 +42,7 @@ WAIT_PERCENT = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """Training to measure: its size, and the longest times that are promised, in seconds."""
+    """Training to measure: its size, and its time limits in seconds."""
 
     name: str
     rows: int
@@ -52,7 +52,7 @@ class Case:
     transform_s: float | None
 
     def describe(self, rows: int) -> str:
-        """Describe the case, with the rows that were really used."""
+        """Describe the case, with the actual number of rows."""
         plural = "s" * (self.epochs != 1)
         return f"{rows:,} rows x {WIDTH}, {self.epochs} epoch{plural}, batch {self.batch}"
 
@@ -89,7 +89,7 @@ def network() -> nn.Module:
 
 
 def one_fit(spark: Any, path: str, case: Case) -> dict[str, float]:
-    """Measure the phases of one fit, and of one transform over all rows; and the loss of the last epoch."""
+    """Measure the phases of a fit, a transform over all rows, and the loss of the last epoch."""
     from sparkhvd import Store, TorchEstimator
 
     df = spark.read.parquet(path)
@@ -129,7 +129,7 @@ def one_fit(spark: Any, path: str, case: Case) -> dict[str, float]:
 
 
 def one_peer(spark: Any, path: str, case: Case) -> dict[str, float]:
-    """Measure the same training with TorchDistributor and DDP, as rank 0 saw its phases; and the last loss."""
+    """Measure rank 0's phases and last loss of the same training by TorchDistributor and DDP."""
     from pyspark.ml.torch.distributor import TorchDistributor
 
     distributor = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)
@@ -139,7 +139,7 @@ def one_peer(spark: Any, path: str, case: Case) -> dict[str, float]:
 
 
 def peer_rank(path: str, model: Any, epochs: int, batch: int, lr: float) -> dict[str, float]:
-    """Train in a rank of the peer; self-contained, because it is pickled by value."""
+    """Train in a rank of the peer. Self-contained, because it is pickled by value."""
     import time
 
     import pyarrow.parquet as pq
@@ -180,12 +180,12 @@ def peer_rank(path: str, model: Any, epochs: int, batch: int, lr: float) -> dict
 
 
 def median(rounds: Sequence[Mapping[str, float]], phase: str) -> float:
-    """Return the median of one phase."""
+    """Compute the median of one phase over the rounds."""
     return statistics.median(one[phase] for one in rounds)
 
 
 def add_tables(report: Report, results: Mapping[str, Any], rows: Mapping[str, int]) -> None:
-    """Add the tables of both sides' phases, with the targets of cases that ran in full size."""
+    """Add the tables of both sides' phases, with targets only for cases of full size."""
     lines: list[list[Any]] = []
     peers: list[list[Any]] = []
     for case in CASES:

@@ -1,4 +1,4 @@
-"""Rows lost and doubled by loaders that are killed, get other numbers of ranks, and resume.
+"""Rows lost and doubled by loaders after a kill and a resume with other numbers of ranks.
 
     python benchmarks/exactly_once.py [--pure 100000] [--histories 500] [--peer-histories 20] [--only NAME] [--json FILE] [--write]
 
@@ -74,7 +74,7 @@ class Loader:
 
 
 def pure(count: int, seed: int) -> tuple[Counter[str], int]:
-    """Return rows lost and doubled over random histories of plans, and the longest state."""
+    """Count rows lost and doubled over random histories of plans, and find the longest state."""
     chosen, found, longest = random.Random(seed), Counter[str](), 0
     for number in range(count):
         rows = chosen.randint(1, 200)
@@ -167,7 +167,7 @@ def stage(
 
 
 def histories(loader: Loader, count: int, *, resizes: bool, folder: Path) -> dict[str, Any]:
-    """Kill and resume a loader; return rows lost and doubled, and the longest state."""
+    """Kill and resume a loader, and return rows lost and doubled, and the longest state."""
     chosen, found, longest = random.Random(7), Counter[str](), 0
     for _ in range(count):
         size, batch_size = chosen.randint(1, MOST_RANKS), BATCH
@@ -196,7 +196,7 @@ def histories(loader: Loader, count: int, *, resizes: bool, folder: Path) -> dic
 
 
 def ours(path: str, shuffle_bytes: int) -> Steps:
-    """Return the steps of `sparkhvd.data`."""
+    """Make the steps of `sparkhvd.data`."""
     store = Store(str(Path(path).parent))
     dataset = load(store, "data/k/o")
 
@@ -213,7 +213,7 @@ def ours(path: str, shuffle_bytes: int) -> Steps:
 
 
 def written(folder: Path) -> str:
-    """Write the rows for `sparkhvd.data`; return a path in their store."""
+    """Write the rows for `sparkhvd.data` and return a path in their store."""
     column = Column("id", "scalar", "int64", (), source="long", tensor_dtype="int64")
     store = Store.create(folder / "store")
     file = write_packed(
@@ -272,7 +272,7 @@ def stateful(buffer: int) -> Steps:
 
 
 def ray_data() -> Steps:
-    """https://docs.ray.io/en/latest/data: iterators have no state; a restarted training iterates again."""
+    """https://docs.ray.io/en/latest/data: stateless iterators, so a restart iterates again."""
     import ray.data
     from ray.data import DataContext, DataIterator
 
@@ -300,7 +300,7 @@ def ray_data() -> Steps:
 
 
 def places(rounds: int) -> dict[str, list[float]]:
-    """Return the times to find row 10^9 of 2 x 10^9 rows, and to plan the window there, by window."""
+    """Measure the seconds to find row 10^9 of 2 x 10^9 and to plan its window, by window size."""
     found: dict[str, list[float]] = {}
     rows, size, batch_size = 2 * 10**9, 8, 256
     for name, window in (("64 MiB", 1 << 19), ("1 GiB", 1 << 23)):
@@ -331,7 +331,7 @@ def places(rounds: int) -> dict[str, list[float]]:
 
 
 def peers(folder: Path) -> Iterator[Loader]:
-    """Yield the peers that are installed."""
+    """Yield the installed peers."""
     for name, package, make, is_common, sizes in (
         (
             "StreamingDataset, StreamingDataLoader.state_dict",

@@ -63,7 +63,7 @@ def frozen_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def pages(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of the frozen parameters that are this process's own, and the number of those that are of files."""
+    """Count the frozen parameters' bytes in this process's own pages, and in pages of files."""
     own = of_files = 0
     with open("/proc/self/pagemap", "rb") as table:
         for each in frozen_of(model):
@@ -107,7 +107,7 @@ class Looks(Callback):
 def measure(
     spark: Any, model: nn.Module | Callable[[], nn.Module], ranks: int, *, goes_on: bool
 ) -> dict[str, list[dict[str, int]]]:
-    """Return what each rank noted, by moment."""
+    """Fit a model, and collect the records of each rank by moment."""
     numbers = np.random.default_rng(0).integers(0, 30_000, (16 * ranks, 16)).tolist()
     rows = [(each, float(n % 5)) for n, each in enumerate(numbers)]
     df = spark.createDataFrame(rows, "ids array<int>, y float")

@@ -1,4 +1,4 @@
-"""Cost of sparkhvd on one GPU: a step, a collective, gradients packed and reduced; beside torch, torch.distributed, NCCL.
+"""Cost of sparkhvd on one GPU, beside torch, torch.distributed and NCCL.
 
     .venv/bin/python benchmarks/gpu.py [--rounds 7] [--only step,overhead,pack] [--json FILE]
 
@@ -69,7 +69,7 @@ IN_FLIGHT = 16
 
 
 def wall(gpu: Machine, run: Callable[[], Any]) -> float:
-    """Return the seconds until the GPU has finished what `run` starts."""
+    """Measure the seconds from the call of `run` to the end of its work on the GPU."""
     gpu.synchronize()
     began = time.perf_counter()
     run()
@@ -83,7 +83,7 @@ def timed(gpu: Machine, run: Callable[[], Any], count: int) -> Callable[[], floa
 
 
 def on_gpu(gpu: Machine, run: Callable[[], Any], *, is_behind_work: bool = False) -> float:
-    """Return the seconds between two events around what `run` enqueues on the current stream.
+    """Measure the seconds between two events around `run` on the current stream.
 
     Args:
         gpu: which has the clock.
@@ -110,7 +110,10 @@ def in_turns(rounds: int, variants: dict[str, Callable[[], float]]) -> dict[str,
 
 @contextlib.contextmanager
 def torch_distributed(gpu: Machine) -> Iterator[bool]:
-    """Make torch.distributed's default group of this rank, on NCCL; yield False on the stand-in, which it does not know."""
+    """Make torch.distributed's default group of this rank, on NCCL.
+
+    Yields False on the stand-in, which torch.distributed does not know.
+    """
     if not isinstance(gpu, Cuda):
         yield False
         return
@@ -171,7 +174,7 @@ def measure_steps(gpu: Machine, report: Report, rounds: int) -> None:
 
 
 def time_steps(gpu: Machine, task: Task, rounds: int, *, has_ddp: bool) -> dict[str, list[float]]:
-    """Return the seconds of a step of each variant."""
+    """Measure the seconds of a step of each variant."""
     built = task.build()
     names = ("plain", "ours", *(["ddp"] if has_ddp else []))
     networks = {name: gpu.module(copy.deepcopy(built)) for name in names}
@@ -197,7 +200,7 @@ def time_steps(gpu: Machine, task: Task, rounds: int, *, has_ddp: bool) -> dict[
 
 
 class UniqueId(ctypes.Structure):
-    """NCCL's, which is passed by value."""
+    """NCCL's unique id, passed by value."""
 
     _fields_ = (("bytes", ctypes.c_char * 128),)
 
@@ -290,7 +293,7 @@ def measure_overhead(gpu: Machine, report: Report, rounds: int) -> None:
 def time_calls(
     gpu: Machine, nccl: RawNccl, tensors: list[Tensor], rounds: int, *, has_torch: bool
 ) -> dict[str, list[float]]:
-    """Return the seconds of an allreduce of each variant."""
+    """Measure the seconds of an allreduce of each variant."""
 
     def raw() -> None:
         for number in range(CALLS):
@@ -330,7 +333,7 @@ def in_flight(start: Callable[[int], Any], wait: Callable[[Any], Any]) -> None:
 
 
 def sizes(total: int, count: int) -> list[int]:
-    """Return `count` odd sizes between a thousandth and a hundredth, whose sum is `total`."""
+    """Draw `count` odd sizes with the sum `total`, each a thousandth to a hundredth of it."""
     generator = torch.Generator().manual_seed(5)
     weights = torch.rand(count, generator=generator) ** 3 + 0.05
     numbers = [int(weight) | 1 for weight in weights / weights.sum() * total]
@@ -339,7 +342,10 @@ def sizes(total: int, count: int) -> list[int]:
 
 
 def measure_pack(gpu: Machine, report: Report, rounds: int) -> None:
-    """Measure backward of leaves with given gradients, which copies these, with and without the optimizer."""
+    """Measure backward of leaves with given gradients, with and without the optimizer.
+
+    Backward copies the given gradients.
+    """
     elements = PACK_BYTES // 4
     shapes = sizes(elements, PACK_TENSORS)
     plain, ours = (

@@ -72,7 +72,7 @@ class Task:
     longer: float | None = 1.0
 
     def loss(self, network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of a batch, computed in bfloat16 where torch does that."""
+        """Compute the loss of a batch with autocast to bfloat16."""
         with torch.autocast(inputs.device.type, torch.bfloat16):
             return nn.functional.cross_entropy(network(inputs).float(), targets)
 

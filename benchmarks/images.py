@@ -27,7 +27,7 @@ AS_FAST, STORED = 0.95, 1.0
 
 
 def make_images(folder: Path, count: int) -> list[str]:
-    """Write JPEGs as a camera's: smooth areas with some noise; about 10 KB each."""
+    """Write camera-like JPEGs of about 10 KB: smooth areas with some noise."""
     rng = np.random.default_rng(0)
     paths = []
     for number in range(count):
@@ -56,7 +56,7 @@ class Files(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def epoch(batches: Iterable[Any], rows: int) -> float:
-    """Return the seconds of an epoch."""
+    """Measure the seconds of an epoch."""
     began = time.perf_counter()
     seen = sum(len(batch) for batch in batches)
     seconds = time.perf_counter() - began
@@ -65,7 +65,7 @@ def epoch(batches: Iterable[Any], rows: int) -> float:
 
 
 def measure(dataset: Any, paths: list[str], dtype: str, rounds: int) -> tuple[list[float], ...]:
-    """Return the seconds of epochs of both loaders, in turns."""
+    """Measure the seconds of epochs of both loaders, in turns."""
     from sparkhvd.estimator import image
 
     decode = image(SIZE, SIZE, dtype=dtype)

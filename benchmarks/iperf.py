@@ -1,4 +1,4 @@
-"""Rate of iperf3 between two hosts of `tests.harness.netns`, beside which our own is shown."""
+"""Rate of iperf3 between two hosts of `tests.harness.netns`, for comparison with our rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIME_S = 1
 
 
 def why_not() -> str | None:
-    """Return why it cannot be run here; None if it can."""
+    """Explain why iperf3 cannot run here, or return None if it can."""
     return None if shutil.which("iperf3") else "iperf3 is not installed (apt-get install iperf3)"
 
 
@@ -43,7 +43,7 @@ class Iperf:
         time.sleep(0.5)  # it says nothing when it listens
 
     def measure(self) -> float:
-        """Return the rate of one direction."""
+        """Measure the rate of one direction, in bytes per second."""
         ends = json.loads(self._client.run(*self._words))["end"]
         return min(ends[name]["bits_per_second"] / 8 for name in self._received)
 

@@ -71,7 +71,7 @@ class Module(pl.LightningModule):
 def trained(
     batches: list[Any], strategy: Callable[[], Any], devices: int = 2
 ) -> Callable[[], float]:
-    """Return a run under the Trainer, whose result is the seconds of a step."""
+    """Make a run under the Trainer. Its result is the seconds of a step."""
     module = Module()
 
     def run() -> float:
@@ -95,7 +95,7 @@ def trained(
 
 
 def looped(batches: list[Any], wrap: Callable[[Any], Any]) -> Callable[[], float]:
-    """Return a run of a plain loop, whose result is the seconds of a step."""
+    """Make a run of a plain loop. Its result is the seconds of a step."""
     net: nn.Module = MLP.build()
 
     def run() -> float:
@@ -114,12 +114,12 @@ def looped(batches: list[Any], wrap: Callable[[Any], Any]) -> Callable[[], float
 
 
 def rank(rounds: int) -> dict[str, list[float]]:
-    """Measure on both ranks; rank 0's times count."""
+    """Measure on both ranks. Only the times of rank 0 count."""
     import sparkhvd.distributed
     import sparkhvd.lightning  # noqa: F401 - this function travels by value, without the module's imports
 
     class Hooked(DDPStrategy):
-        """DDP with our hook, which Lightning leaves out on CPUs."""
+        """DDP with our hook, also on CPUs, where Lightning omits the hook."""
 
         def _register_ddp_hooks(self) -> None:
             self.model.register_comm_hook(ours, sparkhvd.distributed.ddp_hook)

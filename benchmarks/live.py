@@ -19,7 +19,7 @@ RANKS = 2
 
 
 def trains(lines: int, steps: int) -> float:
-    """Train a small network; return the median seconds of a step, which prints some lines."""
+    """Train a small network, print lines in each step, and return the median seconds of a step."""
     import statistics
     import time
 
@@ -52,7 +52,7 @@ def trains(lines: int, steps: int) -> float:
 
 
 class Count(io.TextIOBase):
-    """Stream that counts the lines that it gets."""
+    """Output stream with a count of its lines."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -64,7 +64,7 @@ class Count(io.TextIOBase):
 
 
 def once(spark: Any, lines: int, steps: int, live: str) -> tuple[float, int]:
-    """Return the seconds of 1,000 median steps on the slower rank, and the lines that came to the driver."""
+    """Measure 1,000 median steps in seconds on the slower rank, and count the driver's lines."""
     from sparkhvd.runner import run
 
     stream: Any = Count()

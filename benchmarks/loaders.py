@@ -69,7 +69,7 @@ def size_of(folder: Path) -> int:
 
 
 def measure(spark: Any, rows: int, rounds: int, scratch: Path) -> dict[str, list[float]]:
-    """Return seconds by what was done, and bytes."""
+    """Measure the seconds and bytes of both loaders, by operation."""
     import sparkhvd.data
 
     df = frame(spark, rows)

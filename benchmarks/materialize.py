@@ -108,7 +108,7 @@ def png(number: int) -> bytes:
 
 
 def decode(data: bytes) -> np.ndarray:
-    """Decode a PNG to (64, 64), with the library that most people use for it."""
+    """Decode a PNG to (64, 64) with Pillow."""
     import io
 
     from PIL import Image
@@ -153,7 +153,7 @@ def write_input(spark: Any, folder: str, case: Case, rows: int) -> str:
 
 
 def schema_of(df: Any, case: Case) -> Any:
-    """Return the schema that `fit` would give the columns."""
+    """Check the schema of the columns as `fit` does."""
     from sparkhvd.data.columns.check import check_schema
 
     decoders = ["image"] if not case.width else []
@@ -174,7 +174,7 @@ def drain(batches: Iterator[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Encode:
-    """Everything that a task does but write."""
+    """All work of a task except writing."""
 
     columns: tuple[Any, ...]
     is_vector: tuple[bool, ...]
@@ -195,7 +195,7 @@ class Encode:
 
 
 def peak_bytes(spark: Any, *, reset: bool = False) -> int:
-    """Return the most memory that any Python worker has had since the last reset."""
+    """Measure the largest peak memory of the Python workers since the last reset."""
 
     def look(batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow as pa
@@ -214,7 +214,7 @@ def peak_bytes(spark: Any, *, reset: bool = False) -> int:
 
 
 def cpu_seconds(spark: Any) -> float:
-    """Return the CPU time of the JVM and its descendants."""
+    """Sum the CPU seconds of the JVM and its descendants."""
     root = spark.sparkContext._gateway.proc.pid
     below: dict[int, list[int]] = {}
     times: dict[int, float] = {}
@@ -275,7 +275,7 @@ def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, floa
 
 
 def read_apart(url: str, case: Case) -> dict[str, float]:
-    """Run `read_epochs` in a process that has done nothing else."""
+    """Run `read_epochs` in a fresh process."""
     command = [sys.executable, str(Path(__file__).resolve()), "--read", url, "--cases", case.name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -283,7 +283,7 @@ def read_apart(url: str, case: Case) -> dict[str, float]:
 
 
 def high_water(*, reset: bool = False) -> int:
-    """Return the most memory, in bytes, that this process has had since the last reset."""
+    """Read this process's peak memory since the last reset, in bytes."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     text = Path("/proc/self/status").read_text()
@@ -291,7 +291,7 @@ def high_water(*, reset: bool = False) -> int:
 
 
 def read_epochs(url: str, name: str) -> dict[str, float]:
-    """Measure the epochs of a reader, and the most memory that it took beyond what it may hold."""
+    """Measure the epochs of a reader, and its peak memory beyond the limits of its buffers."""
     from sparkhvd.data.columns.decoders import RowFunctions
     from sparkhvd.data.manifest import Manifest
     from sparkhvd.data.reading.reader import Reader

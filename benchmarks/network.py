@@ -45,7 +45,7 @@ class Pair:
         self.iperf = iperf
 
     def measure(self, library: str, num_bytes: int, repeats: int) -> tuple[list[float], float]:
-        """Measure the seconds of each call, of the slower rank; CPU seconds per call, of both."""
+        """Measure the slower rank's seconds of each call, and both ranks' CPU seconds per call."""
         for rank in self.ranks:
             rank.tell({"library": library, "bytes": num_bytes, "repeats": repeats})
         reports = [rank.expect(TIMEOUT_S) for rank in self.ranks]
@@ -55,7 +55,7 @@ class Pair:
     def rounds(
         self, sizes: dict[str, int], libraries: Sequence[str], rounds: int
     ) -> dict[str, Any]:
-        """Measure all legs by turns; the first round warms up and is dropped."""
+        """Measure all legs by turns. The first round warms up and is dropped."""
         found: dict[str, Any] = {label: {name: [] for name in libraries} for label in sizes}
         for legs in found.values():
             legs |= {f"{name}, CPU": [] for name in libraries}

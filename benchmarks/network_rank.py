@@ -1,4 +1,4 @@
-"""A rank of `network.py`: runs the driver's orders, with the library that the driver names.
+"""A rank of `network.py`. It runs the driver's orders with the library named in them.
 
 The driver sends {"library", "bytes", "repeats"}; the answer is {"wall": seconds of each call, "cpu": CPU seconds of
 this process per call}. None ends the rank.

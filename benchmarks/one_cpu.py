@@ -1,4 +1,4 @@
-"""Parts of a 4-byte allreduce of two ranks that share one CPU: the unavoidable cost, and the engine's.
+"""Parts of a 4-byte allreduce of two ranks on one CPU: the unavoidable and the engine's cost.
 
     .venv/bin/python benchmarks/one_cpu.py [--rounds 9] [--json FILE] [--write]
 
@@ -63,7 +63,10 @@ Make = Callable[[Turns], contextlib.AbstractContextManager[Step]]
 
 @contextlib.contextmanager
 def partner(turns: Turns, make: Make) -> Iterator[Step]:
-    """Run the step in a child, which waits for its first turn, until the end; yields this process's step."""
+    """Run the step in a child process until the end, and yield this process's step.
+
+    The child waits for its first turn.
+    """
     child = os.fork()
     if child == 0:
         turns.me = 1

@@ -37,7 +37,7 @@ SHARE_OF_IPERF = 0.8
 def measure(
     hosts: list[Host], rounds: int, peer: Iperf | None
 ) -> tuple[dict[str, dict[str, list[float]]], list[float]]:
-    """Measure the seconds of each message, by size and leg, between two ranks on these hosts; iperf3's bytes per second."""
+    """Measure messages between two hosts: seconds by size and leg, and iperf3's bytes/s."""
     rates = []
     body = "benchmarks.point_to_point_rank:rank"
     with ranks_on(hosts, body, with_engine=False) as ranks:

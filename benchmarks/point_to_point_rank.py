@@ -20,7 +20,7 @@ Leg = tuple[Callable[[Any], object], Callable[[Any], object]]
 
 
 def connect(rank: int, address: tuple[str, int]) -> socket.socket:
-    """Connect both ranks by TCP; rank 0 listens, the other comes when that is so."""
+    """Connect both ranks by TCP. Rank 0 must listen before the call of the other rank."""
     if rank == 0:
         with socket.create_server(address) as server:
             connection = server.accept()[0]

@@ -1,7 +1,8 @@
-"""Speed of one rank that reads shuffled batches of 32 float32 and a label, beside torch's DataLoader and a bare read.
+"""Speed of one rank's reader of shuffled batches, beside torch's DataLoader and a bare read.
 
     .venv/bin/python benchmarks/reader.py [--rounds 3] [--rows 1000000] [--checksums] [--write] [--json PATH]
 
+A row has 32 float32 and a label.
 Files are written first, outside the clock. All sides go by turns and hand out torch tensors. "first" is a new reader's
 first epoch, with reading the files; "later" is its second. Sides that read the files in every epoch have only one kind.
 The bare read is pyarrow's of the very same files into Arrow, without batches and without an order. Targets: batches of
@@ -149,7 +150,7 @@ def cpu(files: Files, shuffle_bytes: int) -> float:
 
 
 def measure_checksums(report: Report, files: Files, rounds: int) -> None:
-    """Measure the cost of checksums: the first epoch's CPU with and without, in pairs whose order alternates."""
+    """Measure the CPU cost of checksums in the first epoch, in pairs of alternating order."""
     lines: list[list[Any]] = []
     for name, shuffle_bytes in SIDES:
         with_them, without = [], []
@@ -190,7 +191,7 @@ def petastorm(files: Files, batch: int, python: Path) -> float:
 
 
 def has_petastorm(python: Path) -> bool:
-    """Return True if this Python has petastorm."""
+    """Try to import petastorm with this Python."""
     if not python.exists():
         return False
     command = [str(python), "-W", "ignore", "-c", "import petastorm"]

@@ -1,8 +1,8 @@
-"""Epoch of petastorm's BatchedDataLoader over plain Parquet files, for `reader.py`; runs in petastorm's environment.
+"""Epoch of petastorm's BatchedDataLoader over plain Parquet files, for `reader.py`.
 
     build/petastorm-env/bin/python benchmarks/reader_petastorm.py BATCH ROWS FILE...
 
-Prints million rows per second. The clock starts when the reader is made, after all imports.
+Runs in petastorm's environment. Prints million rows per second. The clock starts when the reader is made, after all imports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRIES = 5
 
 
 def epoch(batch: int, files: list[str]) -> int:
-    """Take every batch of an epoch; the number of rows."""
+    """Read every batch of an epoch, and count the rows."""
     from petastorm import make_batch_reader
     from petastorm.pytorch import BatchedDataLoader
 

@@ -178,7 +178,7 @@ def kill_in_a_step(processes: Sequence[Any], pipes: Sequence[Any]) -> float:
 
 
 def last(pipe: Any) -> Any:
-    """Return the first message that is no step."""
+    """Wait for the first message other than a step."""
     while pipe.poll(DEADLINE_S):
         message = pipe.recv()
         if message != "step":
@@ -187,7 +187,7 @@ def last(pipe: Any) -> Any:
 
 
 def steady_rank(pipe: Any, port: int, rounds: int, rank: int) -> None:
-    """Send the CPU and wall seconds of steps of groups that can and cannot reconfigure, by turns."""
+    """Send a step's wall and CPU seconds, in groups with and without reconfiguration by turns."""
     torch.set_num_threads(1)
     server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     tensors = gradients()
@@ -222,7 +222,7 @@ def steady(port: int, rounds: int) -> dict[bool, list[tuple[float, float]]]:
 
 
 def torchft_rank(pipe: Any, port: int, address: str, prefix: str, backend: str, rank: int) -> None:
-    """Train under torchft's Manager; send each step's end and each quorum's parts."""
+    """Train under torchft's Manager, and send the end of each step and the parts of each quorum."""
     torch.set_num_threads(1)
     logging.disable()
     server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))

@@ -49,7 +49,10 @@ TIMEOUT_S = 120.0
 
 
 def ordered(ranks: Sequence[Any], what: str, num_bytes: int, steps: int) -> dict[str, Any]:
-    """Measure the seconds of each step of the slowest rank; CPU seconds per step of rank 0 and of the others' median."""
+    """Measure the slowest rank's seconds of each step, and the CPU seconds per step.
+
+    The CPU seconds are those of rank 0, and the median of the others.
+    """
     for rank in ranks:
         rank.tell({"what": what, "bytes": num_bytes, "steps": steps})
     reports = [rank.expect(TIMEOUT_S) for rank in ranks]
@@ -84,7 +87,7 @@ def control_plane(world_size: int, rounds: int, *, tcp_only: bool) -> dict[str, 
 
 
 def crowded(rounds: int, bare: str) -> dict[str, dict[str, dict[int, list[float]]]]:
-    """Measure seconds by leg, size and number of ranks; the worlds take turns. `bare`: the C++ program, or "" without it."""
+    """Measure seconds by leg, size and number of ranks. The worlds take turns. `bare`: the C++ program, or "" without it."""
     legs = ("sparkhvd", "bare") if bare else ("sparkhvd",)
     found: dict[str, dict[str, dict[int, list[float]]]] = {
         leg: {label: {size: [] for size in CROWDS} for label in CROWDED} for leg in legs
@@ -108,7 +111,7 @@ def calls_of(num_bytes: int) -> int:
 
 
 def run_bare(program: str, size: int, orders: Sequence[str]) -> list[str]:
-    """Return the C++ program's line for each order."""
+    """Run the C++ program, and return its line for each order."""
     ended = subprocess.run(
         [program, str(size)],
         input="".join(orders),
@@ -127,7 +130,7 @@ def bytes_moved(world_size: int) -> float:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit a line by least squares; return its offset and slope."""
+    """Fit a line by least squares and return its offset and slope."""
     slope, offset = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
     return offset, slope
 
@@ -139,7 +142,7 @@ def median_of(rounds: Sequence[dict[str, Any]], key: str) -> float:
 def report_control_plane(
     report: Report, way: str, found: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Add the table; return rank 0's cost by kind of step: (seconds, seconds per rank)."""
+    """Add the table and return rank 0's cost by kind of step: (seconds, seconds per rank)."""
     rows: list[list[str | list[Target]]] = []
     for size, kinds in found.items():
         for what, rounds in kinds.items():

@@ -28,7 +28,7 @@ STEP = 32
 
 @dataclass(frozen=True)
 class Protocol:
-    """Costs of a way to send messages; NCCL's tuning tables have these two among theirs.
+    """Costs of a message protocol. NCCL's tuning tables have the two protocols used here.
 
     Attributes:
         base_s: once per operation (launch).
@@ -48,7 +48,10 @@ PROTOCOLS = (Protocol(6.6e-6, 0.9e-6, 5.0e-6, 0.25), Protocol(8.4e-6, 3.4e-6, 9.
 
 
 def ring(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Return the seconds of one ring per adapter through all GPUs: 2(N-1) messages, 2(P-1) of them between hosts."""
+    """Estimate the seconds of one ring per adapter through all GPUs.
+
+    A ring has 2(N-1) messages, 2(P-1) of them between hosts.
+    """
     world = hosts * GPUS_PER_HOST
     between = 2 * (hosts - 1)
     messages = (2 * (world - 1) - between) * protocol.inside_s + between * protocol.between_s
@@ -57,14 +60,20 @@ def ring(num_bytes: int, hosts: int, protocol: Protocol) -> float:
 
 
 def halving_doubling(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Return the seconds of recursive halving, then doubling; the first (large) halves stay inside the host."""
+    """Estimate the seconds of recursive halving, then doubling.
+
+    The first (large) halves stay inside the host.
+    """
     between = 2 * math.log2(hosts)
     messages = 2 * math.log2(GPUS_PER_HOST) * protocol.inside_s + between * protocol.between_s
     return messages + overlapped_s(num_bytes, hosts, protocol)
 
 
 def tree(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Return the seconds of two pipelined binary trees over the hosts, a chain inside each: every byte goes up and down."""
+    """Estimate the seconds of two pipelined binary trees over the hosts, with a chain inside each.
+
+    Every byte goes up and down.
+    """
     chain = 2 * (GPUS_PER_HOST - 1) * protocol.inside_s
     bandwidth = INSIDE if hosts == 1 else min(INSIDE, GPUS_PER_HOST * ADAPTER)
     messages = chain + 2 * math.log2(hosts) * protocol.between_s
@@ -88,7 +97,10 @@ def hierarchical(num_bytes: int, hosts: int, protocol: Protocol) -> float:
 
 
 def overlapped_s(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Return the seconds of the bytes inside and between hosts: consecutive chunks (or buckets) use both at once, so the slower counts."""
+    """Estimate the seconds of the bytes inside and between hosts, with overlap.
+
+    Consecutive chunks (or buckets) use both at once, so the slower counts.
+    """
     inside = inside_bytes_s(num_bytes, protocol)
     return max(inside, slice_bytes_s(num_bytes, hosts, protocol))
 
@@ -99,7 +111,7 @@ def inside_bytes_s(num_bytes: int, protocol: Protocol) -> float:
 
 
 def slice_bytes_s(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Return the seconds of a slice of 1/8 through each adapter, reduced over `hosts`."""
+    """Estimate the seconds to reduce a slice of 1/8 through each adapter over `hosts`."""
     part = num_bytes / GPUS_PER_HOST
     return 2 * part * (hosts - 1) / hosts / (ADAPTER * protocol.share)
 
@@ -113,14 +125,14 @@ ALGORITHMS: dict[str, Callable[[int, int, Protocol], float]] = {
 
 
 def seconds(algorithm: str, num_bytes: int, world_size: int) -> float:
-    """Return the seconds of an allreduce with the better protocol."""
+    """Estimate the seconds of an allreduce with the better protocol."""
     hosts = world_size // GPUS_PER_HOST
     call = ALGORITHMS[algorithm]
     return min(p.base_s + call(num_bytes, hosts, p) for p in PROTOCOLS)
 
 
 def table_of_times(agreement: Mapping[str, tuple[float, float]]) -> str:
-    """Return a Markdown table of the time by world, size and algorithm; the best in bold.
+    """Make a Markdown table of the time by world, size and algorithm, with the best in bold.
 
     Args:
         agreement: by "agree": what agreeing on a step of 32 operations of a plan costs rank 0, (seconds, seconds per rank);
@@ -144,7 +156,10 @@ def table_of_times(agreement: Mapping[str, tuple[float, float]]) -> str:
 
 
 def table_of_choices() -> str:
-    """Return a Markdown table of the best algorithm by world and size, beside the cost of the engine's choice."""
+    """Make a Markdown table of the best algorithm by world and size.
+
+    Each cell also has the relative cost of the engine's choice.
+    """
     lines = [f"| GPUs | {' | '.join(SIZES)} |", "|---|" + "---|" * len(SIZES)]
     for world in WORLDS:
         cells = [str(world)]

@@ -44,7 +44,7 @@ def rank(engine: Engine, talk: Any) -> None:
 
 
 def agree(engine: Engine) -> None:
-    """Submit and wait for a step that the ranks agree on and nothing more."""
+    """Submit a step of agreement without data, and wait for it."""
     for work in [engine.barrier(name=f"barrier {i}") for i in range(MANY)]:
         work.wait()
 

@@ -37,7 +37,10 @@ class Layer:
 
 
 def convolution(inputs: int, outputs: int, size: int, side: int, *, extra: int) -> Layer:
-    """Count a convolution with a square kernel and `side` x `side` outputs; `extra` parameters per output (bias, or normalisation's two)."""
+    """Count the parameters and multiply-adds of a convolution with a square kernel.
+
+    The output has `side` x `side` positions, and `extra` parameters per output channel (bias, or normalisation's two).
+    """
     weights = inputs * outputs * size * size
     return Layer(weights + extra * outputs, weights * side * side)
 
@@ -47,7 +50,7 @@ def linear(inputs: int, outputs: int, rows: float = 1) -> Layer:
 
 
 def vgg16() -> list[Layer]:
-    """Return the layers of VGG-16 (arXiv 1409.1556), 224 x 224, in forward order."""
+    """List the layers of VGG-16 (arXiv 1409.1556), 224 x 224, in forward order."""
     layers, inputs = [], 3
     for outputs, number, side in (
         (64, 2, 224),
@@ -63,7 +66,7 @@ def vgg16() -> list[Layer]:
 
 
 def resnet(*blocks: int) -> list[Layer]:
-    """Return the layers of a ResNet with bottlenecks (arXiv 1512.03385), 224 x 224, in forward order."""
+    """List the layers of a bottleneck ResNet (arXiv 1512.03385), 224 x 224, in forward order."""
     layers, inputs = [convolution(3, 64, 7, 112, extra=2)], 64
     for stage, number in enumerate(blocks):
         width, side = 64 << stage, 56 >> stage
@@ -80,7 +83,10 @@ def resnet(*blocks: int) -> list[Layer]:
 
 
 def bert_large() -> list[Layer]:
-    """Return the layers of BERT-large (arXiv 1810.04805), 128 words, in forward order; the words' embedding is also the head's matrix."""
+    """List the layers of BERT-large (arXiv 1810.04805), 128 words, in forward order.
+
+    The word embedding is also the head's matrix.
+    """
     width, words, length = 1024, 30522, 128
     # The first layer's gradient comes last, and the head's matrix waits with it.
     embedding = Layer((words + 512 + 2 + 2) * width, 0)
@@ -104,7 +110,7 @@ def parameters_of(network: str) -> int:
 
 
 def peak_rate(network: str, peak: float) -> float:
-    """Return the samples per second of a GPU of so many operations per second, at SHARE_OF_PEAK."""
+    """Estimate a GPU's samples per second from its peak operations per second and SHARE_OF_PEAK."""
     # A multiply-add is two operations; forward and backward are three times the forward pass.
     return SHARE_OF_PEAK * peak / (6 * sum(layer.work for layer in NETWORKS[network]))
 
@@ -183,7 +189,7 @@ Algorithm = Callable[[float, int, Fabric, Protocol], float]
 
 
 def ring(num_bytes: float, world: int, fabric: Fabric, protocol: Protocol) -> float:
-    """Return the seconds of one ring through all GPUs, as scale_model has it."""
+    """Estimate the seconds of one ring through all GPUs, as in scale_model."""
     hosts = world // fabric.gpus_per_host
     between = 2 * (hosts - 1)
     messages = (2 * (world - 1) - between) * protocol.inside_s + between * protocol.between_s
@@ -192,7 +198,9 @@ def ring(num_bytes: float, world: int, fabric: Fabric, protocol: Protocol) -> fl
 
 
 def hierarchical(num_bytes: float, world: int, fabric: Fabric, protocol: Protocol) -> float:
-    """Reduce inside, each GPU its slice between the hosts, share inside; both kinds of link at once.
+    """Estimate the seconds of a hierarchical allreduce, with both kinds of link in use at once.
+
+    Steps: reduce inside a host, each GPU its slice between the hosts, share inside.
 
     Between hosts: directly (two messages), above 16 hosts by halving and doubling. As scale_model has these two.
     """
@@ -208,7 +216,7 @@ def hierarchical(num_bytes: float, world: int, fabric: Fabric, protocol: Protoco
 
 
 def allreduce_s(algorithm: Algorithm, num_bytes: float, world: int, fabric: Fabric) -> float:
-    """Return the seconds of an allreduce with the better protocol."""
+    """Estimate the seconds of an allreduce with the better protocol."""
     return min(p.base_s + algorithm(num_bytes, world, fabric, p) for p in PROTOCOLS)
 
 
@@ -217,14 +225,14 @@ def allreduce_s(algorithm: Algorithm, num_bytes: float, world: int, fabric: Fabr
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are reduced together, and the share of backward after which all their gradients are there."""
+    """Parameters reduced together, and the share of backward until all gradients are ready."""
 
     parameters: int
     ready: float
 
 
 def buckets(layers: Sequence[Layer], bucket_bytes: int) -> list[Bucket]:
-    """Fill buckets from the last layer's gradients on; a bucket closes before it would outgrow `bucket_bytes` of float32."""
+    """Fill buckets from the last layer's gradients on. A bucket closes before it would outgrow `bucket_bytes` of float32."""
     total = sum(layer.work for layer in layers)
     made: list[Bucket] = []
     parameters, done = 0, 0.0
@@ -263,7 +271,10 @@ class Case:
 
 
 def step_s(case: Case, world: int) -> float:
-    """Return the seconds of a step: buckets are reduced one after the other, from the moment when each is ready."""
+    """Estimate the seconds of a step.
+
+    Buckets are reduced one after the other, each once it is ready.
+    """
     fabric = FABRICS[case.fabric]
     fabric = Fabric(
         fabric.title, fabric.gpus_per_host, fabric.inside, fabric.between * case.share_of_line
@@ -280,7 +291,7 @@ def step_s(case: Case, world: int) -> float:
 
 
 def efficiency(case: Case, world: int) -> float:
-    """Return the throughput as a share of `world` times that of one GPU."""
+    """Divide the throughput by `world` times the throughput of one GPU."""
     return COMPUTATIONS[case.fabric][case.network].step_s / step_s(case, world)
 
 
@@ -295,7 +306,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def table_of_efficiency() -> str:
-    """Return a Markdown table of the efficiency at every size, by fabric, network and way."""
+    """Make a Markdown table of the efficiency at every size, by fabric, network and way."""
     lines = [
         f"| hosts | network | gradients | {' | '.join(f'{world} GPUs' for world in WORLDS)} |",
         "|---|---|---|" + "---|" * len(WORLDS),
@@ -315,7 +326,7 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Published:
-    """A measured efficiency that the model can be held against."""
+    """Published efficiency, for comparison with the model."""
 
     case: Case
     world: int
@@ -337,7 +348,7 @@ PUBLISHED = (
 
 
 def table_of_published() -> str:
-    """Return a Markdown table of published figures beside those of the model."""
+    """Make a Markdown table of the published figures and the model's."""
     ways: dict[str, dict[str, Any]] = {
         "hierarchical": {},
         "flat ring": {"algorithm": ring},
@@ -360,7 +371,7 @@ def table_of_published() -> str:
 
 
 def table_of_buckets(world: int = 1024) -> str:
-    """Return a Markdown table of the efficiency by size of the buckets."""
+    """Make a Markdown table of the efficiency by bucket size."""
     lines = [
         f"| hosts | network | gradients | {' | '.join(BUCKETS)} |",
         "|---|---|---|" + "---|" * len(BUCKETS),
@@ -375,7 +386,7 @@ def table_of_buckets(world: int = 1024) -> str:
 
 
 def share_of_line_for(network: str, world: int, wanted: float) -> float:
-    """Find the share of the Pascal hosts' adapters at which the model gives `wanted`, by bisection."""
+    """Find the share of the Pascal adapters for the efficiency `wanted`, by bisection."""
     low, high = 0.01, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -385,7 +396,7 @@ def share_of_line_for(network: str, world: int, wanted: float) -> float:
 
 
 def table_of_computations() -> str:
-    """Return a Markdown table of the speed of one GPU alone."""
+    """Make a Markdown table of the speed of one GPU alone."""
     lines = [
         "| hosts | network | samples per second | batch | step alone |",
         "|---|---|---|---|---|",

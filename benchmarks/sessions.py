@@ -80,7 +80,7 @@ class Processes(threading.Thread):
                 known[2], known[4] = now, cpu
 
     def stop(self) -> list[tuple[str, float, float, float]]:
-        """Return label, first and last moment and CPU seconds of each process that computed."""
+        """Stop, and list each busy process: label, first and last moment, CPU seconds."""
         self._ended.set()
         self.join()
         self.look()
@@ -152,13 +152,16 @@ def cross_validate(spark: Any, path: str) -> None:
 
 
 def fit_and_phases(when: str, fit: dict[str, float]) -> dict[str, float]:
-    """Return a fit's time and its phases (`model.timings`)."""
+    """Label a fit's total time and its phases (`model.timings`) with `when`."""
     phases = {f"fit, {when}: {phase}": fit[phase] for phase in ("materialize", "launch", "train")}
     return {f"fit, {when}": fit["total"], **phases}
 
 
 def one_session(what: str) -> tuple[dict[str, float], list[Any]]:
-    """Measure one warm session: its launches, or its fits, transforms and cross-validation; and the processes of its first fit."""
+    """Measure one warm session: its launches, or its fits, transforms and cross-validation.
+
+    Returns also the processes of the first fit.
+    """
     path_of_group = group()
     (path_of_group / "cgroup.procs").write_text(str(os.getpid()))
     with (

@@ -20,7 +20,7 @@ RANKS, FITS, STEPS = 2, 3, 20
 
 
 def estimator(sleep_s: float) -> Any:
-    """Make an estimator whose ranks sleep for `sleep_s` in all."""
+    """Make an estimator with a total sleep of `sleep_s` in each rank."""
     import torch
 
     from sparkhvd import TorchEstimator
@@ -39,7 +39,7 @@ def estimator(sleep_s: float) -> Any:
 
 
 def timed_fits(spark: Any, number: int, sleep_s: float) -> float:
-    """Fit `number` times at once; return the seconds until the last has ended."""
+    """Fit `number` times at once and return the seconds until the last has ended."""
     rows = [([i / 8, 1 - i / 8], float(i % 2)) for i in range(8)]
     df = spark.createDataFrame(rows, "x array<double>, y double")
     models: list[Any] = []

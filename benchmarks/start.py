@@ -164,7 +164,7 @@ def _together(commands: Sequence[Sequence[str]]) -> None:
 
 
 def _timed(way: Callable[[], None]) -> tuple[float, float]:
-    """Return the seconds that something takes, and those of CPU that its processes take."""
+    """Measure the wall seconds of a call, and the CPU seconds of its processes."""
     began, cpu = time.monotonic(), _cpu_of_children()
     way()
     return time.monotonic() - began, _cpu_of_children() - cpu
@@ -176,7 +176,7 @@ def _cpu_of_children() -> float:
 
 
 def _wait_for_quiet(until: float) -> None:
-    """Return when other programs leave the CPUs alone, or when patience ends."""
+    """Wait until other programs leave the CPUs idle, at most until the deadline."""
     share = 1.0
     while share > QUIET and time.monotonic() < until:
         before = _busy()
@@ -185,7 +185,7 @@ def _wait_for_quiet(until: float) -> None:
 
 
 def _busy() -> float:
-    """Return the seconds of CPU that this machine has worked since it started."""
+    """Read the busy CPU seconds of this machine since boot."""
     user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split()[1:8])
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 

@@ -52,7 +52,7 @@ def run(plan: Plan, size: int, keep_freed_memory: bool = False) -> Found:
 
 
 def ratios(times: Mapping[str, Sequence[float]], name: str, to: str) -> list[float]:
-    """Return `name`'s time of each round as a multiple of `to`'s."""
+    """Divide `name`'s time of each round by `to`'s."""
     return [a / b for a, b in zip(times[name], times[to], strict=True)]
 
 
@@ -61,13 +61,13 @@ def median_ratio(times: Mapping[str, Sequence[float]], name: str, to: str) -> fl
 
 
 def best_of_ours(times: Mapping[str, Sequence[float]]) -> str:
-    """Return the name of our quickest variant that changes no gradients, "" if none ran."""
+    """Find our fastest variant with unchanged gradients, or "" if no variant ran."""
     exact = [name for name in times if name in OURS and name not in (*LOSSY, BORN, OVERLAPPED)]
     return min(exact, key=lambda name: median_ratio(times, name, "none"), default="")
 
 
 def targets_of(limits: Limits, times: Mapping[str, Sequence[float]], name: str) -> list[Target]:
-    """Return the targets of a row."""
+    """Make the targets of a row from the limits."""
     targets = []
     if name == "sparkhvd" and limits.default is not None:
         ratio = median_ratio(times, name, "none")
@@ -88,7 +88,7 @@ def ratio_shown(values: Sequence[float]) -> str:
 
 
 def report_model(report: Report, model: str, found: Found) -> None:
-    """Add the table of a model: a line per variant, also for those that failed."""
+    """Add the table of a model: a line per variant, also for failed variants."""
     rows: list[list[str | Sequence[Target]]] = []
     for name in VARIANTS:
         if name in found.errors:
@@ -145,7 +145,7 @@ def report_allocator(report: Report, plain: Found, kept: Found) -> None:
 
 
 def chosen(names: str | None, known: Sequence[str]) -> list[str]:
-    """Return the words of an option's list with commas; None means all."""
+    """Split an option at its commas. None means all known words."""
     words = list(known) if names is None else names.split(",")
     unknown = [word for word in words if word not in known]
     if unknown:
@@ -196,7 +196,7 @@ def main() -> None:
 
 
 def brief(found: Found) -> str:
-    """Return a line of progress."""
+    """Format a line of progress."""
     done = [
         f"{name} {median_ratio(found.wall, name, 'none'):.3f}"
         for name in VARIANTS

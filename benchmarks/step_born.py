@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b, whose backward leaves the weight's gradient in `weight.grad`."""
+    """x W^T + b. Its backward writes the weight's gradient into `weight.grad`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -34,7 +34,10 @@ class _Linear(torch.autograd.Function):
 
 
 class Born(nn.Linear):
-    """`nn.Linear` whose gradients are born in registered memory; made by setting the class of a Linear."""
+    """`nn.Linear` with gradients computed in registered memory.
+
+    Set it as the `__class__` of a Linear.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the output of `nn.Linear`."""
@@ -45,7 +48,7 @@ class Born(nn.Linear):
 
 
 def zero_grad(optimizer: Any) -> None:
-    """Set to zero what backward adds to; weights' gradients are overwritten."""
+    """Zero the gradients of biases. Backward overwrites the gradients of weights."""
     for reducer in optimizer._reducers:
         reducer.discard()
     for group in optimizer.param_groups:

@@ -14,7 +14,9 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a model, as multiples of the step without communication or of DDP's speed; None: no limit.
+    """Limits of a model, as multiples of the step without communication or of DDP's speed.
+
+    None means no limit.
 
     Attributes:
         default: at most, with the default options.
@@ -59,7 +61,7 @@ class Model:
 
 
 def labelled(*shape: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a maker of batches of random inputs of this shape, each with a class."""
+    """Make a function for batches of random inputs of this shape, with their classes."""
     return lambda: (torch.randn(shape), torch.randint(CLASSES, shape[:1]))
 
 
@@ -160,7 +162,7 @@ class Transformer(nn.Module):
 
 
 class EmbeddingNet(nn.Module):
-    """The mean of 16 rows of a large table, then a small head; the table's gradient is sparse."""
+    """Mean of 16 rows of a large table, then a small head. The table's gradient is sparse."""
 
     ROWS = 2_000_000
     WIDTH = 32

@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass
 class Blocks:
-    """Measurements of a rank, by variant: one entry per round and block; and errors of variants that failed.
+    """Measurements of a rank, one per variant, round and block, and errors of failed variants.
 
     Attributes:
         spans: when the block began and ended, by the clock that all processes of a host share.
@@ -81,7 +81,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Found:
-    """Measurements of all ranks, by variant: seconds of a step, one mean per round; and errors of variants that failed."""
+    """Seconds of a step over all ranks, by variant and round, and errors of failed variants."""
 
     wall: dict[str, list[float]]
     cpu: dict[str, list[float]]
@@ -89,7 +89,7 @@ class Found:
 
 
 def measure(plan: Plan) -> Blocks:
-    """Run on every rank: all variants by turns, in an order that rotates from round to round."""
+    """Measure all variants by turns, in rotating order. Every rank must call this."""
     torch.set_num_threads(1)
     hvd.init()
     model = MODELS[plan.model]
@@ -112,7 +112,7 @@ def measure(plan: Plan) -> Blocks:
 
 
 def is_available(variant: str) -> bool:
-    """Return True if this sparkhvd has the options of the variant."""
+    """Check whether this sparkhvd has the options of the variant."""
     if variant not in OURS:
         return True
     try:
@@ -125,7 +125,7 @@ def is_available(variant: str) -> bool:
 def started(
     model: Model, names: Sequence[str]
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Start every variant; return a step of each that works on every rank, and the errors of the others."""
+    """Start every variant, and return its step, or its error if it failed on any rank."""
     runs, failed = {}, {}
     for name in names:
         error = ""
@@ -143,7 +143,7 @@ def started(
 
 
 def step_of(model: Model, variant: str) -> Callable[[], None]:
-    """Return a function that does one training step: the same start on every rank, batches of its own."""
+    """Make a training step, with the same weights and different batches on every rank."""
     torch.manual_seed(0)
     network = model.build()
     torch.manual_seed(1 + hvd.rank())
@@ -176,7 +176,7 @@ def step_of(model: Model, variant: str) -> Callable[[], None]:
 
 
 def block(step: Callable[[], None], warm_up: int, steps: int) -> tuple[tuple[float, float], float]:
-    """Run `steps`; return their begin and end and their CPU seconds. All ranks start together."""
+    """Run `steps` and return their begin and end and their CPU seconds. All ranks start together."""
     hvd.barrier()
     for _ in range(warm_up):
         step()
@@ -188,7 +188,10 @@ def block(step: Callable[[], None], warm_up: int, steps: int) -> tuple[tuple[flo
 
 
 def together(ranks: Sequence[Blocks]) -> Found:
-    """Join the ranks' blocks: from the first rank's start to the last one's end, and the CPU time of all; both per step."""
+    """Join the ranks' blocks to wall and CPU time per step.
+
+    Wall time is from the first rank's start to the last rank's end. CPU time is the sum of all ranks.
+    """
     steps = ranks[0].steps
     wall, cpu = {}, {}
     for name in ranks[0].spans:

@@ -60,7 +60,7 @@ def measure(name: str, rounds: int) -> dict[str, list[float]]:
 
 
 def describe(times: Sequence[float], base: Sequence[float]) -> str:
-    """Return the cells of the table: a step, and the ratio to the base with the middle half and the error of its median."""
+    """Format the cells: a step, its ratio to the base with quartiles, and the standard error."""
     ratios = [one / other for one, other in zip(times, base, strict=True)]
     first, middle, last = statistics.quantiles(ratios, n=4)
     error = 1.253 * statistics.stdev(ratios) / len(ratios) ** 0.5

@@ -61,7 +61,7 @@ def estimator(store: Path) -> Any:
 
 
 def first_batch(fit: Callable[[], Any]) -> tuple[float, Any]:
-    """Return seconds from the call of a fit to the end of its first step, and the model."""
+    """Run a fit, and return the seconds to the end of its first step, and the model."""
     began = time.perf_counter()
     model = fit()
     seconds = time.perf_counter() - began
@@ -134,7 +134,7 @@ def incremental(table: Path, store: Path, rows: int, found: dict[str, list[float
 
 
 def table_epoch(table: Path, rows: int) -> float:
-    """Return seconds of opening the table and reading every row once, shuffled."""
+    """Measure the seconds to open the table and read every row once, shuffled."""
     from sparkhvd.data.columns.check import check_schema
     from sparkhvd.data.parquet.manifest import read_manifest
     from sparkhvd.data.reading.reader import Reader
@@ -155,7 +155,7 @@ def table_epoch(table: Path, rows: int) -> float:
 
 
 def mds_epoch(spark: Any, table: Path, folder: Path, rows: int) -> tuple[float, float]:
-    """Return seconds of writing MDS files and of the first epoch over them."""
+    """Measure the seconds to write MDS files, and of the first epoch over them."""
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.converters import dataframe_to_mds
 

@@ -85,7 +85,7 @@ def batch_udf(net: nn.Module, tok: Any) -> Any:
 
 
 def measure(spark: Any, rows: int, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Return seconds by way, and the largest difference of two embeddings."""
+    """Measure the seconds by way, and the largest difference of two embeddings."""
     from pyspark.ml.functions import vector_to_array
 
     from sparkhvd.estimator import TorchModel, tokenizer

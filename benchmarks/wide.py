@@ -25,7 +25,7 @@ ROWS, BATCH, LIMIT = 2000, 100, 1.5
 
 
 def before_first_step(model: Any) -> float:
-    """Return the seconds of the fit's phases up to the first step."""
+    """Sum the seconds of the fit's phases before the first step."""
     phases = [(each["name"], each["seconds"]) for each in model.report().document["phases"]]
     names = [name for name, _ in phases]
     return sum(taken for _, taken in phases[: names.index("first step")])

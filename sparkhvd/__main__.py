@@ -1,4 +1,7 @@
-"""`sparkhvd doctor`, `runs`, `report`, `compare`, `reproduce`; also `python -m sparkhvd`."""
+"""Commands `sparkhvd doctor`, `runs`, `report`, `compare` and `reproduce`.
+
+`python -m sparkhvd` runs them, too.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status.
+    """Run a command and return its exit status.
 
     Args:
         arguments: of the command line; None means this process's.

@@ -1,3 +1,3 @@
-"""The version of the package; ranks of one job must agree on it."""
+"""Version of the package. All ranks of a job must agree on it."""
 
 __version__ = "0.1.0"

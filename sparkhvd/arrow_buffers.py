@@ -22,7 +22,7 @@ def int32_array(*values: int) -> pa.Array:
 
 
 def binary_array(*values: bytes) -> pa.Array:
-    """Build an array of byte strings; they must be less than 2 GiB in total."""
+    """Build an array of byte strings. They must be less than 2 GiB in total."""
     import pyarrow as pa
 
     ends = list(accumulate(map(len, values), initial=0))

@@ -1,4 +1,4 @@
-"""The name `horovod` for the modules of `sparkhvd.horovod`, in processes that request it.
+"""Import alias `horovod` for the modules of `sparkhvd.horovod`, per process and on request.
 
 `import horovod.torch` then returns the module `sparkhvd.horovod.torch` itself, so a class has one identity under both
 names. An import finder does it: nothing is written, and no distribution is called horovod. Python programs that this
@@ -154,7 +154,7 @@ def _stub_in(module: str, name: str) -> object:
 
 
 def _module_in(package: str, earlier: Callable[[str], object] | None, name: str) -> object:
-    """Return a stub submodule of a package; for any other name call the package's own `__getattr__`."""
+    """Import a stub submodule of a package, or else call the package's own `__getattr__`."""
     if f"{package}.{name}" in STUBS:
         return importlib.import_module(f"{package}.{name}")
     if earlier is None:
@@ -163,14 +163,14 @@ def _module_in(package: str, earlier: Callable[[str], object] | None, name: str)
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module that exists under another name, or a module of stubs alone."""
+    """Loader of an existing module under its alias, or of a module with stubs only."""
 
     def __init__(self, home: str | None) -> None:
         self._home = home
         self._spec: importlib.machinery.ModuleSpec | None = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Import the module of sparkhvd, if there is one; add stubs for its missing names."""
+        """Import or create the module, and add stubs for its missing names."""
         if self._home is None:
             module, self._spec = ModuleType(spec.name), spec
         else:
@@ -194,7 +194,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find a Horovod module; None for all others.
+        """Find a Horovod module, or return None for all others.
 
         Raises:
             ModuleNotFoundError: sparkhvd has no such module; the message has the replacement.
@@ -228,7 +228,7 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Make `import horovod` mean `sparkhvd.horovod`, in this process and in those that sparkhvd starts from it.
+    """Make `import horovod` mean `sparkhvd.horovod` here and in processes started by sparkhvd.
 
     Call it before anything imports `horovod`; an installed Horovod is hidden. Further calls do nothing.
 
@@ -250,7 +250,10 @@ def install() -> None:
 
 
 class _ProcessName(str):
-    """Name of a multiprocessing process; unpickling it installs `horovod`, before the program is imported."""
+    """Name of a multiprocessing process.
+
+    Unpickling it installs `horovod`, before the program is imported.
+    """
 
     __slots__ = ()
 
@@ -286,7 +289,7 @@ def _is_asked() -> bool:
 
 
 def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """PYTHONPATH for Python programs that import `horovod`; empty if not requested, or already set."""
+    """Build PYTHONPATH for imports of `horovod`, or {} if not requested or already set."""
     if environ.get(VARIABLE) != "1":
         return {}
     others = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each]
@@ -296,7 +299,7 @@ def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """Variables that make other processes import this package as `horovod`; empty unless this process does."""
+    """Build the variables for the alias in other processes, or {} if this process has no alias."""
     return {VARIABLE: "1"} if is_installed() else {}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def allowed() -> float:
-    """CPUs that this process may use, by affinity and quota; may be a fraction."""
+    """Count the CPUs of this process by affinity and quota. The result may be a fraction."""
     quota = cgroup_quota()
     return affinity() if quota is None else min(affinity(), quota)
 
@@ -20,14 +20,14 @@ def jvm_processors() -> int:
 
 
 def affinity() -> int:
-    """Number of CPUs on which this process may run."""
+    """Count the CPUs in the affinity mask, or all CPUs on a system without affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cgroup_quota(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> float | None:
-    """CPUs that the quota of this process's control group allows; may be a fraction, None if unlimited."""
+    """Read the CPU quota of this process's control group, such as 1.5, or None if unlimited."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -52,14 +52,14 @@ def cgroup_quota(
 
 
 def _quota(words: Sequence[str]) -> float | None:
-    """Parse quota and period in microseconds, as the kernel writes them; None if unlimited ("max", "-1" or empty)."""
+    """Parse quota and period in microseconds, as the kernel writes them, or return None if unlimited ("max", "-1" or empty)."""
     if len(words) != 2 or not (words[0].isdigit() and words[1].isdigit()) or int(words[1]) == 0:
         return None
     return int(words[0]) / int(words[1])
 
 
 def read_text(path: Path) -> str:
-    """Read and strip the text of a file; "" if the file cannot be read."""
+    """Read and strip the text of a file, or return "" if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

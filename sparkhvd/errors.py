@@ -54,7 +54,7 @@ class InvalidArgumentError(SparkhvdError, ValueError):
 
 
 class UnsupportedError(InvalidArgumentError, NotImplementedError):
-    """The call asks for something that this package does not support. Never retried."""
+    """The call requests an unsupported feature. Never retried."""
 
 
 class MismatchError(InvalidArgumentError, RuntimeError):
@@ -65,7 +65,7 @@ class MismatchError(InvalidArgumentError, RuntimeError):
 
 
 class PreflightError(InvalidArgumentError, RuntimeError):
-    """The cluster or the store cannot run this job; raised before ranks start."""
+    """The cluster or the store cannot run this job. Raised before ranks start."""
 
 
 class UntrustedError(InvalidArgumentError):
@@ -102,11 +102,14 @@ class NotInitializedError(InvalidArgumentError, CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A rank did not arrive in time; the message names the rank."""
+    """A rank did not arrive in time. The message names the rank."""
 
 
 class PeerLostError(CollectiveError, ConnectionError):
-    """The process or the connection of another rank is gone; the message names it, and `lost` lists all lost ranks."""
+    """The process or the connection of another rank is gone.
+
+    The message names the rank, and `lost` lists all lost ranks.
+    """
 
 
 class ElasticError(SparkhvdError, RuntimeError):
@@ -136,7 +139,7 @@ class EngineUnavailableError(SparkhvdError, ImportError):
 
 
 class SparkUnavailableError(SparkhvdError, ModuleNotFoundError):
-    """The call needs pyspark, which is not installed in this environment."""
+    """The call needs pyspark, but this environment does not have it."""
 
 
 class InternalError(SparkhvdError, RuntimeError):
@@ -144,7 +147,7 @@ class InternalError(SparkhvdError, RuntimeError):
 
 
 class RankError(SparkhvdError, RuntimeError):
-    """A rank of a run failed. Raised on the driver; names the root cause, not its consequences.
+    """A rank of a run failed. Raised on the driver with the root cause, not its consequences.
 
     Attributes:
         rank: the rank that failed first, or None if no rank had started.

@@ -1,4 +1,4 @@
-"""Network interfaces of this host, and the address at which ranks on other hosts reach it."""
+"""Network interfaces of this host, and its address for ranks on other hosts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _is_up(probe: socket.socket, name: str) -> bool:
 
 
 def address_on(choice: str) -> str:
-    """This host's address on the first matching interface that is up. Waits up to 2 s for it.
+    """Find the address of the first matching interface that is up. Waits up to 2 s for it.
 
     Args:
         choice: names, addresses or networks such as `10.0.0.0/8`, separated by commas.

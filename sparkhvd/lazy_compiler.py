@@ -40,13 +40,13 @@ class _Compiler(ModuleType):
         vars(self).update(_disabled=[], _lock=threading.RLock())
 
     def graph_break(self, *args: Any, **kwargs: Any) -> Any:
-        """Ignore the call if a torch optimizer makes it; any other caller loads the compiler."""
+        """Ignore the call of a torch optimizer. Any other caller loads the compiler."""
         if _caller().startswith("torch.optim."):
             return None
         return _load(self).graph_break(*args, **kwargs)
 
     def disable(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a wrapper for torch's decorator; it calls the plain function until the compiler is loaded."""
+        """Wrap a function for torch's decorator, as a plain call until the compiler is loaded."""
         if _caller() != "torch._compile":
             return _load(self).disable(*args, **kwargs)
         fn = args[0]
@@ -86,7 +86,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a submodule; None without the stand-in."""
+        """Find a submodule, or return None without the stand-in."""
         stand_in = sys.modules.get(NAME)
         if not fullname.startswith(f"{NAME}.") or not isinstance(stand_in, _Compiler):
             return None
@@ -102,7 +102,7 @@ class _Finder(MetaPathFinder, Loader):
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the loaded module."""
+        """Reuse the module in `sys.modules`."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
@@ -115,7 +115,7 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """Install the stand-in if the compiler is not loaded; torch need not be loaded."""
+    """Install the stand-in unless the compiler is loaded. torch need not be loaded."""
     if NAME not in sys.modules:
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
@@ -149,7 +149,7 @@ def is_loaded() -> bool:
 
 
 def _caller() -> str:
-    """Name of the module that called the stand-in's function."""
+    """Find the name of the module calling the stand-in's function."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 

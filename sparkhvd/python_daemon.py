@@ -1,4 +1,6 @@
-"""Daemon of Spark's Python workers that has imported torch: `spark.python.daemon.module=sparkhvd.python_daemon`.
+"""Daemon of Spark's Python workers with torch already imported.
+
+To use it, set `spark.python.daemon.module=sparkhvd.python_daemon`.
 
 Spark forks its Python workers from a daemon and ends those that are idle for a minute. Behind pyspark's own daemon each worker that
 computes rows for `transform` imports torch, 1.6 s of CPU; behind this one it has torch. Spark reads the setting when a session

@@ -20,7 +20,10 @@ _MAX_BYTES = 64 << 10
 
 
 class DriverChannel(Protocol):
-    """Sends data of this process to the driver, from any thread; each method returns False once that is impossible."""
+    """Channel from this process to the driver, for any thread.
+
+    Each method returns False once sending is impossible.
+    """
 
     def message(self, text: bytes) -> bool:
         """Send a message."""
@@ -59,7 +62,9 @@ def log_to_driver(message: object) -> None:
 
 
 def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
-    """Send numbers to the driver's loggers, from `loggers=` of a launch; without loggers, print them as a line.
+    """Send numbers to the driver's loggers, or print them as a line if there are no loggers.
+
+    `loggers=` of the launch sets the loggers.
 
     From any rank and thread; each rank's value of a name is logged. Never waits for the driver. At most 100 calls per
     second of a rank are logged.
@@ -91,18 +96,21 @@ def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
 
 
 def report_progress(text: str) -> None:
-    """Report the training's progress to the driver in one line; only the newest report counts. No effect elsewhere."""
+    """Report the training's progress to the driver in one line. Only the newest report counts.
+
+    No effect in a process without a channel to the driver.
+    """
     if (channel := _channel()) is not None:
         channel.progress(text.encode(errors="replace"))
 
 
 def install(channel: DriverChannel) -> None:
-    """Set the channel of this process; called by the trainer process."""
+    """Set the channel of this process. The trainer process calls it."""
     _installed[:] = [(os.getpid(), channel)]
 
 
 def _channel() -> DriverChannel | None:
-    """Channel of this process; None in a fork, and in a process that the runner did not start."""
+    """Get this process's channel, or None in a fork or a process not started by the runner."""
     return next((channel for pid, channel in _installed if pid == os.getpid()), None)
 
 

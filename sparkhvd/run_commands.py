@@ -39,12 +39,14 @@ def list_runs(store_url: str) -> None:
 
 
 def _shown(value: object, form: str) -> str:
-    """Format a number of a document; "-" if missing."""
+    """Format a number of a document, or "-" if it is missing."""
     return "-" if value is None else f"{number(value):{form}}"
 
 
 def show_report(run: str, output: str | None, *, is_opened: bool) -> None:
-    """Print the location of a run's report page; write the page again if `output` is given or the page is missing.
+    """Print the location of a run's report page.
+
+    Writes the page again if `output` is given or the page is missing.
 
     Args:
         run: folder of the run, `<store>/runs/<run_id>`, as a path or URL.
@@ -72,7 +74,7 @@ def compare_runs(first: str, second: str) -> None:
 
 
 def reproduce_run(run: str, key_file: str | None, master: str | None, *, trusted: bool) -> bool:
-    """Repeat the fit of a run on a table; print and return whether the results have equal bits.
+    """Repeat a run's fit on a table. Print and return whether the results are bitwise equal.
 
     Args:
         run: folder of the run, as in `show_report`.

@@ -51,7 +51,7 @@ def knob(
 
 
 def variables_of(f: Field[object]) -> list[str]:
-    """List the environment variables of a setting; the first that is set counts."""
+    """List the environment variables of a setting, in order of precedence."""
     return [name for name in (f.metadata["env"], f.metadata["alias"]) if name]
 
 
@@ -91,7 +91,7 @@ def parse(f: Field[object], source: str, text: str) -> object:
 
 
 def check(f: Field[object], value: object, source: str) -> None:
-    """Reject a value that the setting does not allow.
+    """Check that a setting allows a value.
 
     Args:
         f: the setting.
@@ -109,7 +109,7 @@ def check(f: Field[object], value: object, source: str) -> None:
 
 
 def parse_place(text: str) -> tuple[str, int] | None:
-    """Parse `host:port` or `[host]:port`; None if invalid."""
+    """Parse `host:port` or `[host]:port`, or return None if invalid."""
     host, colon, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     is_good = bool(host) and colon == ":" and port.isdecimal() and 0 < int(port) < 65536
@@ -124,7 +124,7 @@ def may_be_caught(number: int) -> bool:
 
 
 def parse_port_range(text: str) -> range | None:
-    """Parse `first-last`; `range(1)` for no text, None if invalid."""
+    """Parse `first-last`. An empty text gives `range(1)`, an invalid text None."""
     if not text:
         return range(1)
     first, dash, last = text.partition("-")
@@ -135,12 +135,12 @@ def parse_port_range(text: str) -> range | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is an int or a float; a bool is not a number."""
+    """Whether a value is an int or a float. A bool is not a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_seconds(name: str, seconds: object, such_as: float) -> None:
-    """Reject a wait that is not a number of seconds above 0.
+    """Check that a wait is a number of seconds above 0.
 
     Args:
         name: of the argument or flag.
@@ -416,19 +416,19 @@ class Settings:
 
     @property
     def tuning(self) -> str:
-        """Settings that may be tuned: "" for no setting, "on" for settings that cannot change bits, "all" for all."""
+        """Scope of autotuning: "" (off), "on" (only settings without effect on bits) or "all"."""
         return {"": "", "0": "", "1": "on"}.get(self.autotune, self.autotune)
 
     @property
     def ports(self) -> range:
-        """Ports that a listener may take; `range(0, 1)` means any free port."""
+        """Port range for listeners. `range(0, 1)` means any free port."""
         ports = parse_port_range(self.port_range)
         assert ports is not None
         return ports
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the fields that differ from their defaults."""
+        """Names of the fields with a non-default value."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
     @classmethod
@@ -439,7 +439,7 @@ class Settings:
         conf: Mapping[str, str] | None = None,
         **explicit: object,
     ) -> Settings:
-        """Build settings: arguments override the conf, which overrides the environment, which overrides defaults.
+        """Build settings, in order of precedence: arguments, conf, environment, defaults.
 
         Args:
             environ: variables to read; None means this process's environment.
@@ -491,7 +491,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """Rebuild settings from `to_json`; raises ValueError for any other text."""
+        """Rebuild settings from the text of `to_json`, or raise ValueError for any other text."""
         return rebuild(cls, read_json(text))
 
 
@@ -502,7 +502,7 @@ def conf_keys() -> list[str]:
 
 
 def _of_conf(conf: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings of a Spark conf by field, and the executors' variables in it."""
+    """Extract the settings by field, and the executors' variables, from a Spark conf."""
     in_conf: dict[str, Any] = {}
     for f in fields(Settings):
         key = CONF_PREFIX + f.name
@@ -564,13 +564,13 @@ class JobSettings:
 
     @classmethod
     def from_json(cls, text: str) -> JobSettings:
-        """Rebuild settings from `to_json`; raises ValueError for any other text."""
+        """Rebuild settings from the text of `to_json`, or raise ValueError for any other text."""
         values, fixed = rebuild(tuple[str, tuple[str, ...]], read_json(text))
         return cls(Settings.from_json(values), fixed)
 
 
 class RankSettings:
-    """Settings of a launched rank: the job's, changed by variables that its function sets before `init()`.
+    """Settings of a launched rank: the job's, with variables set by its function before `init()`.
 
     Variables that were set before do not count: they are the host's, or already in the job's settings.
 
@@ -595,7 +595,7 @@ class RankSettings:
         self._before = dict(os.environ if before is None else before)
 
     def current(self) -> Settings:
-        """Settings of the job, with the variables that have changed in this rank.
+        """Apply the variables changed in this rank to the settings of the job.
 
         Raises:
             InvalidArgumentError: the value of a variable is not allowed, or is too late to have an effect.

@@ -43,7 +43,7 @@ _SEPARATOR = "\x1e"
 
 
 class SparkShim:
-    """Session of classic Spark or Spark Connect, with the operations that a launch needs.
+    """Session of classic Spark or Spark Connect, with the operations for a launch.
 
     Attributes:
         session: the session.
@@ -62,9 +62,10 @@ class SparkShim:
         self._choose_python()
 
     def _choose_python(self) -> None:
-        """Make the workers of a local master run this Python, which has the package, unless the user has chosen one.
+        """Run the workers of a local master with this Python, unless the user has chosen another.
 
-        By default they run `python3` of the search path, which differs in a virtual environment that is not activated.
+        This Python has the package. By default the workers run `python3` of the search path, which differs in a virtual
+        environment that is not activated.
         """
         if not self._has_executors_here() or not sys.executable:
             return
@@ -77,7 +78,7 @@ class SparkShim:
         return not self.is_connect and self.session.sparkContext.master.startswith("local")
 
     def is_served_here(self) -> bool:
-        """Whether this process has Spark's driver: of a classic session, or of a Connect server that it started."""
+        """Whether this process has the driver of a classic session or of its own Connect server."""
         return not self.is_connect or is_served_here(self.session)
 
     def runs_this_python(self) -> bool:
@@ -85,7 +86,7 @@ class SparkShim:
         return self._has_executors_here() and self.worker_python() == sys.executable
 
     def conf(self, keys: Iterable[str]) -> dict[str, str]:
-        """Values of the keys that are set."""
+        """Read the values of the keys, without unset keys."""
         names = list(keys)
         values: Iterable[tuple[str, str | None]]
         if self.is_connect:
@@ -117,7 +118,10 @@ class SparkShim:
         return own.strip("[]"), host.strip("[]")
 
     def profile_scope(self) -> str:
-        """Key of the sessions that can share a resource profile (classic: all of the application)."""
+        """Make the key of a resource profile's scope.
+
+        The scope is the session on Connect, and the application on classic Spark.
+        """
         return session_key(self.session) if self.is_connect else self.application()
 
     def is_over(self) -> bool:
@@ -125,7 +129,7 @@ class SparkShim:
         return is_stopped(self.session)
 
     def registered_slots(self, profile: ResourceProfile | None = None) -> int | None:
-        """Number of barrier tasks that the registered executors can run at once; None if unknown."""
+        """Count the barrier task slots of the registered executors, or None if unknown."""
         if self.is_connect:
             return None
         context = self.session.sparkContext._jsc.sc()
@@ -138,14 +142,14 @@ class SparkShim:
         return int(context.maxNumConcurrentTasks(chosen))
 
     def decommissioned(self, executors: Iterable[str]) -> set[str]:
-        """Find the executors that Spark is decommissioning; always empty over Connect."""
+        """Find the executors under decommissioning. Always empty over Connect."""
         if self.is_connect:
             return set()
         scheduler = self.session.sparkContext._jsc.sc().taskScheduler()
         return {e for e in executors if scheduler.getExecutorDecommissionState(e).isDefined()}
 
     def profile(self, cpus: int | None, gpus: float | None) -> ResourceProfile:
-        """Register a resource profile with these resources per task of a stage; None leaves a resource out.
+        """Register a resource profile with these resources per task. None leaves a resource out.
 
         Raises:
             Exception: of Spark's own kinds, if its master does not support profiles.
@@ -166,7 +170,7 @@ class SparkShim:
         return profile
 
     def worker_python(self) -> str:
-        """Python of Spark's workers, for messages; never raises."""
+        """Python of Spark's workers, for messages. Never raises."""
         with contextlib.suppress(Exception):
             if self.is_connect:
                 return str(self.session.conf.get(_PYTHON_CONF, "python3"))
@@ -175,7 +179,7 @@ class SparkShim:
 
     @property
     def closure_limit(self) -> int | None:
-        """Most bytes of a pickled program; None if Spark sets no limit."""
+        """Most bytes of a pickled program, or None if Spark sets no limit."""
         return _CONNECT_MESSAGE_BYTES if self.is_connect else None
 
     def stage(
@@ -215,7 +219,7 @@ class SparkShim:
 
     @contextlib.contextmanager
     def described(self, text: str) -> Iterator[None]:
-        """Describe this thread's jobs by `text` in Spark's UI, after the user's description; not on Connect."""
+        """Append `text` to this thread's job description in Spark's UI. No effect on Connect."""
         if self.is_connect or not text:
             yield
             return
@@ -235,7 +239,7 @@ class SparkShim:
         description: str = "",
         interrupt: Callable[[], None] | None = None,
     ) -> list[Row]:
-        """Collect the rows of a stage, whose job gets this tag; an interrupted wait cancels the job.
+        """Collect the rows of a stage in a job with this tag. An interrupted wait cancels the job.
 
         Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and breaks
         it. An interrupted call of Connect ends its job. So another thread makes the call, with the Spark properties of
@@ -265,7 +269,9 @@ class SparkShim:
     def call_in_worker(
         self, function: Callable[[], str], limit_s: float, is_held: Callable[[], bool]
     ) -> str:
-        """Call a function in a Spark worker; on classic through an RDD, which works without pyarrow.
+        """Call a function in a Spark worker.
+
+        Classic Spark uses an RDD, which works without pyarrow.
 
         Args:
             function: to call; it is pickled by value.
@@ -331,7 +337,7 @@ class SparkShim:
                 watcher.join(_CANCEL_WAIT_S)
 
     def cancel(self, tag: str) -> None:
-        """Cancel the jobs with this tag; never raises, because another error is already being raised."""
+        """Cancel the jobs with this tag. Never raises, because another error is already being raised."""
         with contextlib.suppress(Exception):
             if self.is_connect:
                 self.session.interruptTag(tag)
@@ -342,7 +348,7 @@ class SparkShim:
 def _collect_beside(
     shim: SparkShim, stage: DataFrame, tag: str, interrupt: Callable[[], None] | None
 ) -> list[Row]:
-    """Collect the rows of a stage in another thread; an interrupt of this one cancels the job."""
+    """Collect the rows of a stage in another thread. An interrupt here cancels the job."""
     future: concurrent.futures.Future[list[Row]] = concurrent.futures.Future()
     tags = shim.session.getTags() if shim.is_connect else ()
 
@@ -382,7 +388,7 @@ def cancel_until_over(
 
 
 def job_thread(shim: SparkShim, target: Callable[[], None], name: str) -> threading.Thread:
-    """Make a daemon thread; on classic Spark its jobs inherit the properties of this thread."""
+    """Make a daemon thread. On classic Spark its jobs inherit the properties of this thread."""
     if shim.is_connect:
         return threading.Thread(target=target, name=name, daemon=True)
     from pyspark import InheritableThread
@@ -413,7 +419,7 @@ def plain_interrupts() -> Iterator[None]:
 
 
 def check_session(spark: object) -> None:
-    """Reject a value that is not a session, and a stopped session.
+    """Check that a value is a session and has not been stopped.
 
     Raises:
         InvalidArgumentError: `spark` is not a SparkSession, or has been stopped.
@@ -436,7 +442,7 @@ def is_stopped(session: Any) -> bool:
 
 
 def check_dataframe(call: str, value: object) -> None:
-    """Reject a value that is not a Spark DataFrame.
+    """Check that a value is a Spark DataFrame.
 
     Args:
         call: or argument that received it, for the message.
@@ -463,7 +469,7 @@ def is_connect(spark: SparkSession) -> bool:
 
 
 def session_key(spark: SparkSession) -> str:
-    """Id of a session; equal for all objects of the session."""
+    """Read the id of a session. All objects of the session have the same id."""
     session: Any = spark
     if is_connect(spark):
         return str(session.session_id)
@@ -485,7 +491,7 @@ def has_died(spark: SparkSession) -> bool:
 
 
 def running_tasks(spark: SparkSession, tag: str) -> tuple[int, int] | None:
-    """Count started tasks of jobs with a tag, and running tasks of the application's other jobs; None if unknown."""
+    """Count started tasks of jobs with a tag, and running tasks of the application's other jobs, or return None if unknown."""
     if is_connect(spark):
         return None
     context: Any = spark.sparkContext
@@ -516,7 +522,7 @@ def ml_context(spark: SparkSession) -> SparkSession | SparkContext:
 
 @contextlib.contextmanager
 def needs_pyspark(what: str) -> Iterator[None]:
-    """Import pyspark, or a module that does, inside the block.
+    """Turn a failed import of pyspark inside the block into SparkUnavailableError.
 
     Args:
         what: the name that needs it, for the message.
@@ -538,7 +544,7 @@ def needs_pyspark(what: str) -> Iterator[None]:
 
 
 def active_session() -> SparkSession:
-    """Active session of this thread, or else the default session; classic or Connect.
+    """Find the active session of this thread, classic or Connect, or else the default session.
 
     Raises:
         InvalidArgumentError: there is no active session.
@@ -608,14 +614,14 @@ def is_served_here(session: Any) -> bool:
 
 
 def conf(session: Any, keys: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Read the values of conf keys in one request to a session's server; None for unset keys."""
+    """Read the values of conf keys in one request to a session's server, or return None for unset keys."""
     names = list(keys)
     values = session.client.get_config_with_defaults(*((name, None) for name in names))
     return list(zip(names, values, strict=True))
 
 
 def file_roots(df: Any) -> list[str]:
-    """List the input paths of a DataFrame's scans, at most two per scan; sends no request."""
+    """List the input paths of a DataFrame's scans, at most two per scan. Sends no request."""
     roots: list[str] = []
     messages = [df._plan.to_proto(df.sparkSession.client)]
     while messages:
@@ -634,7 +640,10 @@ def file_roots(df: Any) -> list[str]:
 
 
 def register_profile(session: Any, profile: ResourceProfile) -> None:
-    """Register a resource profile at a session's server; pyspark would use the thread's active session."""
+    """Register a resource profile at a session's server.
+
+    pyspark itself would use the thread's active session.
+    """
     from pyspark.sql.connect import proto
 
     tasks = {

@@ -131,7 +131,7 @@ _installed: list[RankContext] = []
 
 
 def context() -> RankContext | None:
-    """Rank, size and resources of this process; None if it is no rank of a job, or not yet.
+    """Get the rank, size and resources of this process, or None if it is not (yet) a rank.
 
     The runner sets it before `init()`, so a rank can choose its device or its files first.
     """

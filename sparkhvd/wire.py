@@ -38,7 +38,7 @@ def frame_of(payload: bytes) -> bytes:
 
 
 def take_frame(came: bytearray, most_bytes: int | None = None) -> bytes | None:
-    """Remove the first payload from received bytes; None if it is incomplete.
+    """Remove the first payload from received bytes, or return None if it is incomplete.
 
     Raises:
         ValueError: it has more than `most_bytes`.
@@ -55,7 +55,7 @@ def take_frame(came: bytearray, most_bytes: int | None = None) -> bytes | None:
 
 
 def write_frame(fd: int, payload: bytes) -> None:
-    """Write a payload to a pipe; raises BrokenPipeError if the reader is gone."""
+    """Write a payload to a pipe, or raise BrokenPipeError if the reader is gone."""
     for part in (LENGTH.pack(len(payload)), payload):
         view = memoryview(part)
         while view:
@@ -63,7 +63,7 @@ def write_frame(fd: int, payload: bytes) -> None:
 
 
 def read_frame(fd: int) -> bytes | None:
-    """Read a payload from a pipe; None if the writer is gone."""
+    """Read a payload from a pipe, or return None if the writer is gone."""
     header = _read_exactly(fd, LENGTH.size)
     return None if header is None else _read_exactly(fd, LENGTH.unpack(header)[0])
 
@@ -206,7 +206,7 @@ def rebuild(kind: type[T], values: object, *, is_strict: bool = True) -> T:
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """Return a function from JSON values to values of an annotation. It raises ValueError for any other value."""
+    """Make a parser of JSON values for a type annotation. It raises ValueError for other values."""
     if kind in (Any, object):
         return lambda value: value
     if kind is bytes:

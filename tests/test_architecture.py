@@ -411,7 +411,7 @@ def test_one_function_reads_json() -> None:
     assert found == {"sparkhvd/wire.py"}
 
 
-def test_functions_that_unpickle_are_called_by_their_full_names() -> None:
+def test_unpickling_functions_are_called_by_their_qualified_names() -> None:
     hidden = [
         f"{relative(path)}:{node.lineno}"
         for path in SOURCES
@@ -447,13 +447,13 @@ def test_page_of_settings_has_the_table_that_the_code_prints() -> None:
     assert found[1].strip() == markdown_table(), "Regenerate it: python -m tools.settings"
 
 
-def test_page_of_errors_is_the_one_that_the_sources_give() -> None:
+def test_page_of_errors_matches_the_sources() -> None:
     assert errors_page.FILE.read_text() == errors_page.page(), (
         "Regenerate it: python -m tools.errors"
     )
 
 
-def test_page_of_waits_is_the_one_that_the_sources_give() -> None:
+def test_page_of_waits_matches_the_sources() -> None:
     assert waits_page.FILE.read_text() == waits_page.page(), "Regenerate it: python -m tools.waits"
 
 
@@ -537,14 +537,14 @@ def test_a_collective_takes_the_files_that_its_recipe_names() -> None:
     assert len(named) == 5
 
 
-def test_mutexes_of_the_engine_are_those_that_clang_follows() -> None:
+def test_engine_uses_only_mutexes_that_clang_can_check() -> None:
     sources = [*(ROOT / "native" / "src").rglob("*.h"), *(ROOT / "native" / "src").rglob("*.cc")]
     others = re.compile(r"std::(\w*mutex|unique_lock|scoped_lock|lock_guard)\b")
     found = {relative(path) for path in sources if others.search(path.read_text())}
     assert found == {"native/src/sync.h"}
 
 
-def test_no_unfinished_marks_in_what_ships() -> None:
+def test_shipped_sources_contain_no_unfinished_marks() -> None:
     # Spelt so that this file does not find itself.
     marks = re.compile(
         r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b"
@@ -559,7 +559,7 @@ def test_no_unfinished_marks_in_what_ships() -> None:
     assert found == []
 
 
-def test_words_that_mean_something_else_here_are_not_used() -> None:
+def test_sources_use_no_ambiguous_words() -> None:
     """Check for one word per thing: see docs/architecture.md."""
     wrong = re.compile(
         r"\b(nproc|world_rank|comm_size|(?<!def )node_rank)\b"

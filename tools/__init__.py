@@ -1,1 +1,4 @@
-"""Programs of the Makefile, and generators of pages; run `python -m tools.<name>` from the checkout."""
+"""Programs of the Makefile, and generators of pages.
+
+Run `python -m tools.<name>` from the checkout.
+"""

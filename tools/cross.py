@@ -21,7 +21,7 @@ GLIBC = (2, 17)
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file only if that changes it, so that CMake finds nothing to do."""
+    """Write a file only if the text differs, so that CMake has nothing to rebuild."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 

@@ -28,7 +28,7 @@ FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def place(path: str) -> str:
-    """Return the site's path of a file of the checkout; both paths are relative to their roots."""
+    """Map a file's path in the checkout to its path in the site. Both are relative to the roots."""
     if path == HOME:
         return "index.md"
     if path.endswith(NOTEBOOK):
@@ -37,7 +37,7 @@ def place(path: str) -> str:
 
 
 def origin(path: str) -> str:
-    """Return the checkout's path of a file of the site: the inverse of `place`."""
+    """Map a file's path in the site to its path in the checkout: the inverse of `place`."""
     if path == "index.md":
         return HOME
     if not path.startswith("source/"):
@@ -48,7 +48,7 @@ def origin(path: str) -> str:
 
 
 def as_page(notebook: str) -> str:
-    """Return the cells of a notebook as Markdown."""
+    """Convert the cells of a notebook to Markdown."""
     parts = []
     for cell in json.loads((ROOT / notebook).read_text())["cells"]:
         text = "".join(cell["source"])
@@ -57,7 +57,7 @@ def as_page(notebook: str) -> str:
 
 
 def target(page: str, link: str) -> str:
-    """Return the file of the checkout that a link of a page leads to; "" without one."""
+    """Resolve a link of a page to a file of the checkout, or "" if the file does not exist."""
     path = os.path.normpath(os.path.join(os.path.dirname(page), link))
     if (ROOT / path).is_dir():
         path = f"{path}/README.md"
@@ -65,7 +65,7 @@ def target(page: str, link: str) -> str:
 
 
 def moved(page: str, text: str) -> str:
-    """Return a page's text with links to the site's files."""
+    """Rewrite the links in a page's text to the site's files."""
     here = os.path.dirname(place(page))
 
     def one(match: re.Match[str]) -> str:
@@ -81,7 +81,7 @@ def moved(page: str, text: str) -> str:
 
 
 def linked(pages: list[str]) -> set[str]:
-    """Return the files outside docs/ that these pages link to."""
+    """Find the files outside docs/ linked from these pages."""
     found = set()
     for page in pages:
         prose = "".join(FENCED.split((ROOT / page).read_text())[::2])

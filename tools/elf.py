@@ -19,7 +19,7 @@ PRIVATE = "abdrnstN"
 
 @dataclass(frozen=True)
 class Symbol:
-    """A symbol that a file defines: `kind` is nm's letter."""
+    """Symbol defined in a file. `kind` is nm's letter."""
 
     kind: str
     name: str
@@ -33,25 +33,25 @@ def _output(*command: str | Path) -> str:
 
 
 def exported(library: Path) -> set[str]:
-    """Return the names that a shared library exports."""
+    """Read the exported names of a shared library."""
     lines = _output("nm", "-D", "--defined-only", "--format=posix", library).splitlines()
     return {line.split()[0].split("@")[0] for line in lines}
 
 
 def needed(library: Path) -> list[str]:
-    """Return the shared libraries that the loader must find for this one."""
+    """List the shared libraries needed to load this library."""
     return re.findall(r"\(NEEDED\).*\[(.*)\]", _output("readelf", "-dW", library))
 
 
 def newest_glibc(library: Path) -> tuple[int, ...]:
-    """Return the newest version of glibc's symbols that a shared library requires, such as (2, 17); () without any."""
+    """Find the newest glibc required by a library, such as (2, 17), or () if it needs no glibc."""
     text = _output("readelf", "-VW", library)
     versions = re.findall(r"GLIBC_(\d+(?:\.\d+)+)", text)
     return max((tuple(map(int, v.split("."))) for v in versions), default=())
 
 
 def machine(library: Path) -> str:
-    """Return the architecture as `uname -m` names it."""
+    """Read the architecture of a library, spelled as in `uname -m`."""
     text = _output("readelf", "-hW", library)
     found = re.search(r"Machine:\s+(.*)", text)
     assert found is not None, text
@@ -61,7 +61,7 @@ def machine(library: Path) -> str:
 
 
 def visible_symbols(object_file: Path) -> set[Symbol]:
-    """Return the symbols that an object file defines for others, with demangled names."""
+    """List the externally visible symbols of an object file, with demangled names."""
     symbols = set()
     for line in _output("nm", "-C", "--defined-only", object_file).splitlines():
         found = re.fullmatch(r"[0-9a-f]*\s*(\w) (.*)", line)
@@ -72,7 +72,9 @@ def visible_symbols(object_file: Path) -> set[Symbol]:
 
 
 def library_problems(library: Path, *, glibc: tuple[int, ...] | None = None) -> list[str]:
-    """Check that a library loads on other machines, beside other libraries; return the problems as sentences.
+    """Check that a library loads on other machines, beside other libraries.
+
+    Returns the problems as sentences.
 
     Args:
         library: a shared library.
@@ -94,7 +96,9 @@ def library_problems(library: Path, *, glibc: tuple[int, ...] | None = None) -> 
 
 
 def kernel_problems(object_file: Path) -> list[str]:
-    """Check that an object of one instruction set shares nothing with the rest of the library; return the problems as sentences.
+    """Check that an object of one instruction set shares nothing with the rest of the library.
+
+    Returns the problems as sentences.
 
     The linker keeps one copy of what several objects define (inline functions, templates). If that were the copy of
     an object compiled for AVX-512, older CPUs would die of an illegal instruction. So such an

@@ -34,7 +34,7 @@ _TRANSPARENT = {"str", "repr", "sorted", "list", "tuple", "set", "int", "shown",
 
 
 def page() -> str:
-    """Return the page for the current sources."""
+    """Generate the page from the current sources."""
     messages: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for path in sorted((ROOT / "sparkhvd").rglob("*.py")):
         package = ".".join(path.parent.relative_to(ROOT).parts)
@@ -51,13 +51,13 @@ def page() -> str:
 
 
 def _classes() -> list[type[Exception]]:
-    """Return the exceptions of `sparkhvd.errors` in the order of that file."""
+    """List the exceptions of `sparkhvd.errors` in source order."""
     tree = ast.parse(Path(errors.__file__).read_text())
     return [getattr(errors, node.name) for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def _messages(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield class and template of each exception that the module creates."""
+    """Yield the class and message template of each exception created in the module."""
     names = {cls.__name__ for cls in _classes()}
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     # The innermost function of a call comes last, and its assignments count.
@@ -73,7 +73,7 @@ def _messages(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _templates(message: ast.expr, scope: ast.AST) -> list[str]:
-    """Return the texts of a message: several if a name was assigned several."""
+    """List the possible texts of a message, with each assignment if the message is a name."""
     if isinstance(message, ast.IfExp):
         return [*_templates(message.body, scope), *_templates(message.orelse, scope)]
     if isinstance(message, ast.Name):
@@ -88,7 +88,7 @@ def _templates(message: ast.expr, scope: ast.AST) -> list[str]:
 
 
 def _text(node: ast.expr) -> str:
-    """Return an expression as text with placeholders."""
+    """Convert an expression to text with placeholders."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -106,7 +106,7 @@ def _text(node: ast.expr) -> str:
 
 
 def _placeholder(node: ast.expr) -> str:
-    """Return a name for a value."""
+    """Derive a placeholder's name from an expression."""
     match node:
         case ast.Attribute(value, "__name__" | "__qualname__" | "name"):
             return _placeholder(value)
@@ -133,19 +133,19 @@ def _placeholder(node: ast.expr) -> str:
 
 
 def _name(node: ast.expr) -> str:
-    """Return the last name of `a.b.c`; "" without a name."""
+    """Get the last name `c` of `a.b.c`, or "" if the expression has no name."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _order(text: str) -> tuple[str, str]:
-    """Sort by words, so that texts that start with a value are sorted by their first word."""
+    """Make a sort key from the words of a text, without punctuation around placeholders."""
     return re.sub(r"[^a-z ]", "", text.lower()), text
 
 
 def _code(text: str) -> str:
-    """Return Markdown code, which shows `<...>` as it is."""
+    """Format a text as Markdown code, so that `<...>` appears unchanged."""
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 

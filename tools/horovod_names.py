@@ -174,7 +174,10 @@ NOTES: dict[str, str] = {
 
 
 def _found(module: str, name: str) -> Any:
-    """Return the value of a name of a module or class; None if missing, True if a frontend's requirement is not installed here."""
+    """Look up a name of a module or class, or None if it is missing.
+
+    Returns True if a requirement of a frontend is not installed here.
+    """
     home, _, last = module.rpartition(".")
     is_class = last[:1].isupper()
     try:
@@ -186,7 +189,7 @@ def _found(module: str, name: str) -> Any:
 
 
 def rows() -> list[tuple[str, str, str, str]]:
-    """Return module, names, state and note of each line."""
+    """List the lines of the table: module, names, state and note."""
     found = []
     for module, text in NAMES.items():
         lines: dict[tuple[str, str], list[str]] = {}
@@ -204,7 +207,7 @@ def rows() -> list[tuple[str, str, str, str]]:
 
 
 def table() -> str:
-    """Return the table."""
+    """Format the lines as a Markdown table."""
     lines = ["| module | names | | |", "|---|---|---|---|"]
     lines += [
         f"| `{module}` | {names} | {state} | {note} |" for module, names, state, note in rows()
@@ -213,7 +216,7 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with the table in its place."""
+    """Replace the table in the text of the page."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"

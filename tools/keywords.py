@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 
 def source() -> str:
-    """Return the generated file."""
+    """Generate the source of the file."""
     return _HEADER + keyword_types() + option_types()
 
 
 def keyword_types(classes: Mapping[str, type] = KEYWORDS) -> str:
-    """Return a `TypedDict` of the keyword arguments of each class, by its name there."""
+    """Generate a `TypedDict` for the keyword arguments of each class, named by its key."""
     parts = []
     for name, cls in classes.items():
         rows = {n: r for n, r in rows_of(cls).items() if not (r.no_effect or r.refused)}
@@ -69,7 +69,10 @@ def keyword_types(classes: Mapping[str, type] = KEYWORDS) -> str:
 
 
 def option_types(classes: Mapping[str, type] = OPTIONS) -> str:
-    """Return a dataclass of the values of each class's Params, by its name there; the first is the others' base."""
+    """Generate a dataclass for the Params of each class, named by its key.
+
+    The first dataclass is the base of the others.
+    """
     parts = []
     base, *_ = classes
     known: set[str] = set()

@@ -42,7 +42,7 @@ class Release:
         return FOLDER / self.name / "libnccl.so.2"
 
     def why_missing(self) -> str:
-        """Return the error of the last attempt to fetch the release."""
+        """Read the error of the last attempt to fetch the release."""
         note = FOLDER / f"{self.name}.missing"
         return note.read_text() if note.exists() else f"{self.name}: fetch it by make test-nccl"
 
@@ -56,7 +56,7 @@ RELEASES = (
 
 
 def fetch(release: Release) -> str:
-    """Put the library into its folder; return the problem in one line, empty on success."""
+    """Put the library into its folder and return the problem in one line, empty on success."""
     if release.library.exists():
         return ""
     wheels = FOLDER / "wheels" / release.name

@@ -112,7 +112,7 @@ dist.destroy_process_group()
 
 
 class Failed(Exception):
-    """A command failed; the message is its output."""
+    """A command failed. The message is its output."""
 
 
 def run(
@@ -123,7 +123,7 @@ def run(
     check: bool = True,
     **variables: str,
 ) -> str:
-    """Run a command isolated from the checkout's package; return its output."""
+    """Run a command isolated from the checkout's package and return its output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SPARKHVD_"))}
     done = subprocess.run(
         command, cwd=folder, env={**clean, **variables}, stdout=subprocess.PIPE,
@@ -140,7 +140,7 @@ def pip(python: Path, *arguments: str | Path) -> str:
 
 
 def environment(name: str, version: str) -> Path:
-    """Create a fresh environment; return its Python."""
+    """Create a fresh environment and return its Python."""
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
     run([python_of(version), "-m", "venv", "--without-pip", folder])
@@ -174,7 +174,7 @@ def try_client(distribution: Path, version: str) -> str:
 
 
 def beside(name: str, *mains: Path) -> Path:
-    """Create an environment with the packages of others except this one, the first taking precedence; return its Python."""
+    """Create an environment with the packages of others except this one, the first taking precedence, and return its Python."""
     version = run([mains[-1], "-c", VERSION]).strip()
     python = environment(name, version)
     others = WORK / f"{name}-packages"
@@ -190,7 +190,7 @@ def beside(name: str, *mains: Path) -> Path:
 
 
 def installation(python: Path, wheel: Path) -> str:
-    """Install the wheel with its dependencies present; return its time and size."""
+    """Install the wheel with its dependencies present and return its time and size."""
     begin = time.monotonic()
     pip(python, "--no-index", wheel)
     seconds = time.monotonic() - begin
@@ -206,7 +206,7 @@ def megabytes(python: Path) -> float:
 
 
 def attempt(what: str, action: Callable[[], str]) -> str:
-    """Return the outcome of an action in words; print failures."""
+    """Run an action, print a failure, and return the outcome in words."""
     try:
         outcome = action()
     except Missing as e:
@@ -219,13 +219,13 @@ def attempt(what: str, action: Callable[[], str]) -> str:
 
 
 def versions() -> list[str]:
-    """Return the Pythons named in the metadata."""
+    """Read the Python versions from the metadata."""
     text = (ROOT / "pyproject.toml").read_text()
     return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
 
 
 def distributions() -> dict[str, Path | None]:
-    """Return the files of a release, by kind; None for a missing one."""
+    """Find the files of a release, by kind. A missing file is None."""
     patterns = {"source": "*.tar.gz", "x86_64": "*x86_64.whl", "aarch64": "*aarch64.whl"}
     patterns["any"] = "*-none-any.whl"
     return {
@@ -235,7 +235,7 @@ def distributions() -> dict[str, Path | None]:
 
 
 def try_one(kind: str, path: Path | None, version: str, own: str) -> str:
-    """Try a file under a Python; return the outcome in words."""
+    """Try a file under a Python and return the outcome in words."""
     machine = platform.machine()
     if path is None:
         return "not tried: `make wheel` has not built it"
@@ -249,7 +249,7 @@ def try_one(kind: str, path: Path | None, version: str, own: str) -> str:
 
 
 def matrix(main: Path, chosen: list[str]) -> list[list[str]]:
-    """Try every distribution under every Python; return the rows of the table."""
+    """Try every distribution under every Python and return the rows of the table."""
     own = run([main, "-c", VERSION]).strip()
     rows = []
     for kind, path in distributions().items():
@@ -285,7 +285,7 @@ def fits(main: Path, wheel: Path) -> list[list[str]]:
 
 
 def torch_environment(main: Path, name: str, requirement: str) -> Path:
-    """Create an environment with another torch; return its Python."""
+    """Create an environment with another torch and return its Python."""
     folder = ROOT / "build" / f"torch-env-{name}"
     command = [ROOT / "tools" / "torch_env.sh", main, folder, requirement]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=3600)
@@ -297,7 +297,7 @@ def torch_environment(main: Path, name: str, requirement: str) -> Path:
 
 
 def python_tests(python: Path) -> str:
-    """Run the whole Python suite; return pytest's closing line."""
+    """Run the whole Python suite and return pytest's closing line."""
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
     output = run(command, ROOT, timeout=7200, check=False)
     closing = output.strip().splitlines()[-1].strip("= ")
@@ -308,7 +308,7 @@ def python_tests(python: Path) -> str:
 
 
 def backend_tests(python: Path) -> str:
-    """Run PyTorch's own tests of a backend on Gloo and on ours; return how many of Gloo's pass on ours."""
+    """Run PyTorch's own tests of a backend on Gloo and on ours, and return how many of Gloo's pass on ours."""
     command = [python, "-m", "pytest", "-q", "-s", "tests/soak/distributed"]
     output = run(command, ROOT, timeout=3600, check=False)
     found = re.search(r"(\d+ of \d+) that pass on Gloo", output)
@@ -318,7 +318,7 @@ def backend_tests(python: Path) -> str:
 
 
 def torch_row(main: Path, name: str, requirement: str) -> list[str]:
-    """Try a version of torch; return its row of the table."""
+    """Try a version of torch and return its row of the table."""
     made: list[Path] = [main]
 
     def version() -> str:

@@ -1,4 +1,4 @@
-"""Makes the classes of Jackson that Iceberg's Spark runtime of PyPI lacks: `relocated_jackson.py OUTPUT.jar`.
+"""Make the Jackson classes for PyPI's Iceberg runtime: `relocated_jackson.py OUTPUT.jar`.
 
 `iceberg-spark-runtime` has its libraries under the prefix `org.apache.iceberg.shaded`. The one in the package
 `snowpark-connect-deps-iceberg` has no Jackson there. pyspark's own jars have Jackson under its own name, and this gives it the prefix: every
@@ -36,7 +36,7 @@ _SIZES = {
 
 
 def relocated(data: bytes) -> bytes:
-    """Return a class with the prefix before each name of Jackson."""
+    """Insert the prefix before each name of Jackson in a class file."""
     (count,) = struct.unpack_from(">H", data, 8)
     parts, at, number = [data[:10]], 10, 1
     while number < count:

@@ -16,7 +16,7 @@ FILE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
 
 def page() -> str:
-    """Return the page with the current table."""
+    """Replace the table in the text of the page by the current table."""
     table = f"<!-- settings -->\n{markdown_table()}\n<!-- /settings -->"
     return re.sub(
         r"<!-- settings -->\n.*<!-- /settings -->",

@@ -29,7 +29,7 @@ class NoReasonError(Exception):
 
 
 def page() -> str:
-    """Return the page for the current sources.
+    """Generate the page from the current sources.
 
     Raises:
         NoReasonError: a constant has no comment above it or on its line.
@@ -67,7 +67,7 @@ def _rows(path: Path) -> list[str]:
 
 
 def _comment(lines: list[str], number: int) -> str:
-    """Return the comment on a line, or on those above it."""
+    """Read the comment on a line, or on the lines above it."""
     _, found, own = lines[number].partition("  # ")
     if found:
         return own

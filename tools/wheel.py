@@ -35,7 +35,7 @@ def platform_tag(kind: str) -> str:
 
 
 def run(command: list[str], folder: Path, **variables: str) -> str:
-    """Run `command` and return its output; on failure print that and exit."""
+    """Run `command` and return its output. On failure, print the output and exit."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -86,7 +86,7 @@ def build(kind: str, tree: Path) -> Path:
 
 
 def check(kind: str, wheel: Path, tree: Path) -> list[str]:
-    """Check a wheel; return its problems as sentences."""
+    """Check a wheel and return its problems as sentences."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = next(n for n in names if n.endswith(".dist-info/WHEEL"))
@@ -117,7 +117,7 @@ def check(kind: str, wheel: Path, tree: Path) -> list[str]:
 
 
 def kernels(tree: Path) -> list[str]:
-    """Check the objects of single instruction sets built by the wheel's compiler; return their problems as sentences."""
+    """Check the objects of single instruction sets built by the wheel's compiler and return their problems as sentences."""
     objects = [
         path
         for path in sorted(tree.glob("build/temp*/native/**/kernels/*.o"))
@@ -129,7 +129,7 @@ def kernels(tree: Path) -> list[str]:
 
 
 def audit(kind: str, wheel: Path) -> list[str]:
-    """Check the wheel's name with auditwheel; return the problems as sentences."""
+    """Check the wheel's name with auditwheel and return the problems as sentences."""
     output = " ".join(run([sys.executable, "-m", "auditwheel", "show", str(wheel)], ROOT).split())
     pattern = rf'following platform tag: "manylinux_(\d+)_(\d+)_{kind}"'
     found = re.search(pattern, output)

@@ -38,7 +38,7 @@ print(*kernels)
 
 
 class Missing(Exception):
-    """Something that the machine lacks; the message has the remedy."""
+    """Missing requirement on this machine. The message has the remedy."""
 
 
 # Tests of the engine need no torch.
@@ -70,7 +70,7 @@ def python_of(version: str) -> str:
 
 
 def copy_tests() -> Path:
-    """Copy the tests and the files that they read, without the package."""
+    """Copy the tests and their files, without the package."""
     copy = WORK / "tests"
     shutil.rmtree(copy, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__")
@@ -84,7 +84,10 @@ def copy_tests() -> Path:
 
 
 def harness_names() -> set[str]:
-    """Name the harness modules that the tests use, because the tests' configuration imports all, and many need torch."""
+    """List the harness modules used by the tests.
+
+    The tests' configuration imports every harness module present, and many need torch.
+    """
     used = {FIXTURES}
     harness = ROOT / "tests" / "harness"
     files = [
@@ -101,7 +104,7 @@ def harness_names() -> set[str]:
 
 
 def run_under(version: str, tests: Path, arguments: list[str]) -> bool:
-    """Install and test under one Python; return whether all succeeded."""
+    """Install and test under one Python, and return whether all succeeded."""
     environment = WORK / f"python{version}"
     shutil.rmtree(environment, ignore_errors=True)
     subprocess.run([python_of(version), "-m", "venv", "--without-pip", environment], check=True)

@@ -71,14 +71,14 @@ def column_to_numpy(
 
 
 def fill_of(column: Column) -> float | None:
-    """Return the number that replaces a null (NaN under "keep"), or None if a null is invalid."""
+    """Return the fill value for nulls (NaN under "keep"), or None if a null is invalid."""
     if column.invalid[0] == "keep":
         return math.nan
     return column.invalid[1] if column.invalid[0] == "fill" else None
 
 
 def usable_rows(array: pa.Array, column: Column) -> Array | None:
-    """Mask (rows,) of the rows without a null or an invalid number; None if all rows are usable."""
+    """Make the mask (rows,) of rows without nulls or invalid numbers, or None if all are usable."""
     bad = np.zeros(len(array), np.bool_)
     if array.null_count:
         bad |= numbers(array.is_null())
@@ -161,7 +161,10 @@ def _fixed_width(
 def _one_width(
     widths: Array, invalid_rows: InvalidRowCounts, inner: tuple[int, ...] = ()
 ) -> int | None:
-    """Return the width of all rows, or None if widths differ or are 0; count the shapes (width, *inner)."""
+    """Count the row shapes and return the common width, or None if widths differ or are 0.
+
+    The shapes are (width, *inner).
+    """
     different, rows = np.unique(widths, return_counts=True)
     invalid_rows.shapes.update(
         {(int(w), *inner): int(n) for w, n in zip(different, rows, strict=True)}
@@ -195,7 +198,7 @@ def _vectors(
 def _sparse_rows(
     array: pa.StructArray, values: Array, lengths: Array, is_dense: Array, width: int
 ) -> SparseRows:
-    """Convert vectors to sparse rows; a dense vector keeps its nonzero elements.
+    """Convert vectors to sparse rows. A dense vector keeps its nonzero elements.
 
     Args:
         array: of the vector struct.
@@ -279,7 +282,7 @@ class InvalidRowCounts:
         self.examples = {**other.examples, **self.examples}
 
     def note(self, name: str, rows: int, values: Array, bad: Array) -> None:
-        """Count rows that hold bad elements of `values`, and keep the first bad element as an example."""
+        """Add `rows` to a count, and keep the first bad element of `values` as an example."""
         if rows:
             setattr(self, name, getattr(self, name) + rows)
             self.examples.setdefault(name, f"{values[bad].flat[0].item()!r}")
@@ -296,7 +299,7 @@ class InvalidRowCounts:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """Shape in words: "3", "2 x 3"; "?" is an axis that varies inside the row, as in "2 x ?"."""
+    """Format a shape, as in "2 x 3" or "2 x ?". "?" means that lengths differ inside the row."""
     return " x ".join("?" if n < 0 else str(n) for n in shape)
 
 
@@ -402,7 +405,7 @@ def narrowed(
     *,
     is_flag: bool,
 ) -> Values:
-    """Convert values to the stored dtype; rows of any length keep their layout.
+    """Convert values to the stored dtype. Rows of any length keep their layout.
 
     Args:
         values: in Spark's type.
@@ -436,7 +439,7 @@ def narrowed(
 
 
 def invalid_numbers(values: Array, column: Column) -> dict[str, Array]:
-    """Find the numbers that the column's tensor cannot hold: name of their count in `InvalidRowCounts` -> mask."""
+    """Mask the numbers that the column's tensor cannot hold, by name in `InvalidRowCounts`."""
     is_float, bits = values.dtype.kind == "f", _BITS.get(column.number_type)
     if not values.size or values.dtype.kind == "b" or not (is_float or bits):
         return {}
@@ -510,7 +513,7 @@ def _converted(
 
 
 def _ragged_rows(lengths: Array, bad: Array) -> int:
-    """Count the rows of these lengths that have at least one True in the concatenated `bad`."""
+    """Count rows with at least one True. `bad` holds the rows of these lengths, concatenated."""
     return len(np.unique(np.repeat(np.arange(len(lengths)), lengths)[bad])) if bad.any() else 0
 
 
@@ -524,7 +527,7 @@ def _rows(bad: Array) -> int:
 
 
 def numbered(batches: Iterator[pa.RecordBatch], index: int, first: int) -> Iterator[pa.RecordBatch]:
-    """Number the groups of neighbouring rows with equal values, over all batches of a partition; nulls are kept.
+    """Number the groups of adjacent equal values over a partition's batches. Nulls stay null.
 
     Args:
         batches: of the partition, sorted by the column.

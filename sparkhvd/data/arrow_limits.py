@@ -142,7 +142,7 @@ class _Bound:
     wanted: list[int] = field(default_factory=list)
 
     def apply(self, conf: RuntimeConfig, name: str) -> None:
-        """Write the minimum of the bounds of all blocks and the user; a user's bound in bytes is kept."""
+        """Write the smallest bound of all blocks and the user. A user's bound in bytes is kept."""
         if self.users is not None and name == BYTES_KEY:
             return
         bounds = list(self.wanted)

@@ -1,4 +1,4 @@
-"""Map Arrow types that Spark never sends to Spark types, and convert their arrays to Spark's forms.
+"""Convert Arrow types never sent by Spark, and their arrays, to Spark's types and forms.
 
 External Parquet has fixed-size lists, dictionaries, tensors and unsigned numbers; `plain` turns their arrays
 into the forms that `column_to_numpy` reads.
@@ -54,7 +54,7 @@ _PLAIN_TYPES: tuple[tuple[Callable[[pa.DataType], bool] | None, str, str], ...] 
 
 
 def spark_type(kind: pa.DataType) -> SparkType:
-    """Return the Spark type of an Arrow type, without pyspark."""
+    """Convert an Arrow type to a Spark type, without pyspark."""
     t = pa.types
     if t.is_dictionary(kind):
         return spark_type(kind.value_type)
@@ -137,13 +137,13 @@ def _is_any_list(kind: pa.DataType) -> bool:
 
 
 def _is(kind: pa.DataType, name: str) -> bool:
-    """Whether the type has this name; False if this pyarrow lacks the name."""
+    """Whether the type has this name. A name unknown to this pyarrow gives False."""
     test = getattr(pa.types, f"is_{name}", None)
     return test is not None and bool(test(kind))
 
 
 def _is_view(kind: pa.DataType) -> bool:
-    """Whether the type is a view: a layout with scattered values that libraries such as polars use."""
+    """Whether the type is a view: a layout with scattered values, used by libraries like polars."""
     return any(
         _is(kind, name) for name in ("string_view", "binary_view", "list_view", "large_list_view")
     )
@@ -171,7 +171,7 @@ def _needs_change(kind: pa.DataType) -> bool:
 
 
 def _fixed_lists(array: pa.FixedSizeListArray) -> pa.Array:
-    """Convert fixed-size lists to lists with offsets; nulls become empty, as in Spark."""
+    """Convert fixed-size lists to lists with offsets. Nulls become empty, as in Spark."""
     width = array.type.list_size
     nulls = _nulls(array)
     lengths = np.full(len(array), width, np.int64)
@@ -184,7 +184,10 @@ def _fixed_lists(array: pa.FixedSizeListArray) -> pa.Array:
 
 
 def _fixed_bytes(array: pa.FixedSizeBinaryArray) -> pa.Array:
-    """Convert fixed-size binary values to values with offsets, without a cast, which crashes pyarrow 14 for slices."""
+    """Convert fixed-size binary values to values with offsets.
+
+    A cast would crash pyarrow 14 for slices.
+    """
     width, rows = array.type.byte_width, len(array)
     offsets = np.arange(rows + 1, dtype=np.int64) * width
     is_small = offsets[-1] < 2**31
@@ -201,7 +204,7 @@ def _fixed_bytes(array: pa.FixedSizeBinaryArray) -> pa.Array:
 
 
 def _order(kind: pa.DataType) -> tuple[int, ...] | None:
-    """Stored axis of each axis of a fixed-shape tensor; None if the axes are stored in order."""
+    """Find the stored axis of each axis of a fixed-shape tensor, or None if they are in order."""
     order = tuple(getattr(kind, "permutation", None) or ())
     return None if order == tuple(range(len(order))) else order
 
@@ -226,7 +229,7 @@ def _tensor(
 
 
 def _nulls(array: pa.Array) -> Mask | None:
-    """Mask (rows,) of the nulls; None without nulls."""
+    """Make the mask (rows,) of the nulls, or None without nulls."""
     return array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
 
 
@@ -242,7 +245,7 @@ def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], nulls: Mask | None)
 
 
 def _validity(nulls: Mask | None) -> pa.Buffer | None:
-    """Arrow's validity bits; None if no row is null."""
+    """Make Arrow's validity bits, or None if no row is null."""
     return None if nulls is None else pa.py_buffer(np.packbits(~nulls, bitorder="little"))
 
 
@@ -255,7 +258,7 @@ Array = npt.NDArray[Any]
 
 
 def numpy_to_array(values: Array) -> pa.Array:
-    """Wrap a flat numpy array of numbers as an Arrow array; both share their memory."""
+    """Wrap a flat numpy array of numbers as an Arrow array with the same memory."""
     kind = pa.from_numpy_dtype(values.dtype)
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(kind, len(values), [None, buffer])
@@ -278,7 +281,7 @@ def text_to_array(text: str) -> pa.Array:
 
 
 def numbers(array: pa.Array) -> Array:
-    """View an Arrow array of numbers or booleans as numpy; null entries are undefined."""
+    """View an Arrow array of numbers or booleans as numpy. Null entries are undefined."""
     array = _without_decimals(array)
     length, buffer = len(array), array.buffers()[1]
     if pa.types.is_boolean(array.type):
@@ -299,7 +302,10 @@ _MOST_EXACT_POWER = 22
 
 
 def _without_decimals(array: pa.Array) -> pa.Array:
-    """Convert decimals to int64 if all are whole and fit, else to the nearest doubles; keep other arrays unchanged."""
+    """Convert decimals to int64 if all are whole and fit, else to the nearest doubles.
+
+    Other arrays stay unchanged.
+    """
     kind = array.type
     if not pa.types.is_decimal(kind):
         return array
@@ -324,12 +330,12 @@ def _without_decimals(array: pa.Array) -> pa.Array:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether rows are lists of any length, with 32-bit or 64-bit offsets; not views, not fixed-size lists."""
+    """Whether rows are lists with 32-bit or 64-bit offsets. Views and fixed-size lists are not."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def flattened(lists: pa.ListArray) -> tuple[Array, pa.Array]:
-    """Return the number of elements of each row, and all elements; null lists must be empty, as in Spark."""
+    """Split lists into row lengths and all elements. Null lists must be empty, as in Spark."""
     if not len(lists):
         return np.empty(0, np.int64), lists.values.slice(0, 0)
     offsets = numbers(lists.offsets)
@@ -337,7 +343,7 @@ def flattened(lists: pa.ListArray) -> tuple[Array, pa.Array]:
 
 
 def byte_rows(array: pa.Array) -> Ragged:
-    """View an Arrow array of binary or string values as rows of bytes; text as UTF-8."""
+    """View an Arrow array of binary or string values as rows of bytes. Text is UTF-8."""
     is_large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
     if not len(array):
         return Ragged.empty(np.uint8)
@@ -412,7 +418,7 @@ def vector_columns(schema: StructType) -> tuple[bool, ...]:
 
 
 def split_vectors(df: DataFrame, is_vector: Sequence[bool]) -> DataFrame:
-    """Replace every vector column by four columns; other columns are unchanged.
+    """Replace every vector column by four columns. Other columns are unchanged.
 
     Args:
         df: the DataFrame, classic or Connect; its names are plain and unique.
@@ -435,7 +441,10 @@ def split_vectors(df: DataFrame, is_vector: Sequence[bool]) -> DataFrame:
 
 
 def join_vectors(batch: pa.RecordBatch, is_vector: Sequence[bool]) -> pa.RecordBatch:
-    """Join the columns of `split_vectors` to Spark's structs again; columns are named c0, c1, ..."""
+    """Join the columns of `split_vectors` to Spark's structs again.
+
+    The result's columns are named c0, c1, and so on.
+    """
     if not any(is_vector):
         return batch
     arrays = iter(batch.columns)

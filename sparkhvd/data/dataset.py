@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prepared rows in a store, which any process can read; picklable.
+    """Picklable handle of prepared rows in a store, for use in any process.
 
     Attributes:
         store: store of the data; pickled with its options.
@@ -94,7 +94,7 @@ class Dataset:
     def loader(
         self, rank: int | None = None, size: int | None = None, batch_size: int = 32, **options: Any
     ) -> Loader:
-        """Return batches of one rank; see `Loader`.
+        """Make a loader of one rank's batches. See `Loader`.
 
         Args:
             rank: of this process; None = from its launcher, `hvd` or torch.distributed.
@@ -105,7 +105,7 @@ class Dataset:
         return Loader(self, rank, size, batch_size, **options)
 
     def delete(self) -> None:
-        """Delete the files, which must have no readers."""
+        """Delete the files. They must have no readers."""
         remove(self.store, self.path)
 
 
@@ -212,7 +212,9 @@ def load(store: Store | str | PathLike[str], path: str) -> Dataset:
 
 
 def place() -> tuple[int, int]:
-    """Find rank and size of this process: from `hvd`, else torch.distributed, else the launcher; (0, 1) if unknown.
+    """Find rank and size of this process, or (0, 1) if unknown.
+
+    The sources are `hvd`, else torch.distributed, else the launcher.
 
     Raises:
         InvalidArgumentError: two launchers contradict each other.
@@ -247,7 +249,7 @@ def _names(columns: Sequence[str]) -> list[str]:
 
 
 def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Check rank and size; if both are None, return rank and size of this process."""
+    """Check rank and size, or find this process's if both are None."""
     if (rank is None) != (size is None):
         raise InvalidArgumentError(
             f"loader: rank is {rank} and size {size}. Give both, or leave both out to use the launcher's."
@@ -297,7 +299,7 @@ def _known_subset(schema: DataSchema, subset: str | None, validation: float | No
 
 
 def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunctions) -> None:
-    """Reject names of missing columns, and columns without the decoder that they need."""
+    """Reject missing columns, and columns without their required decoder."""
     for name in names:
         if schema.column(name).has_decoder and name not in functions.decoders:
             raise InvalidArgumentError(
@@ -309,7 +311,7 @@ def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunct
 
 
 def _check_caller(frame: FrameType | None) -> None:
-    """Reject a DataLoader that would collate batches again; only the caller's stack frame reveals it."""
+    """Reject a DataLoader with its own collation, recognised by the caller's stack frame."""
     caller = None if frame is None else frame.f_locals.get("self")
     if type(caller).__name__ != "_IterableDatasetFetcher" or not getattr(
         caller, "auto_collation", False
@@ -366,7 +368,7 @@ class Loader(IterableDataset[Any]):
         shuffle_bytes: int = 1 << 30,
         prefetch_bytes: int = 16 << 20,
     ) -> None:
-        """Describe the batches; nothing is read before the first iteration.
+        """Describe the batches. Nothing is read before the first iteration.
 
         Args:
             dataset: the rows.
@@ -483,7 +485,7 @@ class Loader(IterableDataset[Any]):
         self._handed_out = 0
 
     def _check_windows(self, reader: Reader) -> None:
-        """Reject resuming an epoch whose rows so far had another order than the reader's."""
+        """Reject resuming an epoch if the reader has another row order than before."""
         has_begun = self._first_row + self._handed_out > 0
         if has_begun and self._windows is not None and self._windows != reader.windows:
             where = ["beyond shuffle_bytes", "in memory"]
@@ -503,7 +505,7 @@ class Loader(IterableDataset[Any]):
         self.epoch, self._before, self._handed_out = epoch, (), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch; equal on all ranks after equally many steps."""
+        """Return the position after the last batch, equal on all ranks after equally many steps."""
         row = self._first_row + self._handed_out
         order = {name: self._options[name] for name in _ORDER}
         ranks: dict[str, Any] = {
@@ -557,7 +559,7 @@ class Loader(IterableDataset[Any]):
             self._continue(known[0] or 0, known[1] or 0)
 
     def close(self) -> None:
-        """Stop the thread and release files and memory; another iteration opens them again."""
+        """Stop the thread and release files and memory. Another iteration opens them again."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -598,7 +600,7 @@ class Loader(IterableDataset[Any]):
 
 
 def _stages(given: object) -> tuple[Stage, ...] | None:
-    """Parse the stages of a state; None if they are invalid."""
+    """Parse the stages of a state, or return None if they are invalid."""
     try:
         stages = rebuild(tuple[tuple[int, int, int], ...], given)
     except ValueError:
@@ -622,7 +624,7 @@ _WITHOUT_MEANING = frozenset(
 
 
 class SparkDatasetConverter:
-    """Prepared data with petastorm's methods; picklable.
+    """Picklable handle of prepared data with petastorm's methods.
 
     Attributes:
         dataset: the rows.
@@ -649,7 +651,7 @@ class SparkDatasetConverter:
         shuffle_row_groups: bool = True,
         **others: object,
     ) -> Iterator[Epochs]:
-        """Return a context manager of one shard's batches: dicts from columns to tensors.
+        """Open one shard's batches (dicts from columns to tensors) as a context manager.
 
         Args:
             batch_size: rows per batch.
@@ -733,7 +735,9 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 def data_module(dataset: Dataset, batch_size: int = 32, **options: Any) -> Any:
-    """Return a `LightningDataModule` with loaders of the training rows, and of validation rows if a column marks them.
+    """Make a `LightningDataModule` with loaders of training rows and marked validation rows.
+
+    It has no validation loader if no column marks validation rows.
 
     Its state, in Lightning's checkpoints, is the position in the epoch.
 

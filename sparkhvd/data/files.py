@@ -27,7 +27,7 @@ File = TypeVar("File", bound=_Closes)
 
 
 class OpenFiles(Generic[Key, File]):
-    """LRU cache of open files; not thread-safe."""
+    """LRU cache of open files, not thread-safe."""
 
     def __init__(self, open_file: Callable[[Key], File]) -> None:
         """Start with an empty cache.
@@ -39,7 +39,7 @@ class OpenFiles(Generic[Key, File]):
         self._files: OrderedDict[Key, File] = OrderedDict()
 
     def get(self, key: Key) -> File:
-        """Open the file unless it is open; close the least recently used beyond `LIMIT`."""
+        """Get an open file, and close the least recently used files beyond `LIMIT`."""
         file = self._files.get(key)
         if file is None:
             file = self._files[key] = self._open_file(key)
@@ -62,13 +62,13 @@ Empty = Callable[[str, tuple[int, ...], npt.DTypeLike], Array]
 
 
 def fresh(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Allocate a new array; the name has no effect."""
+    """Allocate a new array. The name has no effect."""
     del name
     return np.empty(shape, dtype)
 
 
 class Buffers:
-    """Reusable memory for arrays by name; an array is valid until the next request of its name. Not thread-safe.
+    """Reusable memory for arrays by name. An array is valid until the next request of its name. Not thread-safe.
 
     Each name has its own memory mapping. In the heap, a freed window would leave a hole too small for the next,
     slightly larger window.
@@ -78,7 +78,7 @@ class Buffers:
         self._held: dict[str, Array] = {}
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Return an array in the memory of this name, which grows if needed; the values are arbitrary."""
+        """Make an uninitialized array in the memory of this name, and grow the memory if needed."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         held = self._held.get(name)
         if held is None or held.nbytes < size:
@@ -91,5 +91,5 @@ class Buffers:
         return out
 
     def clear(self) -> None:
-        """Release the memory; an array in use keeps its own."""
+        """Release the memory. An array in use keeps its own."""
         self._held.clear()

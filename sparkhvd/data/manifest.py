@@ -37,7 +37,7 @@ Range = tuple[int, int]
 
 
 def joined_ranges(parts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, Range]:
-    """Return the smallest and largest value of each column over the parts; a part may lack a column."""
+    """Find each column's smallest and largest value over the parts. A part may lack a column."""
     joined: dict[str, Range] = {}
     for part in parts:
         for name, (least, most) in part.items():
@@ -104,7 +104,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class TableVersion:
-    """Version of a table that a fit has read.
+    """Version of a table as read by a fit.
 
     Attributes:
         format: "delta" or "iceberg".
@@ -137,7 +137,7 @@ class TableVersion:
 
     @property
     def identity(self) -> str:
-        """Text that identifies the rows: table, version and filter, independent of the name that the user gave."""
+        """Identity of the rows: table, version and filter, without the user's table name."""
         return f"{self.format} {self.uuid} {self.version} {self.where}".strip()
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class TableVersion:
 
 
 def committed_at(milliseconds: int | None) -> str:
-    """Convert ms since 1970 to ISO 8601, UTC; None gives ""."""
+    """Convert ms since 1970 to ISO 8601 in UTC, or None to ""."""
     if milliseconds is None:
         return ""
     moment = datetime.fromtimestamp(milliseconds / 1000, timezone.utc)
@@ -188,7 +188,7 @@ class Manifest:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of columns and rows, independent of location; equal data in equal files have equal digests."""
+        """Digest of columns and files, equal for equal data in equal files at any location."""
         columns = [(column.name, column.dtype, column.shape) for column in self.schema.columns]
         files = [
             (f.rows, f.size, f.modified_ns, f.partition, f.values_crc, *filter(None, [f.kept]))
@@ -202,7 +202,7 @@ class Manifest:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def row_bytes(self, names: Iterable[str]) -> int:
-        """Return the bytes in memory for a row of these columns; an average if rows differ in length."""
+        """Compute the bytes in memory per row of these columns, on average if lengths differ."""
         columns = [self.schema.column(name) for name in names]
         fixed = sum(c.row_bytes if c.is_fixed else 16 for c in columns)
         variable = sum(self.variable_bytes.get(c.name, 0) for c in columns if not c.is_fixed)

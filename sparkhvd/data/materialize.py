@@ -136,7 +136,7 @@ def _select(df: DataFrame, schema: DataSchema, num_partitions: int | None) -> Da
 
 @dataclass(frozen=True)
 class _WriteTask:
-    """Spark task that writes one packed file from Arrow batches and returns one row about it."""
+    """Spark task to write one packed file from Arrow batches. It returns one row about the file."""
 
     store: Store
     schema: DataSchema
@@ -171,7 +171,10 @@ class _WriteTask:
         )
 
     def check_wanted(self) -> None:
-        """Raise PreflightError unless the marker shows that the driver still waits for this folder."""
+        """Check that the driver still waits for this folder, or raise PreflightError.
+
+        It looks for the driver's marker in the folder.
+        """
         marker = f"{self.data_dir}/{_WRITING}"
         if not self.store.exists(marker):
             raise PreflightError(
@@ -181,7 +184,10 @@ class _WriteTask:
             )
 
     def write(self, batches: Iterator[pa.RecordBatch], path: str) -> dict[str, Any]:
-        """Write one file from Arrow batches; after the first unusable row, only count the remaining rows."""
+        """Write one file from Arrow batches.
+
+        After the first unusable row, only the remaining rows are counted.
+        """
         columns = self.schema.columns
         flag = self.schema.validation
         invalid_rows = {c.name: InvalidRowCounts() for c in columns}
@@ -245,7 +251,7 @@ class _WriteTask:
 def _without_skipped(
     batch: pa.RecordBatch, columns: Sequence[Column]
 ) -> tuple[pa.RecordBatch, int]:
-    """Drop the rows that `handle_invalid="skip"` skips; return the other rows and the number of dropped rows."""
+    """Drop the rows that `handle_invalid="skip"` skips and return the other rows and the number of dropped rows."""
     usable: np.ndarray[Any, Any] | None = None
     for i, column in enumerate(columns):
         if column.invalid[0] == "skip":

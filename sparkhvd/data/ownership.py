@@ -53,13 +53,13 @@ _owned = _Owned()
 
 
 def add_application(app_id: str, is_over: Callable[[], bool]) -> None:
-    """Register an application whose data this process owns; `is_over` returns True when it has ended."""
+    """Register an application with data of this process. `is_over()` is True after its end."""
     with _owned.lock:
         _owned.applications[app_id] = is_over
 
 
 def directory_of(name: str, app_id: str) -> str:
-    """Name the folder in which this process alone writes data of a key."""
+    """Name the folder for a key's data, written by this process only."""
     return f"data/{name}/{_safe(app_id)}-{os.getpid()}-{_owned.token}"
 
 
@@ -69,7 +69,7 @@ def _safe(app_id: str) -> str:
 
 @contextmanager
 def key_lock(store: Store, name: str) -> Iterator[None]:
-    """Hold the lock of a key, so that fits of this process with the same key run one after another."""
+    """Hold the lock of a key, to serialize this process's fits with the same key."""
     with _owned.lock:
         lock = _owned.key_locks.setdefault((store.url, name), threading.Lock())
     with lock:
@@ -77,13 +77,13 @@ def key_lock(store: Store, name: str) -> Iterator[None]:
 
 
 def is_kept(store: Store, data_dir: str) -> bool:
-    """Whether the user keeps a directory; False without a lease."""
+    """Whether the user keeps a directory. A directory without a lease is not kept."""
     lease = lease_of(store, data_dir)
     return lease is not None and lease.keep
 
 
 def new_lease(store: Store, app_id: str, keep: bool) -> Lease:
-    """Make a lease that lasts a day from now, or a week without direct access to the store."""
+    """Make a lease for one day, or for a week without direct access to the store."""
     return Lease(app_id, time.time() + (0.0 if store.is_seen else _UNSEEN_S), keep)
 
 
@@ -98,7 +98,7 @@ def own(store: Store, data_dir: str, lease: Lease) -> None:
 
 
 def disown(store: Store, data_dir: str) -> None:
-    """Delete a directory owned by this process; errors of the store are ignored."""
+    """Delete a directory owned by this process, and ignore errors of the store."""
     with suppress(StoreError):  # the original error is more useful
         remove(store, data_dir)
 
@@ -115,7 +115,7 @@ def remove(store: Store, data_dir: str) -> None:
 
 
 def release_unkept(directories: Iterable[tuple[Store, str]]) -> None:
-    """Delete the given directories that this process owns and the user does not keep."""
+    """Delete the given directories owned by this process and not kept by the user."""
     if os.getpid() != _owned.pid:  # a forked child inherits the list but owns nothing
         return
     for store, data_dir in directories:
@@ -132,7 +132,7 @@ def _release_at_exit() -> None:
 
 
 def renew_leases(now: float | None = None) -> None:
-    """Renew the leases of this process, so that other applications know it is alive; call it regularly in a long fit.
+    """Renew this process's leases, to prove that it is alive. Call it regularly in a long fit.
 
     Writes only once per hour, so it may be called often. A lease that cannot be written is
     retried after a minute, for up to a day.
@@ -155,7 +155,10 @@ def renew_leases(now: float | None = None) -> None:
 
 @contextmanager
 def renewing(store: Store) -> Iterator[None]:
-    """Renew leases while a job writes to a store, unless a renewal would wait for that job's task slots."""
+    """Renew leases while a job writes to a store.
+
+    Nothing is renewed if a renewal would wait for that job's task slots.
+    """
     if not store.is_seen:
         yield
         return
@@ -195,7 +198,7 @@ def release(app_id: str | None = None) -> list[str]:
 
 
 def release_ended() -> None:
-    """Delete this process's data of applications that have ended."""
+    """Delete this process's data of ended applications."""
     with _owned.lock:
         ended = [app_id for app_id, is_over in _owned.applications.items() if is_over()]
         for app_id in ended:
@@ -205,7 +208,7 @@ def release_ended() -> None:
 
 
 def sweep(store: Store, *, now: float) -> list[str]:
-    """Delete data with an expired lease, or without a lease and unchanged for a day; return their directories.
+    """Delete data with an expired lease, or without a lease and unchanged for a day, and return their directories.
 
     Directories that this user may not list, read or delete are kept.
     """

@@ -89,7 +89,7 @@ class ReuseScope:
         self._directories: set[tuple[Store, str]] = set()
 
     def key(self, df: DataFrame, schema: DataSchema) -> str:
-        """Make a key that is equal for equal columns of the same DataFrame object; valid in this scope only."""
+        """Make a key, equal for equal columns of one DataFrame object, for this scope only."""
         with self._lock:
             # Kept alive, so that no other DataFrame reuses its address.
             if not any(df is frame for frame in self._frames):
@@ -103,7 +103,7 @@ class ReuseScope:
             self._directories.add((store, data_dir))
 
     def close(self) -> None:
-        """Delete the data of the scope, which no reader may use any more."""
+        """Delete the scope's data. No reader may use them any more."""
         with self._lock:
             ending, self._directories = self._directories, set()
             self._frames.clear()
@@ -208,14 +208,14 @@ def prepare(
 
 
 def plan_key(df: DataFrame, schema: DataSchema, data_key: str | None) -> tuple[str | None, str]:
-    """Return the key of the data (None if unknown) and the reason for it; equal keys mean equal data."""
+    """Make the key of the data (None if unknown) and its reason. Equal keys mean equal data."""
     return _key_of(df, schema, data_key)[:2]
 
 
 def _key_of(
     df: DataFrame, schema: DataSchema, data_key: str | None
 ) -> tuple[str | None, str, tuple[TableVersion, ...]]:
-    """Return the results of `plan_key`, and the versions of the tables that the plan reads, if known."""
+    """Make the results of `plan_key`, and the versions of the plan's tables, if known."""
     parts: dict[str, object] = {
         "columns": schema.to_dict(),
         "format_version": FORMAT_VERSION,

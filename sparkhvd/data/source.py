@@ -60,7 +60,10 @@ class Target:
 
 
 class DataSource(Protocol):
-    """Source of rows for the ranks. `schema` starts no Spark job; `prepare` may start a job, on the driver."""
+    """Source of rows for the ranks. On the driver, `prepare` may start a Spark job.
+
+    `schema` starts no Spark job.
+    """
 
     @property
     def name(self) -> str:
@@ -84,7 +87,10 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class DataFrameSource:
-    """DataFrame, classic or Connect, which one Spark job writes as packed files unless the store has equal data."""
+    """Classic or Connect DataFrame, written as packed files unless the store has equal data.
+
+    One Spark job writes the files.
+    """
 
     df: DataFrame
 
@@ -104,7 +110,7 @@ class DataFrameSource:
         return self.df.schema
 
     def prepare(self, schema: DataSchema, target: Target) -> PreparedData:
-        """Materialize the columns, or reuse data in the store; see `reuse.prepare`."""
+        """Materialize the columns, or reuse data in the store. See `reuse.prepare`."""
         return prepare(
             self.df,
             schema,
@@ -119,7 +125,7 @@ class DataFrameSource:
 
 @dataclass(frozen=True)
 class ParquetFiles:
-    """Parquet files read in place by ranks; the driver reads footers and the first rows, without a Spark job.
+    """Parquet files read in place by ranks. The driver reads footers and the first rows, without a Spark job.
 
     Attributes:
         dataset: the files.

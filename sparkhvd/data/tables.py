@@ -187,7 +187,7 @@ class PlanFacts:
 
 
 def plan_facts(df: DataFrame) -> PlanFacts:
-    """Collect facts of a DataFrame; two DataFrames with equal facts have equal data.
+    """Collect facts of a DataFrame. Two DataFrames with equal facts have equal data.
 
     Other plans have an obstacle: the leaves must be file scans, scans of Delta and Iceberg tables or `range`, and no
     expression may depend on anything else.
@@ -234,7 +234,9 @@ def plan_facts(df: DataFrame) -> PlanFacts:
 
 
 def has_small_partitions(df: DataFrame) -> bool:
-    """Whether a DataFrame of few rows on a local master has many partitions, each of which costs a task and a file.
+    """Whether a DataFrame of few rows on a local master has many partitions.
+
+    Each partition costs a task and a file.
 
     True only if the plan shows it: `repartition` or `range` sets the number of partitions, no user code is above it,
     and the sources are small. Then one task takes less time than many. On a cluster it would not, because there the
@@ -281,7 +283,7 @@ _ELEMENTWISE = re.compile(
 
 
 def element_names(df: DataFrame, column: str) -> dict[int, str]:
-    """Names of a vector's elements in Spark ML's metadata, by index; {} without names.
+    """Find a vector's element names in Spark ML's metadata, by index, or {} without names.
 
     A scaler of Spark ML drops them: the names are then of the vector before it, as far as the plan of a classic DataFrame shows it.
     """
@@ -321,7 +323,10 @@ def _attribute_names(metadata: Mapping[str, Any]) -> dict[int, str]:
 
 
 def file_roots(df: DataFrame) -> list[str]:
-    """List the paths of a classic DataFrame's scans, at most two per scan; starts no job and lists no files."""
+    """List the paths of a classic DataFrame's scans, at most two per scan.
+
+    It starts no job and lists no files.
+    """
     roots = []
     for leaf in _items(df._jdf.queryExecution().analyzed().collectLeaves()):
         if _is_relation(leaf) and _leaf(leaf) == (_FILE_RELATION, True):
@@ -370,7 +375,7 @@ def _class_name(java_object: JavaObject) -> str:
 
 
 def _text(plan: JavaObject) -> str:
-    """Return the complete text of a plan; its `toString` stops after 25 columns."""
+    """Format a plan as complete text. Its `toString` stops after 25 columns."""
     from py4j.protocol import Py4JError
 
     whole = (True, False, 2**31 - 1, False)  # verbose, suffix, most fields, operator ids
@@ -396,7 +401,7 @@ def _structure(canonical: JavaObject, session: SparkSession) -> str:
 
 
 def _hashes(node: JavaObject) -> list[object]:
-    """Hash the expressions of every node: the hashes include facts that text and JSON lack, such as ANSI mode."""
+    """Hash every node's expressions, with facts missing in text and JSON, such as ANSI mode."""
     below = [_hashes(child) for child in _items(node.children())]
     return [int(node.expressions().hashCode()), below]
 
@@ -447,7 +452,7 @@ def _items(sequence: JavaObject) -> Iterator[JavaObject]:
 
 
 def _leaf(leaf: JavaObject) -> tuple[str, bool]:
-    """Return the name of a leaf's source, and whether the source's content can be identified."""
+    """Name a leaf's source, and tell whether the source's content can be identified."""
     if _is_iceberg(leaf):
         return _ICEBERG, True
     if not _is_relation(leaf):
@@ -474,7 +479,7 @@ _DELTA_INDEX = "TahoeLogFileIndex"
 
 
 class _UnknownVersionError(Exception):
-    """Raised for a scan of a table without a known version; the text becomes the obstacle."""
+    """Raised for a scan of a table without a known version. The text becomes the obstacle."""
 
 
 def _java_name(java_object: JavaObject) -> str:
@@ -493,7 +498,7 @@ def _is_delta(leaf: JavaObject) -> bool:
 
 
 def _table_scans(df: DataFrame, plan: JavaObject) -> list[tuple[TableVersion, str]]:
-    """Find the version of every scanned table, with a text that identifies the columns of the scan.
+    """Find every scanned table's version, with a text to identify the scan's columns.
 
     Raises:
         _UnknownVersionError: the version of a scanned table is unknown.
@@ -569,7 +574,10 @@ def _field(java_object: JavaObject, name: str) -> JavaObject:
 
 
 def _delta_scan(leaf: JavaObject) -> tuple[TableVersion, str]:
-    """Find the version that a scan of a Delta table reads, by Delta's public methods; untested with Delta's jar."""
+    """Find the version read by a scan of a Delta table, by Delta's public methods.
+
+    It is untested with Delta's jar.
+    """
     index = leaf.relation().location()
     snapshot = index.getSnapshot()
     metadata = snapshot.metadata()
@@ -635,7 +643,7 @@ def _is_ml_code(plan: JavaObject, patterns: JavaPackage) -> bool:
 
 
 def _caches(df: DataFrame) -> list[str | int]:
-    """List the caches that Spark uses for the plan; a cache holds rows of the time when it was filled.
+    """List the caches used by the plan. A cache holds rows of the time when it was filled.
 
     A cache is identified by its Java object, so the name is valid only in this application.
     """
@@ -649,7 +657,10 @@ def _caches(df: DataFrame) -> list[str | int]:
 
 
 def _file_state(df: DataFrame, url: str) -> tuple[int, int] | None:
-    """Return size and time of change of a source file (ns for local files, else ms); None if unknown."""
+    """Read size and time of change of a source file, or None if unknown.
+
+    The time is in ns for local files, else in ms.
+    """
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
         try:

@@ -56,7 +56,7 @@ __all__ = [
 
 
 def _create(options: Any, inner_options: object) -> Group:
-    """Create a group; torch calls this on the members of the group."""
+    """Create a group. torch calls this on the members of the group."""
     store, name, rank = options.store, options.group_id, options.group_rank
     size, timeout = options.group_size, options.timeout
     teams = EngineGroups()

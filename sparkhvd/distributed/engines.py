@@ -50,7 +50,7 @@ class EngineGroups:
         self._named = 0
 
     def name(self, torchs: str) -> str:
-        """Name a new group; the name is the same on all of its ranks.
+        """Name a new group. The name is the same on all of its ranks.
 
         Torch's names are numbers if every rank creates the group. Since torch 2.14 a group that only its members create
         is counted too, but only on the members. So torch's later numbers may differ between ranks.
@@ -63,7 +63,7 @@ class EngineGroups:
     def world(
         self, store: Store, name: str, rank: int, size: int, timeout: timedelta
     ) -> EngineGroup:
-        """Connect all ranks in the engine that this process shares with `hvd`."""
+        """Connect all ranks in the engine shared with `hvd`."""
         try:
             deadline = time.monotonic() + timeout.total_seconds()
             self._world = self._share(store, name, rank, size, timeout)
@@ -102,7 +102,7 @@ class EngineGroups:
     def subset(
         self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
     ) -> EngineGroup | None:
-        """Create the engine group for some ranks of the default group; return None if this rank is not a member.
+        """Create the engine group for some ranks of the default group and return None if this rank is not a member.
 
         The ranks become a process set, and then every rank must call this. They get their own engine if torch calls
         this on the members only (`use_local_synchronization`, recognized by a name that is not a number), if they are
@@ -135,7 +135,7 @@ class EngineGroups:
 
 
 def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> EngineGroup:
-    """Connect these ranks in a separate engine; each of them must call this."""
+    """Connect these ranks in a separate engine. Each of them must call this."""
     deadline = time.monotonic() + timeout.total_seconds()
     try:
         rendezvous = meet(store, name, rank, size, timeout)
@@ -169,7 +169,7 @@ def _clean_up(store: Store, rank: int, team: EngineGroup, deadline: float) -> No
 
 
 def _state(rank: int, size: int) -> str:
-    """Return a description of this process's engine that the ranks compare."""
+    """Describe this process's engine, for a comparison between the ranks."""
     if context.is_initialized():
         engine = context.context().engine
         try:
@@ -185,7 +185,7 @@ def _state(rank: int, size: int) -> str:
 
 
 def _generation() -> int:
-    """Return the number of default groups so far in the engine that this process shares with `hvd`."""
+    """Count the default groups so far in the engine shared with `hvd`."""
     return _generations.get(context.context().engine, 0) if context.is_initialized() else 0
 
 
@@ -281,7 +281,10 @@ def _let_pass(store: Store, size: int, timeout: timedelta, wait_all_ranks: bool)
 
 
 def forget(store: Store, rank: int) -> None:
-    """Delete this rank's keys from the store after all ranks have read them, so that the store can be used again."""
+    """Delete this rank's keys from the store, so that the store can be used again.
+
+    Call it after all ranks have read the keys.
+    """
     for key in (f"engine/{rank}", f"endpoint/{rank}", *(["key"] if rank == 0 else [])):
         store.delete_key(key)
 
@@ -320,7 +323,10 @@ def _left(deadline: float) -> float:
 
 
 def _own_address(store: Store, settings: Settings) -> str:
-    """Return this host's address on the route to the store's host; loopback if the store has no server."""
+    """Find this host's address on the route to the store's host.
+
+    It is loopback if the store has no server.
+    """
     if settings.interfaces:
         return address_on(settings.interfaces)
     while isinstance(store, PrefixStore):
@@ -338,7 +344,7 @@ def _key_between_hosts(
     settings: Settings,
     timeout: timedelta,
 ) -> bytes:
-    """Return the job's key, which is the same on every rank."""
+    """Get the job's key, the same on every rank."""
     what = f"init_process_group('sparkhvd') with {len(endpoints)} ranks on several hosts (or users of one)"
     gather.check_addresses(endpoints, what)
     key = gather.network_key(settings, what)

@@ -1,4 +1,4 @@
-"""Functions that torch.distributed offers for its own backends only."""
+"""Functions of torch.distributed, without their limit to torch's own backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def monitored_barrier(
     timeout: timedelta | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Wait for every rank, as `torch.distributed.monitored_barrier`, which supports only Gloo before torch 2.14.
+    """Wait for every rank, like `torch.distributed.monitored_barrier`.
+
+    torch's own function supports only Gloo before torch 2.14.
 
     Args:
         group: the group; None means the default group. Ranks that are not members return at once.
@@ -40,7 +42,9 @@ def split_group(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> dist.ProcessGroup | None:
-    """Split a group as `torch.distributed.split_group`, which needs an accelerator; every rank must call this.
+    """Split a group, like `torch.distributed.split_group`. Every rank must call this.
+
+    torch's own function needs an accelerator.
 
     Args:
         parent_pg: None = the default group. Parts of another group get their own engines.

@@ -36,7 +36,7 @@ _homes: Any = WeakIdKeyDictionary()
 def ddp_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket; with `gradient_as_bucket_view=True` this happens in registered memory, without copies.
+    """Average a bucket, in registered memory without copies if `gradient_as_bucket_view=True`.
 
     For `model.register_comm_hook(None, ddp_hook)` with `gradient_as_bucket_view=True`: buckets and gradients move to registered
     memory once, in the second step after DDP has created them. Gradients equal plain DDP's, up to the rounding of the division.
@@ -88,7 +88,10 @@ class PowerSGDState:
         self._buckets: dict[tuple[int, ...], LowRankBucket] = {}
 
     def entry(self, param: Tensor) -> GradientSlot:
-        """Return the entry of a parameter; every rank must ask for parameters in the same order."""
+        """Get or create a parameter's entry.
+
+        Every rank must ask for parameters in the same order.
+        """
         found = self._entries.get(id(param))
         if found is None:
             number = len(self._entries)
@@ -98,7 +101,7 @@ class PowerSGDState:
         return found
 
     def low_rank(self, entries: list[GradientSlot], group: Group) -> LowRankBucket:
-        """Create the bucket that reduces these parameters as two matrices each."""
+        """Get or create the bucket to reduce these parameters as two matrices each."""
         key = tuple([entry.index for entry in entries])
         if key not in self._buckets:
             team = group.launcher.team
@@ -117,7 +120,7 @@ class PowerSGDState:
 
 
 def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with PowerSGD, as thin matrices with error feedback; see `hvd.Compression.powersgd`.
+    """Average a bucket with PowerSGD, as thin matrices with error feedback. See `hvd.Compression.powersgd`.
 
     For `model.register_comm_hook(PowerSGDState(rank=4), powersgd_hook)`. Gradients of float32 and float64 with two dimensions
     or more are compressed if that makes them at least four times smaller. Others, and sparse gradients, are averaged uncompressed.
@@ -175,7 +178,7 @@ def _second_round(low: LowRankBucket, engine: Engine, rest: Work) -> None:
 
 
 def _first(work: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return a future of a work's only tensor, as DDP expects it."""
+    """Make a future of a work's only tensor, as DDP expects it."""
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda done: done.value()[0]
     )
@@ -196,7 +199,7 @@ def _home(group: Group) -> tuple[weakref.ref[Engine], int]:
 
 
 def _count(group: Group, bucket: GradBucket) -> int:
-    """Return the number of earlier reductions of this bucket, and count one more."""
+    """Count a reduction of this bucket and return the number of earlier reductions."""
     key, buffer = bucket.parameters()[0], bucket.buffer()
     kind = (_home(group), buffer.numel(), buffer.dtype)
     found, times = _times.get(key, (kind, 0))
@@ -240,6 +243,6 @@ def _register(group: Group, bucket: GradBucket) -> None:
 
 
 def _alone(grad: Tensor) -> Tensor:
-    """Wrap the memory in a tensor with its own storage object, so that results may be written into the memory."""
+    """Wrap the memory in a tensor with its own storage object, to write results into it."""
     memory = (ctypes.c_char * grad.nbytes).from_address(grad.data_ptr())
     return torch.frombuffer(memory, dtype=grad.dtype).view(grad.shape)

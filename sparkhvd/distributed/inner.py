@@ -80,7 +80,7 @@ FACTORIES: dict[str, tuple[Any, Factory]] = {
 
 
 class NestedBackends:
-    """Torch's own groups inside a group of ours; each rank creates such a group at its first use.
+    """Torch's own groups inside a group of ours. Each rank creates such a group at its first use.
 
     Args:
         owner: our group, for which torch has the configuration.
@@ -96,7 +96,7 @@ class NestedBackends:
         self.cpu_is_ours = False  # True once it is known that CPU tensors use our engine
 
     def of(self, device: str) -> Any:
-        """Return torch's group for tensors on a type of device; None if our engine handles these tensors.
+        """Return torch's group for tensors on a type of device, or None if our engine handles these tensors.
 
         Raises:
             InvalidArgumentError: the group has no backend for the device, or the backend cannot be created.
@@ -116,7 +116,7 @@ class NestedBackends:
             return self._groups[backend]
 
     def devices(self) -> list[str]:
-        """Return the types of devices that the group can use on this host."""
+        """List the types of devices usable by the group on this host."""
         return [
             device
             for device, backend in self._read().items()
@@ -129,7 +129,7 @@ class NestedBackends:
         return OURS if OURS in names else names[0]
 
     def restart(self, store: Store, rank: int, size: int, name: str) -> None:
-        """Drop torch's groups after a change of the ranks; the next use creates them again."""
+        """Drop torch's groups after a change of the ranks. The next use creates them again."""
         with self._lock:
             former, self._groups = self._groups, {}
             self._request = self._request._replace(store=store, rank=rank, size=size, name=name)
@@ -137,7 +137,7 @@ class NestedBackends:
             group.abort()
 
     def each(self, call: Callable[[Any], object]) -> None:
-        """Call a function with each of torch's groups that exists."""
+        """Call a function with each of torch's groups created so far."""
         with self._lock:
             groups = list(self._groups.values())
         for group in groups:
@@ -191,17 +191,17 @@ class NestedBackends:
 
 @functools.cache
 def _has_nccl() -> bool:
-    """Whether NCCL can run on this host, which needs a GPU besides the library."""
+    """Check that NCCL can run on this host: it needs the library and a GPU."""
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def _torchs(backend: str) -> str:
-    """Return torch's backend for a device for which the user requested ours but that ours cannot serve."""
+    """Replace our backend by NCCL, for a device without support in our engine."""
     return "nccl" if backend == OURS else backend
 
 
 def device_of(items: Iterable[object]) -> str | None:
-    """Return the type of device of the first tensor in nested lists; None without a tensor."""
+    """Return the type of device of the first tensor in nested lists, or None without a tensor."""
     for item in items:
         if isinstance(item, Tensor):
             return item.device.type

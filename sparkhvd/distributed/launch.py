@@ -81,7 +81,7 @@ Finish = Callable[[Sequence[Operation]], object]
 
 
 class Launcher:
-    """Launches a group's collectives, which the ranks match by their order in the group.
+    """Launcher of a group's collectives. The ranks match them by their order in the group.
 
     All kinds share this order, so ranks that call different collectives get a `MismatchError` that names both.
 
@@ -188,7 +188,7 @@ class Launcher:
         return work
 
     def end_coalescing(self) -> Work:
-        """Return the works since `start_coalescing` as one."""
+        """Combine the works since `start_coalescing` into one work."""
         works, self._coalesced = self._coalesced or [], None
 
         def finish() -> None:
@@ -229,7 +229,7 @@ _Item = TypeVar("_Item")
 
 
 class Flat(NamedTuple):
-    """Contiguous numbers of a tensor, and the function that copies results back.
+    """Contiguous numbers of a tensor, and a function to copy results back.
 
     Attributes:
         numbers: the numbers in one dimension, with a type that the engine supports.
@@ -272,7 +272,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def moved(tensor: Tensor) -> Flat:
-    """Prepare a tensor for an operation that only copies; complex numbers become pairs, unsupported types bytes."""
+    """Prepare a tensor for an operation without arithmetic.
+
+    Complex numbers become pairs, and unsupported types become bytes.
+    """
     _check_dense(tensor)
     plain = tensor.detach()
     shape = tensor.shape if width(tensor) == 1 else (*tensor.shape, width(tensor))
@@ -319,14 +322,17 @@ def _check_dense(tensor: Tensor) -> None:
 
 
 def width(tensor: Tensor) -> int:
-    """Return the count of numbers per element."""
+    """Count the numbers per element."""
     if tensor.dtype in DTYPES:
         return 1
     return 2 if tensor.is_complex() else tensor.dtype.itemsize
 
 
 def only(what: str, items: Sequence[_Item]) -> _Item:
-    """Return the only item of a list; torch passes lists with a tensor per device, and a rank has one device."""
+    """Unpack a list with one item.
+
+    torch passes lists with a tensor per device, and a rank has one device.
+    """
     if len(items) != 1:
         raise InvalidArgumentError(
             f"{what}: got {len(items)} tensors for one rank. Give one tensor; the coalesced forms take several."
@@ -353,7 +359,7 @@ def split_flat(numbers: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def reading(numbers: Tensor) -> TensorView:
-    """Describe input numbers to the engine, which allocates memory for the result, if any."""
+    """Describe input numbers to the engine. It allocates memory for the result, if any."""
     return TensorView(numbers.data_ptr(), 0, (numbers.numel(),))
 
 
@@ -380,7 +386,7 @@ def write(flat: Flat, numbers: Tensor) -> None:
 
 
 def restoring(flats: Sequence[Flat]) -> Callable[[object], None] | None:
-    """Return a function that restores several tensors; None if not needed."""
+    """Return a function to restore several tensors, or None if not needed."""
     restores = [each.restore for each in flats if each.restore is not None]
     if not restores:
         return None

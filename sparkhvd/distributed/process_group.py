@@ -1,4 +1,4 @@
-"""`Group`: the process group that torch.distributed calls.
+"""`Group`: the process group for torch.distributed.
 
 A Python class replaces torch's whole `ProcessGroup`, so it also has the methods that torch calls on a group and on its backend.
 Methods have torch's names. docs/torch_distributed.md has the table of their callers, from Python and from C++.
@@ -163,7 +163,7 @@ class CallSignature(NamedTuple):
 
 
 def _nested(given: Any, depth: int) -> Any:
-    """Nest tensors in lists of this depth; an empty list is the same in both forms."""
+    """Nest tensors in lists of this depth. An empty list is the same in both forms."""
     item, found = given, 0
     while isinstance(item, (list, tuple)) and item:
         item, found = item[0], found + 1
@@ -215,7 +215,7 @@ FORMS: dict[str, CallSignature] = {
 
 
 def _routed(own: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """Create a method that accepts either form, and runs on the backend of its tensors' device.
+    """Create a method for both forms of arguments, run on the backend of its tensors' device.
 
     Args:
         own: runs it on the engine, for tensors on the CPU, in the full form.
@@ -265,14 +265,14 @@ _DefaultBackend: Any = None
 if hasattr(c10d.Backend, "supports_reconfigure"):
 
     class _DefaultBackend(c10d.Backend):  # type: ignore[no-redef]
-        """Backend object for torch's C++, which needs one; the group itself runs the collectives."""
+        """Backend object required by torch's C++. The group itself runs the collectives."""
 
         def getBackendName(self) -> str:  # noqa: N802 - torch's
             return OURS
 
 
 class Group(_ProcessGroup):
-    """Process group on the engine; routes tensors that are not on the CPU to torch's own backends.
+    """Process group for CPU tensors on the engine. Other tensors go to torch's own backends.
 
     Args:
         teams: creates engine groups; shared by the default group and its subgroups.
@@ -457,7 +457,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduce a tensor in place on the root; other ranks' tensors do not change."""
+        """Reduce a tensor in place on the root. Other ranks' tensors do not change."""
         tensor = only("reduce", tensors)
         flat, is_root = reduced("reduce", tensor), self._rank == opts.rootRank
         view = flat.shaped if is_root else flat.shaped._replace(output=0)
@@ -471,7 +471,7 @@ class Group(_ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        """Reduce tensors; every rank gets its equal part of each."""
+        """Reduce tensors. Every rank gets its equal part of each tensor."""
         return self._reduce_scatter_each(outputs, inputs, opts)
 
     def _reduce_scatter_each(
@@ -506,7 +506,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
-        """Reduce a tensor; every rank gets its equal part."""
+        """Reduce a tensor. Every rank gets its equal part."""
         return self._reduce_scatter_each([output], [input], opts)
 
     _reduce_scatter_base = _routed(reduce_scatter_single, "_reduce_scatter_base")
@@ -515,7 +515,7 @@ class Group(_ProcessGroup):
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
-        """Reduce a list with one tensor per rank, of any sizes; every rank gets its own."""
+        """Reduce a list with one tensor per rank, of any sizes. Every rank gets its own tensor."""
         what = "reduce_scatter"
         output, tensors = only(what, outputs), only(what, inputs)
         check_count(what, tensors, self._size)
@@ -587,7 +587,7 @@ class Group(_ProcessGroup):
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        """Copy every rank's tensor to its entry of a list; sizes may differ."""
+        """Copy every rank's tensor to its entry of a list. Sizes may differ."""
         targets, tensor = only("all_gather", outputs), only("all_gather", inputs)
         return self._gather_lists("all_gather", [[each] for each in targets], [tensor], opts)
 
@@ -637,7 +637,7 @@ class Group(_ProcessGroup):
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        """Copy every rank's tensor to a list of the root; sizes may differ."""
+        """Copy every rank's tensor to a list of the root. Sizes may differ."""
         tensor, is_root = only("gather", inputs), self._rank == opts.rootRank
         targets = only("gather", outputs) if is_root else []
         if is_root:
@@ -714,7 +714,10 @@ class Group(_ProcessGroup):
         input_splits: Sequence[int],
         opts: Any,
     ) -> Work:
-        """Send rows to every rank and concatenate the received rows; equal parts without splits."""
+        """Send rows to every rank and concatenate the received rows.
+
+        Without splits the parts are equal.
+        """
         target, source = moved(output), moved(input)
         sent = self._counts(input, input_splits)
         received = self._counts(output, output_splits)
@@ -752,7 +755,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
-        """Send a tensor to every rank; sizes may differ."""
+        """Send a tensor to every rank. Sizes may differ."""
         check_count("all_to_all", inputs, self._size)
         check_count("all_to_all", outputs, self._size)
         source = joined(inputs)
@@ -792,7 +795,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
-        """Receive the next tensor from any rank; `source_rank()` of the work returns the sender."""
+        """Receive the next tensor from any rank. `source_rank()` of the work returns the sender."""
         return self._receive(tensors, _ANY_RANK, tag)
 
     def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
@@ -873,7 +876,10 @@ class Group(_ProcessGroup):
         return c10d.Backend.Options(OURS, timedelta(seconds=self.launcher.timeout_s))
 
     def get_error(self) -> Any:
-        """Return the engine's state as torch's error type; a group that can reconfigure does not report its own abort."""
+        """Report the engine's state as torch's error type.
+
+        A group that can reconfigure does not report its own abort.
+        """
         if self._reconfiguration and (self._is_aborted or not self._is_connected()):
             return c10d.ErrorType.SUCCESS
         try:
@@ -887,7 +893,7 @@ class Group(_ProcessGroup):
         return c10d.ErrorType.SUCCESS
 
     def _enable_collectives_timing(self) -> None:
-        """Do nothing, as torch's Gloo does; `hvd.start_timeline` times collectives."""
+        """Do nothing, like torch's Gloo. `hvd.start_timeline` times collectives."""
 
     def register_pre_hook(self, hook_id: int, hook: object) -> None:
         """Raise an error, because torch's C++ would never call the hook."""
@@ -905,7 +911,7 @@ class Group(_ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for every rank; on rank 0 the error names the missing ranks.
+        """Wait for every rank. On rank 0 the error names the missing ranks.
 
         The group stays usable after a failure.
 
@@ -954,9 +960,10 @@ class Group(_ProcessGroup):
         group_desc: str | None = None,
         **_: object,
     ) -> Group | None:
-        """Create a group of some of this group's ranks; torch (2.13 on) calls it on every rank, in the same order.
+        """Create a group of some of this group's ranks.
 
-        Keywords of newer versions are ignored: `backend` (2.14 on) is read from torch's configuration of the new group.
+        torch (2.13 on) calls it on every rank, in the same order. Keywords of newer versions are ignored: `backend`
+        (2.14 on) is read from torch's configuration of the new group.
 
         Returns:
             The group; None on other ranks.
@@ -983,7 +990,9 @@ class Group(_ProcessGroup):
         group_desc: str | None = None,
         **_: object,
     ) -> Group | None:
-        """Create a group with its own engine; `torch.distributed.split_group` (2.14 on) calls it on every rank.
+        """Create a group with its own engine.
+
+        `torch.distributed.split_group` (2.14 on) calls it on every rank.
 
         Args:
             ranks: ranks of the new group, as ranks of this group; other groups may be created at the same time.
@@ -1015,7 +1024,7 @@ class Group(_ProcessGroup):
         return self._reconfiguration is not None
 
     def get_reconfigure_handle(self) -> str:
-        """Return the text by which `reconfigure` identifies this rank; it never changes.
+        """Return this rank's identifier for `reconfigure`. It never changes.
 
         Raises:
             InvalidArgumentError: the group does not reconfigure.
@@ -1023,10 +1032,11 @@ class Group(_ProcessGroup):
         return self._changes("get_reconfigure_handle").handle
 
     def reconfigure(self, opts: Any) -> Work:
-        """Replace this group's ranks; every new rank must call this. Pending operations of the former ranks fail.
+        """Replace this group's ranks. Every new rank must call this.
 
-        No other thread may call collectives of this group at the same time. The group's subgroups keep their ranks.
-        Groups of torch's own backends inside the group, such as NCCL, are created again at their next use.
+        Pending operations of the former ranks fail. No other thread may call collectives of this group at the same
+        time. The group's subgroups keep their ranks. Groups of torch's own backends inside the group, such as NCCL, are
+        created again at their next use.
 
         Args:
             opts: torch's `ReconfigureOptions`. `uuid` is the same number on all ranks, and a new number in each call.
@@ -1080,7 +1090,7 @@ class Group(_ProcessGroup):
         self._abort_hooks.pop(hook_id, None)
 
     def abort(self) -> None:
-        """Let every operation fail on all ranks; with a shared engine also the operations of `hvd`."""
+        """Abort all operations on all ranks, also operations of `hvd` if the engine is shared."""
         self._is_aborted = True
         with contextlib.ExitStack() as ends:  # calls all of them, also if one raises an error
             if self._is_connected():
@@ -1091,7 +1101,7 @@ class Group(_ProcessGroup):
                 ends.callback(hook)
 
     def shutdown(self) -> None:
-        """End the group; a shared engine stays, for `hvd` and other groups."""
+        """End the group. A shared engine stays, for `hvd` and other groups."""
         self.inner.each(lambda group: group.shutdown())
         if self.launcher.team.is_own and self._is_connected():
             self.launcher.team.engine.shutdown()

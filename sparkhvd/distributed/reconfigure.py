@@ -1,4 +1,4 @@
-"""Groups that change their ranks: `reconfigure` of torch.distributed (torch 2.14 on).
+"""Groups with changing ranks: `reconfigure` of torch.distributed (torch 2.14 on).
 
 Every rank of the new group calls it with the same number and the same handles. The ranks find each other through the
 group's store, under this number, and connect a new engine. A rank leaves its former engine only then. So if the new
@@ -90,7 +90,7 @@ class Reconfiguration:
         self._lock = threading.Lock()
 
     def meet(self, number: int, handles: Collection[str], timeout: timedelta) -> Membership:
-        """Connect the ranks with these handles; each of them must call this.
+        """Connect the ranks with these handles. Each of them must call this.
 
         Args:
             number: number of this call, the same on all these ranks and never used before.

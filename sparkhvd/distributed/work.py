@@ -36,7 +36,7 @@ from sparkhvd.torch.gradients.reducer import BackwardEnd, after_backward, in_bac
 
 
 class OperationNames:
-    """Names the collectives of a group, or of a callback, in the order in which they are launched.
+    """Names for the collectives of a group, or of a callback, in the order of their launch.
 
     Callbacks have their own order, because a rank runs a callback when it finds the work finished. In the group's order
     the callback's collectives would have different positions on different ranks.
@@ -54,7 +54,7 @@ class OperationNames:
         return name
 
     def child(self) -> OperationNames:
-        """Return the names for the next callback, which counts separately because callbacks may run in any order."""
+        """Create separate names for the next callback, because callbacks may run in any order."""
         self._callbacks += 1
         return OperationNames(f"{self._prefix}.then{self._callbacks}")
 
@@ -67,7 +67,7 @@ _current = _Current()
 
 
 def current_scope() -> OperationNames | None:
-    """Return the names of the callback that this thread runs, or None."""
+    """Return the names of this thread's running callback, or None."""
     return _current.scope
 
 
@@ -81,7 +81,7 @@ def _entered(scope: OperationNames) -> Iterator[None]:
 
 
 class Future(torch.futures.Future[Any]):
-    """Future of a work or of a callback; a wait in Python waits for the work.
+    """Future of a work or of a callback. A wait in Python waits for the work.
 
     Args:
         settle: waits for the work, and runs callbacks.
@@ -107,7 +107,7 @@ class Future(torch.futures.Future[Any]):
         self._children: list[Future] = []
 
     def finish(self, value: object, error: BaseException | None) -> None:
-        """Complete the future; its callbacks run in this thread."""
+        """Complete the future. Its callbacks run in this thread."""
         if error is None:
             self.set_result(value)
             return
@@ -194,7 +194,7 @@ TAG_BITS, NUMBER_BITS = 32, 16
 
 
 def as_torch(error: BaseException) -> BaseException:
-    """Convert an error of the engine to a torch error with torch's words; return other errors unchanged."""
+    """Convert an error of the engine to a torch error with torch's words and return other errors unchanged."""
     if not isinstance(error, (errors.CollectiveError, errors.MismatchError)):
         return error
     text = re.sub(r"(?<=with tag )\d+", lambda tag: str(int(tag[0]) % (1 << TAG_BITS)), str(error))
@@ -230,17 +230,18 @@ class _End:
 
 
 class BackwardQueue:
-    """Works of one group that are launched, or waited for, at the end of the running backward pass."""
+    """Works of one group to launch, or wait for, at the end of the running backward pass."""
 
     def __init__(self) -> None:
         self._ends: list[weakref.ref[_End]] = []
 
     def add(self, work: Work) -> bool:
-        """Defer a work to the end of the backward pass, which also waits for it if its future was requested.
+        """Defer a work to the end of the backward pass.
 
-        So `backward()` raises an error with its own type, which torch's C++ would lose when DDP waits for the future.
-        DDP's own callback runs later, and may wait for works of enclosing passes, so the end of a pass finishes all
-        works. DDP's callback must run also after an error, because otherwise DDP refuses every later step.
+        The end of the pass also waits for the work if its future was requested. So `backward()` raises an error with
+        its own type, which torch's C++ would lose when DDP waits for the future. DDP's own callback runs later, and may
+        wait for works of enclosing passes, so the end of a pass finishes all works. DDP's callback must run also after
+        an error, because otherwise DDP refuses every later step.
 
         Returns:
             False outside of a pass.
@@ -260,7 +261,7 @@ class BackwardQueue:
         return True
 
     def finish(self) -> None:
-        """Launch all works, and wait for works whose future was requested."""
+        """Launch all works, and wait for works with a requested future."""
         ends, self._ends = self._ends, []
         works = [end.work for reference in ends if (end := reference()) is not None]
         for work in works:
@@ -325,7 +326,7 @@ class Work(dist.Work):
             self.launch()
 
     def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
-        """Wait for the results; raises the error of the work.
+        """Wait for the results, and raise the work's error if it failed.
 
         Args:
             timeout: longest wait, after which the work continues; 0 means until the work ends, at the latest after the
@@ -357,7 +358,7 @@ class Work(dist.Work):
         self._end(error)
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Wait until the work has succeeded or failed; raises an error only if the wait times out."""
+        """Wait until the work has succeeded or failed. Only an expired timeout raises an error."""
         self.launch()
         error: BaseException | None = None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -388,7 +389,7 @@ class Work(dist.Work):
             future.finish(self._outputs, self._error)
 
     def is_completed(self) -> bool:
-        """Check whether the work has succeeded or failed; never blocks."""
+        """Check whether the work has succeeded or failed. Never blocks."""
         if self._is_settled:
             return True
         self.launch()
@@ -403,19 +404,19 @@ class Work(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of a failed work; None while the work runs and after success."""
+        """Return the error of a failed work, or None while the work runs and after success."""
         return self._error if self.is_completed() else None
 
     def result(self) -> list[Tensor]:
-        """Return the tensors of the result; call it after the work has ended."""
+        """Return the tensors of the result. Call it after the work has ended."""
         return self._outputs
 
     def synchronize(self) -> None:
-        """Wait for the results; raises the error of the work."""
+        """Wait for the results, and raise the work's error if it failed."""
         self.wait()
 
     def source_rank(self) -> int:
-        """Return the rank that sent the received tensor."""
+        """Return the sender of the received tensor."""
         if self.source is None:
             raise RuntimeError(
                 "source_rank(): only a finished receive has a source rank. Wait for it first."
@@ -425,7 +426,10 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def finish_backward(self) -> None:
-        """Wait for a requested future at the end of the backward pass; also raises errors of its callbacks."""
+        """Wait for a requested future at the end of the backward pass.
+
+        Raises errors of the work, and of the future's callbacks.
+        """
         if self._future is not None:
             self.wait()
             self._future.check()
@@ -452,7 +456,7 @@ FINISHED = Work(())
 
 
 class _Completer:
-    """Thread that completes futures for which nobody waits."""
+    """Thread to complete futures without a waiting thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -461,7 +465,7 @@ class _Completer:
         self._next_look = math.inf
 
     def add(self, work: Work, patience_s: float) -> None:
-        """Complete the work's future when it ends; poll it first after `patience_s`."""
+        """Complete the work's future when it ends. The first poll is after `patience_s`."""
         first_look = time.monotonic() + patience_s
         with self._changed:
             self._works.append((first_look, work))

@@ -1,4 +1,6 @@
-"""Coordinator of an elastic job: the process that starts the members decides who is in each generation.
+"""Coordinator of an elastic job. It decides the members of each generation.
+
+It runs in the process that starts the members.
 
 **Threads**: one, "sparkhvd-elastic", which owns the sockets and the `Membership`. Other threads call `expect`, `end`,
 `remove` and `fail`, which only post to it. **Trust**: a connection that has not proved the job's key is closed after 5
@@ -81,7 +83,7 @@ class Decided:
 
 
 class Coordinator:
-    """Serves the members of a job; a context manager.
+    """Server for the members of an elastic job. A context manager.
 
     Args:
         key: of the job, 32 bytes.
@@ -135,7 +137,7 @@ class Coordinator:
         return self._listener.endpoint()
 
     def expect(self, number: int) -> None:
-        """Register a new process; called before it starts."""
+        """Register a new process. Call this before the process starts."""
 
         def note() -> None:
             self._expected.add(number)
@@ -148,7 +150,7 @@ class Coordinator:
         self._service.call(lambda: self._membership.end(number, why, time.monotonic()))
 
     def finish(self, number: int) -> None:
-        """Record that a member's process has succeeded: no further process joins."""
+        """Record that a member's process has succeeded. No further process joins."""
 
         def note() -> None:
             self._membership.receive(number, MemberReport("finished", 0), time.monotonic())
@@ -302,12 +304,12 @@ class CoordinatorThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, at_end: Callable[[], None]) -> None:
-        """Start the thread; it calls `at_end` however it ends."""
+        """Start the thread. It calls `at_end` however it ends."""
         self._at_end = at_end
         self._thread.start()
 
     def call(self, step: Callable[[], None]) -> None:
-        """Post a function to the thread; returns at once."""
+        """Post a function to the thread without waiting for it."""
         self._calls.put(step)
         with contextlib.suppress(
             OSError
@@ -315,7 +317,7 @@ class CoordinatorThread:
             self._waker.send(b"\0", socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """End the thread; in a fork, which has no thread, close its sockets."""
+        """End the thread and close its sockets. In a fork, only close the sockets."""
         if self._thread.is_alive() and os.getpid() == self._pid:
 
             def stop() -> None:
@@ -389,7 +391,7 @@ def party(key: bytes, job_id: str, number: int | None) -> CoordinatorSide:
 def dial(
     endpoint: Endpoint, side: CoordinatorSide, until: float
 ) -> Generator[Wait, None, socket.socket | None]:
-    """Connect to the coordinator and authenticate; return the connection, or None if its proof was wrong.
+    """Connect to the coordinator and authenticate, and return the connection, or None if its proof was wrong.
 
     Raises:
         OSError: it does not listen, or does not answer in time.
@@ -416,7 +418,7 @@ def pack(message: Message) -> bytes:
 
 
 def take(came: bytearray) -> Message | None:
-    """Remove the first message from received bytes; None if it is incomplete.
+    """Remove the first message from received bytes, or return None if it is incomplete.
 
     Raises:
         ValueError: they are not a valid message.
@@ -437,7 +439,7 @@ _DIAL_S = 30.0
 
 @dataclass(frozen=True)
 class JoinToken:
-    """Token with which a process joins an elastic job. It holds the key: pass it by pipe or descriptor.
+    """Token for joining an elastic job. It holds the key: pass it by pipe or descriptor.
 
     Attributes:
         key: of the job.
@@ -476,7 +478,7 @@ class MemberLink:
         self._pid = os.getpid()
 
     def arrive(self) -> int:
-        """Ask for the size of the running generation; 0 without a running generation.
+        """Ask for the size of the running generation, or return 0 without a running generation.
 
         Raises:
             ElasticError: the job cannot continue, or the coordinator is gone.
@@ -507,7 +509,10 @@ class MemberLink:
             self._take(message)
 
     def report(self, kind: str, generation: int) -> None:
-        """Send a report; nothing happens if the coordinator is gone, which the next question will show."""
+        """Send a report, without an error if the coordinator is gone.
+
+        The next question to the coordinator shows that it is gone.
+        """
         with contextlib.suppress(ElasticError):
             self._send(MemberReport(kind, generation))
 
@@ -554,7 +559,7 @@ class MemberLink:
             raise self._lost(error) from error
 
     def _receive(self, deadline: float, *, wait: bool = True) -> Message | None:
-        """Receive a message; None if nothing has arrived and `wait` is False."""
+        """Receive a message, or return None if nothing has arrived and `wait` is False."""
         while (message := take(self._came)) is None:
             sock = self._connected()
             left = deadline - time.monotonic() if wait else 0.0

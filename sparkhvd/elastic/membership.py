@@ -1,4 +1,4 @@
-"""Membership of an elastic job: decides who is in the next generation. Pure: no sockets, clock or processes.
+"""Membership in the next generation of an elastic job. Pure: no sockets, clock or processes.
 
 A *member* is a process with a number that no other process of the job ever has. Its rank may change between
 generations. The coordinator alone decides for all. So two halves of a job can never both continue, and a member that
@@ -127,7 +127,7 @@ class Membership:
                 self._running.add(number)
 
     def end(self, number: int, why: str, now: float) -> None:
-        """Record that a member has ended or left the job; the first reason counts."""
+        """Record that a member has ended or left the job. The first reason counts."""
         self._gone.setdefault(number, why)
         self._starting.discard(number)
         self._running.discard(number)
@@ -135,18 +135,18 @@ class Membership:
         self.step(now)
 
     def remove(self, number: int, why: str, now: float) -> None:
-        """Have a member leave at the next commit; the last member with the state leaves once others have it."""
+        """Have a member leave at the next commit. The last member with the state leaves once others have it."""
         if number not in self._gone:
             self._removing.setdefault(number, why)
             self.step(now)
 
     def fail(self, text: str, now: float) -> None:
-        """End the job for all members that ask: it cannot continue."""
+        """End the job, because it cannot continue. Members learn this when they ask."""
         self.failure = self.failure or text
         self.step(now)
 
     def step(self, now: float) -> None:
-        """Take every step that is due."""
+        """Take all due steps."""
         self._refuse_ineligible()
         if not self._asked:
             self._began = None
@@ -167,7 +167,7 @@ class Membership:
         self._decide(now)
 
     def next_step_at(self) -> float | None:
-        """Time at which `step` is due. None: not before the next message."""
+        """Compute the due time of `step`. None means not before the next message."""
         if self._began is None:
             return None
         if self._running:
@@ -178,7 +178,7 @@ class Membership:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a member's function has returned, and no other function has started; then no process joins."""
+        """Whether a member's function has returned and no other started. Then no process joins."""
         return bool(self._finished)
 
     def waiting(self) -> tuple[int, ...]:
@@ -308,7 +308,7 @@ class Membership:
         return tuple(sorted(self._asked, key=order)[: self._most()])
 
     def _problem(self, candidates: tuple[int, ...]) -> str:
-        """Return why these members cannot continue; "" if they can."""
+        """Return why these members cannot continue, or "" if they can."""
         if self._with_state and not any(self._asked[number].has_state for number in candidates):
             return STATE_IS_GONE
         if self.limits.resets is not None and self.generation > self.limits.resets:
@@ -425,7 +425,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Answer to a member that is not in the next generation.
+    """Answer to a member outside the next generation.
 
     Attributes:
         kind: "left out", "removed" (it should exit with 0), "over" (the others have finished), or "failed".
@@ -438,7 +438,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Update:
-    """Notice that the members should change at the next commit.
+    """Notice to change the members at the next commit.
 
     Attributes:
         only_removals: whether no member joins, so that the state need not be sent again.

@@ -99,12 +99,12 @@ class ElasticRendezvous:
 
     @property
     def generation(self) -> int:
-        """The current generation, from 1; 0 before the first."""
+        """The current generation, from 1, or 0 before the first."""
         return 0 if self._decision is None else self._decision.generation
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Numbers of the current members, by rank; a number belongs to one process for the whole job."""
+        """Numbers of the current members, by rank. A number belongs to one process for the whole job."""
         return () if self._decision is None else self._decision.members
 
     @property
@@ -113,10 +113,11 @@ class ElasticRendezvous:
         return self._now().sync
 
     def arrive(self) -> Topology | None:
-        """Provisional topology of this process until it joins a running generation; None without a running generation.
+        """Get a provisional topology for use until this process joins a running generation.
 
-        The others continue while it loads data and builds a model; `connect` joins them. Its provisional rank follows
-        theirs, and its local rank is its slot. Only the first call asks; later calls return None.
+        None without a running generation. The others continue while it loads data and builds a model; `connect` joins
+        them. Its provisional rank follows theirs, and its local rank is its slot. Only the first call asks; later calls
+        return None.
 
         Raises:
             ElasticError: the job cannot continue, or the coordinator is gone.
@@ -133,7 +134,7 @@ class ElasticRendezvous:
         return place
 
     def connect(self) -> Connections:
-        """Join the next generation; see the class.
+        """Join the next generation. See the class.
 
         Raises:
             LeftOutError: the others continued without this member.
@@ -156,7 +157,7 @@ class ElasticRendezvous:
             return connections
 
     def should_change(self) -> tuple[bool, bool]:
-        """Return whether the members should change, and whether the change only removes members. Does not wait.
+        """Check without waiting whether the members should change, and whether only by removals.
 
         Raises:
             LeftOutError: the others continued without this member.
@@ -173,7 +174,7 @@ class ElasticRendezvous:
         self.standing.needs_sync = False
 
     def finish(self) -> None:
-        """Report that this member's function has returned: no process joins."""
+        """Report that this member's function has returned. No further process joins."""
         self._has_finished = True
         self._link.report("finished", self.generation)
 

@@ -1,4 +1,6 @@
-"""Load the compiled library and call it: the only package that uses ctypes. Imports neither torch nor Spark.
+"""Bindings of the compiled library. Only this package uses ctypes.
+
+It imports neither torch nor Spark.
 
 Threads: every method of `Engine` may be called from any thread; waiting releases the GIL. The engine's own threads run no Python.
 

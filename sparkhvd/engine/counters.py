@@ -23,7 +23,7 @@ _TOTALS = (
 
 
 class Metrics:
-    """The counters of one rank at one moment; `str()` is a table.
+    """Snapshot of one rank's counters. `str()` formats it as a table.
 
     Attributes:
         counters: the result of `Engine.counters()`.

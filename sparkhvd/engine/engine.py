@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         stream_sockets: list[int]
 
         def close(self) -> None:
-            """Close the descriptors that were not taken."""
+            """Close every descriptor not taken over."""
 
 
 # Most idle calls that an engine keeps for operations of the same kind and shapes; a training loop has few kinds.
@@ -139,7 +139,7 @@ class Engine:
         nccl_library: str | None = None,
         nccl_candidates: Sequence[str] = (),
     ) -> None:
-        """Open this rank's GPU, so that calls may have it as their `device`; does nothing if it is open.
+        """Open this rank's GPU as a `device` for calls. Do nothing if it is open.
 
         Not collective. A rank has one device.
 
@@ -219,7 +219,7 @@ class Engine:
             raise to_exception(status, buffer)
 
     def stop_timeline(self) -> None:
-        """End a running timeline; returns when its file is complete."""
+        """Stop a running timeline and wait until its file is complete."""
         self._state.check_usable("stop_timeline()")
         buffer = error_text.buffer
         status = self._state.library.timeline_stop(self._state.handle, buffer, ERROR_BYTES)
@@ -227,7 +227,7 @@ class Engine:
             raise to_exception(status, buffer)
 
     def shutdown(self) -> None:
-        """Close gracefully; operations in flight end with an error here and on the peers. Idempotent."""
+        """Close gracefully. Operations in flight fail here and on the peers. Idempotent."""
         if self._state.pid == os.getpid() and not self._state.destroyed:
             self._state.shutdown()
 
@@ -266,7 +266,7 @@ class Engine:
         keep: object = None,
         timeout_s: float | None = None,
     ) -> Work:
-        """Start to combine `tensors` elementwise over all ranks; every rank gets the same values.
+        """Start to reduce `tensors` elementwise over all ranks. Every rank gets the same values.
 
         Every rank of the process set submits the same name, shapes, dtype and operation, in any order among
         its operations. Never blocks. Inputs are read and outputs written until the work has finished.
@@ -298,7 +298,7 @@ class Engine:
         keep: object = None,
         timeout_s: float | None = None,
     ) -> Work:
-        """Start to join one tensor of every rank; the result is `Work.output()`. Otherwise as `allreduce`."""
+        """Start to join one tensor of every rank. The result is `Work.output()`. Otherwise as `allreduce`."""
         call = self.prepare(Collective.ALLGATHER, (tensor,), dtype, NO_REDUCTION, process_set)
         return self.start(call, name, keep, timeout_s)
 
@@ -333,7 +333,7 @@ class Engine:
         return self.start(Call(Collective.BARRIER, process_set=process_set), name, None, timeout_s)
 
     def join(self, *, process_set: int = 0, timeout_s: float | None = None) -> Work:
-        """Start to announce that this rank has no more work; finishes when every rank has announced it.
+        """Start a join: this rank has no more work. It finishes when every rank has joined.
 
         Meanwhile the others' allreduces (Sum, Average) run without this rank's tensors; their Average still
         divides by the number of all ranks. Their other operations fail with a `MismatchError`. When all have joined,
@@ -347,7 +347,7 @@ class Engine:
         return self.start(call, "join", timeout_s=timeout_s)
 
     def add_process_set(self, ranks: Sequence[int], *, name: str | None = None) -> Work:
-        """Start to create a process set; every rank must call this with the same ranks, members or not.
+        """Start to create a process set. Every rank must call this with the same ranks, members or not.
 
         Its number is `Work.output().rows[0]`: the same on every rank, never 0, never reused.
 
@@ -359,7 +359,7 @@ class Engine:
         return self.start(call, name or self._number("add_process_set"))
 
     def remove_process_set(self, process_set: int, *, name: str | None = None) -> Work:
-        """Start to remove a process set; every rank must call this. Negotiated operations still run."""
+        """Start to remove a process set. Every rank must call this. Negotiated operations still run."""
         call = Call(Collective.REMOVE_PROCESS_SET, numbers=(process_set,))
         return self.start(call, name or self._number("remove_process_set"))
 
@@ -372,10 +372,11 @@ class Engine:
         one_piece: bool = False,
         device: int = DEVICE_CPU,
     ) -> Buffer:
-        """Allocate registered memory and wait for it; every rank of the process set must call this, with equal sizes.
+        """Allocate registered memory and wait for it.
 
-        An allreduce whose tensors lie in one buffer, in place and one after the other on every rank, runs
-        without copies. The memory is zero at first and outlives the engine.
+        Every rank of the process set must call this, with equal sizes. An allreduce whose tensors lie in one buffer, in
+        place and one after the other on every rank, runs without copies. The memory is zero at first and outlives the
+        engine.
 
         Args:
             num_bytes: 1 or more.
@@ -403,7 +404,9 @@ class Engine:
         streams: int = 0,
         process_set: int = 0,
     ) -> Work:
-        """Start to change the algorithms of later operations, from the same operation on every rank; 0 changes nothing.
+        """Start to change the algorithms of later operations. A value of 0 changes nothing.
+
+        The change applies from the same operation on every rank.
 
         Args:
             chunk_bytes: of a pipeline step in shared memory, at most `Settings.slot_bytes`.
@@ -417,7 +420,10 @@ class Engine:
         return self.start(call, self._number("configure", process_set))
 
     def _number(self, kind: str, process_set: int = 0) -> str:
-        """Number the calls of a kind of operation; every rank of the process set must call it equally often."""
+        """Name an operation by kind and call number.
+
+        Every rank of the process set must call this equally often.
+        """
         return f"{kind}.{next(self._counters[kind, process_set])}"
 
     # -- submission, the path of every operation ---------------------------------------------------

@@ -150,7 +150,7 @@ class Loss(IntEnum):
 
 
 class Isa(IntEnum):
-    """Instruction sets of the reduce kernels; `Settings.isa` has their names."""
+    """Instruction sets of the reduce kernels, named as in `Settings.isa`."""
 
     AUTO = 0
     SCALAR = 1
@@ -273,7 +273,7 @@ _ERROR = (ctypes.c_char_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Signature:
-    """A function of the header; it releases the GIL if it may block."""
+    """C function of the header. A call releases the GIL if it may block."""
 
     returns: Any
     arguments: tuple[Any, ...]
@@ -435,7 +435,7 @@ SYS_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 
 
 def new_memfd(name: str) -> int:
-    """Create an empty memory file that can be sealed and return its descriptor; close-on-exec.
+    """Create an empty, sealable, close-on-exec memory file and return its descriptor.
 
     Args:
         name: shown in /proc only.
@@ -465,7 +465,7 @@ def seal_against_shrinking(descriptor: int) -> None:
 
 
 def is_sealed_against_shrinking(descriptor: int) -> bool:
-    """Check whether a received memory file can never shrink; an OSError if it cannot be sealed."""
+    """Check whether a received memory file can never shrink. An OSError if it cannot be sealed."""
     import fcntl
 
     return bool(fcntl.fcntl(descriptor, F_GET_SEALS) & F_SEAL_SHRINK)
@@ -486,7 +486,7 @@ def library_path() -> Path:
 
 @cache
 def load() -> Library:
-    """Load the library on first use; from then on forked children close this process's engines.
+    """Load the library on first use. From then on, forked children close this process's engines.
 
     Raises:
         EngineUnavailableError: it is missing or of another ABI version.
@@ -528,7 +528,7 @@ class EngineHandles:
             raise NotInitializedError(f"{what}: the engine was shut down. Create a new one.")
 
     def losses(self) -> dict[int, Loss]:
-        """Lost ranks, and how, as far as this rank knows; empty once the engine is gone."""
+        """Get the lost ranks known here, with the kind of loss. Empty once the engine is gone."""
         if self.destroyed or self.pid != os.getpid():
             return {}
         found = self.library.engine_lost(self.handle, None, 0)
@@ -537,14 +537,14 @@ class EngineHandles:
         return {entry.rank: Loss(entry.kind) for entry in entries[:found]}
 
     def to_exception(self, status: int, buffer: ctypes.Array[ctypes.c_char]) -> SparkhvdError:
-        """Make the exception for a status; a `CollectiveError` gets the lost ranks."""
+        """Make the exception for a status. Add the lost ranks to a `CollectiveError`."""
         error = to_exception(status, buffer)
         if isinstance(error, CollectiveError):
             error.lost = {rank: loss.name.lower() for rank, loss in self.losses().items()}
         return error
 
     def reap(self, patience: int | None = None) -> None:
-        """Release dropped works that have finished, until `patience` unfinished works were seen; None means all."""
+        """Release dropped, finished works. Stop after `patience` unfinished works (None: never)."""
         pending = 0
         for _ in range(len(self.orphans)):
             try:
@@ -560,7 +560,7 @@ class EngineHandles:
                 return
 
     def release(self, handle: int) -> None:
-        """Release a work that has finished."""
+        """Release a finished work."""
         keep = self.works.pop(handle, None)
         if keep is not None:
             self.keep_if_left(handle, keep)
@@ -573,7 +573,7 @@ class EngineHandles:
             _left_to_devices.append(keep)
 
     def shutdown(self) -> Status:
-        """Stop the native thread and release the works that have finished."""
+        """Stop the native thread and release the finished works."""
         self.closed = True
         self.usable = False
         # No buffer: in a finalizer the thread's buffer may not exist.
@@ -582,7 +582,7 @@ class EngineHandles:
         return Status(status)
 
     def close(self) -> None:
-        """Shut down and free the engine, in the process that made it; the engine's finalizer."""
+        """Shut down and free the engine, as its finalizer. Do nothing in a forked process."""
         if self.destroyed or self.pid != os.getpid():
             return
         self.shutdown()

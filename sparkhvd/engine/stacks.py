@@ -25,7 +25,7 @@ _PIPE_BYTES = 256 << 10
 
 
 class _Process:
-    """Signal handlers and pipes that this process has registered."""
+    """Signal handlers and pipes registered by this process."""
 
     def __init__(self, inherited: frozenset[int] = frozenset()) -> None:
         self.lock = threading.Lock()
@@ -71,7 +71,7 @@ def prepare(signal: int) -> tuple[int, int]:
 
 
 def _register(signal: int) -> tuple[int, int]:
-    """Install the handler of `signal` and return the ends of the pipe that it writes to."""
+    """Install the handler of `signal` and return the two ends of its pipe."""
     import fcntl  # not on Windows
 
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

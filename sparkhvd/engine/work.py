@@ -28,7 +28,7 @@ WAIT_SLICE_MS = round(WAIT_SLICE_S * 1000)
 
 @dataclass(frozen=True, slots=True)
 class GatherOutput:
-    """Result in memory that the engine allocated; it lives as long as the `Work`.
+    """Result in memory of the engine, valid as long as the `Work`.
 
     Attributes:
         address: the first byte; 0 for an empty result.
@@ -44,7 +44,7 @@ class GatherOutput:
 
 
 class Buffer:
-    """Registered memory: this rank's part of the memory that the ranks of a host share. Freed with the last reference.
+    """Registered memory: this rank's part of its host's memory. Freed with the last reference.
 
     This rank may use it, also after the engine is gone. While an operation on it is in flight, peers also write to it.
 
@@ -109,7 +109,7 @@ class Work:
             state.release(self._handle)  # only frees memory
 
     def done(self) -> bool:
-        """Whether the operation has finished; never blocks, and advances no operation.
+        """Whether the operation has finished. Never blocks, and advances no operation.
 
         Raises:
             MismatchError: the ranks disagreed.
@@ -122,7 +122,7 @@ class Work:
         return self._finished(state.library.poll(self._handle, buffer, ERROR_BYTES), buffer)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the operation has finished; advances every operation of the engine meanwhile.
+        """Wait for the operation to finish, and advance all operations of the engine meanwhile.
 
         Args:
             timeout_s: longest wait here; None means until the operation ends by itself, at the latest after
@@ -158,7 +158,7 @@ class Work:
             waiting.discard(token)
 
     def wait_stream(self, stream: int, timeout_s: float | None = None) -> None:
-        """Make a stream wait for the end of this operation on the device; this thread does not wait for the device.
+        """Make a stream wait for this operation's end. This thread does not wait for the device.
 
         Returns once the operation is launched on the device, which needs every rank's submission; advances every
         operation of the engine meanwhile. Later work on `stream` sees the results.

@@ -36,7 +36,10 @@ M = TypeVar("M", bound=Model)
 
 
 class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
-    """Base class of estimators that launch ranks; subclasses must have the Params `run_id` and `data_key`."""
+    """Base class of estimators that launch ranks.
+
+    Subclasses must have the Params `run_id` and `data_key`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +48,10 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         self._label = ""  # label of epoch lines
 
     def copy(self, extra: ParamMap | None = None) -> Self:
-        """Copy the estimator with extra Params, which the epoch lines of the copy's fits show as a label."""
+        """Copy the estimator with extra Params.
+
+        The epoch lines of the copy's fits show these Params as a label.
+        """
         that = super().copy(extra)
         names = {p.name: v for p, v in (extra or {}).items() if that.hasParam(p.name)}
         names.pop("run_id", None)
@@ -97,7 +103,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
             raise e.with_traceback(None) from e.__cause__
 
     def _fit(self, dataset: DataFrame) -> M:
-        """Train on a DataFrame; Spark's `fit` calls this method."""
+        """Train on a DataFrame. Spark's `fit` calls this method."""
         check_dataframe("fit", dataset)
         if self._scope is None:  # not within a fold
             self._folds.end()
@@ -213,7 +219,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         return models if is_list else models[0]
 
     def _fit_each(self, maps: Sequence[ParamMap], fit: Callable[[Self], M]) -> list[M]:
-        """Fit a copy with each param map; an error carries the models that were trained before it."""
+        """Fit a copy with each param map. An error carries the models trained before it."""
         models: dict[int, M] = {}
         with models_kept(models):
             for index, each in enumerate(maps):
@@ -234,7 +240,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         raise NotImplementedError
 
     def _fit_sources(self, sources: FitSources) -> M:
-        """Train on sources of rows; errors as in `fit`."""
+        """Train on sources of rows. Raises the same errors as `fit`."""
         raise NotImplementedError
 
     def fitMultiple(  # noqa: N802 - Spark's name
@@ -261,7 +267,10 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)
 
     def _with_run_ids(self, maps: Sequence[ParamMap], data: Hashable) -> list[ParamMap]:
-        """Add a run id to each param map if a `run_id` is set; calls with equal `data` belong to one fold."""
+        """Add a run id to each param map if a `run_id` is set.
+
+        Calls with equal `data` belong to one fold.
+        """
         run_ids = [given.get(self.run_id, self._get("run_id")) for given in maps]
         return [
             {**given, self.run_id: self._folds.name(run_id, data, index)} if run_id else given
@@ -279,6 +288,6 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
 
     @classmethod
     def load(cls, path: str, *, trust: bool = False) -> Self:
-        """Load a saved estimator; `trust` as in `TorchModel.load`."""
+        """Load a saved estimator, with `trust` as in `TorchModel.load`."""
         loaded: Self = EstimatorReader(cls, trusted=trust).load(path)
         return loaded

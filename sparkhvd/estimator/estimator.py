@@ -85,7 +85,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         self._set_keywords(positional, keywords)
 
     def _fit_sources(self, sources: FitSources) -> TorchModel:
-        """Train on sources of rows; errors as in `fit`."""
+        """Train on sources of rows. Raises the same errors as `fit`."""
         options = self._options()
         settings = options.settings or Settings.resolve()
         with lazy_compiler.installed() if settings.lazy_compiler else contextlib.nullcontext():
@@ -195,7 +195,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _train(
         self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> tuple[TorchModel, int]:
-        """Prepare the data and train; return the model and the number of the epoch of its weights."""
+        """Prepare the data and train, and return the model and the number of the epoch of its weights."""
         with contextlib.nullcontext(self._scope) if self._scope else ReuseScope() as scope:
             options = request.options
             target = Target(
@@ -243,7 +243,10 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     # -- run ------------------------------------------------------------------------------------------
 
     def _prewarm(self, request: FitRequest) -> Prewarm | None:
-        """Make the function that prewarms ranks in the tasks that write the data; None if ranks are not Spark tasks."""
+        """Make the function for prewarming ranks in the tasks that write the data.
+
+        Returns None if ranks are not Spark tasks.
+        """
         cluster = request.cluster
         if not self._takes_slots():
             return None
@@ -382,7 +385,10 @@ def _complete(
 
 
 def _trained_loss(request: FitRequest, module: nn.Module, trained: Checkpoint) -> object:
-    """Copy the loss with its trained state; a failure gives a warning and None, so that the model is not lost."""
+    """Copy the loss with its trained state, or warn and return None if the copy fails.
+
+    The fit still returns its model.
+    """
     model, is_changed = request.program.model, has_losses(trained.changes)
     try:
         return returned_loss(request.losses, model, module, trained.others, is_changed=is_changed)

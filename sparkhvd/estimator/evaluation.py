@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Summary:
-    """Base of summaries, whose measures are computed on first access.
+    """Base class of summaries. Measures are computed on first access.
 
     Attributes:
         predictions: DataFrame that `transform` returned.
@@ -103,12 +103,12 @@ class ClassificationSummary(_Summary):
 
     @cached_property
     def areaUnderROC(self) -> float:  # noqa: N802
-        """Area under the ROC curve of two classes; one pass over the rows."""
+        """Area under the ROC curve of two classes, from one pass over the rows."""
         return self._of_two_classes("areaUnderROC")
 
     @cached_property
     def areaUnderPR(self) -> float:  # noqa: N802
-        """Area under the precision-recall curve of two classes; one pass over the rows."""
+        """Area under the precision-recall curve of two classes, from one pass over the rows."""
         return self._of_two_classes("areaUnderPR")
 
     def _of_two_classes(self, name: str) -> float:
@@ -124,7 +124,7 @@ class ClassificationSummary(_Summary):
 
 
 def _mean(measured: Iterable[tuple[int, float]]) -> float:
-    """Mean weighted by rows; NaN without rows."""
+    """Compute the mean weighted by rows, or NaN without rows."""
     pairs = list(measured)
     rows = sum(count for count, _ in pairs)
     return sum(count * value for count, value in pairs) / rows if rows else math.nan
@@ -132,7 +132,7 @@ def _mean(measured: Iterable[tuple[int, float]]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class RegressionSummary(_Summary):
-    """Measures of a regressor; NaN without rows."""
+    """Measures of a regressor, or NaN without rows."""
 
     @cached_property
     def _values(self) -> Mapping[str, float]:
@@ -161,7 +161,7 @@ class RegressionSummary(_Summary):
 
     @property
     def r2(self) -> float:
-        """Share of the labels' variance that predictions explain; NaN if all labels are equal."""
+        """Coefficient of determination (R squared), or NaN if all labels are equal."""
         variance = self._values["variance"]
         return 1 - self.meanSquaredError / variance if variance else math.nan
 
@@ -172,7 +172,7 @@ class RegressionSummary(_Summary):
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """Summary of a training; printed or shown in a notebook it is one line.
+    """Summary of a training, shown as one line when printed or in a notebook.
 
     Attributes:
         history: one record per epoch.

@@ -148,7 +148,7 @@ def _parts(df: DataFrame, column: str, value: Any) -> list[_Part]:
 
 
 def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> DataFrame:
-    """Select the columns that an evaluator of Spark reads, and the column with the number of the copy."""
+    """Select the input columns of a Spark evaluator, and the column with the copy's number."""
     params = (p for p in evaluator.params if p.name.endswith("Col") and evaluator.isDefined(p))
     values = [str(evaluator.getOrDefault(p)) for p in params]
     names = [
@@ -161,7 +161,7 @@ def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> DataFrame:
 
 
 def _copies_of_rows(read: DataFrame, number: int) -> list[Callable[[], DataFrame]]:
-    """Divide rows by the number of their copy, into DataFrames of one partition that share no query.
+    """Divide rows by copy number into DataFrames of one partition, without a shared query.
 
     A filter with another number would make Spark compile the query again for each copy.
 
@@ -201,9 +201,9 @@ def _collected_copies(read: DataFrame, number: int) -> list[Callable[[], DataFra
 def _permuted(
     sampled: DataFrame, schema: StructType, parts: Sequence[_Part], repeats: int
 ) -> DataFrame:
-    """Append copies of the rows, `repeats` per feature with the feature's values permuted; copy 0 is the original.
+    """Append `repeats` copies of the rows per feature, with the feature's values permuted.
 
-    Spark's own expressions make the copies, so that the driver sends only the sampled rows.
+    Copy 0 is the original. Spark's own expressions make the copies, so that the driver sends only the sampled rows.
 
     Args:
         sampled: sampled rows with columns c0, c1, ..., `row`, and `others`: for each copy the row that gives the value.

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Report of a fit, which a notebook shows as a page and `save` writes to a file.
+    """Report of a fit, shown as a page in a notebook and written to a file by `save`.
 
     Attributes:
         document: facts and numbers of the fit, see `sparkhvd.observe.report.page`.
@@ -85,7 +85,7 @@ class Report:
         return f"Report({self.document.get('run_id') or 'fit'}): save(path) writes the page, a notebook shows it"
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, which isolates its style from the notebook's style."""
+        """Embed the page in a frame, to isolate its style from the notebook's style."""
         return f'<iframe srcdoc="{escape(self.html)}" sandbox style="width:100%;height:800px;border:0"></iframe>'
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -172,7 +172,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         run_id: str | None = None,
         **params: Unpack[ModelKeywords],
     ) -> Self:
-        """Make a model from a module that was trained elsewhere.
+        """Make a model from a module trained elsewhere.
 
         Each DataFrame and `feature_dtypes` decide the types of features, by the rules of a fit. `input_shapes` or a
         vector's metadata give the lengths of arrays and vectors and the shapes of decoded values.
@@ -233,7 +233,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return [dict(record) for record in self._require_fitted().history]
 
     def history_frame(self) -> pd.DataFrame:
-        """Return `history` as a pandas frame with a row per epoch, indexed by epoch."""
+        """Convert `history` to a pandas DataFrame with a row per epoch, indexed by epoch."""
         import pandas as pd
 
         frame = pd.DataFrame(self._require_fitted().history)
@@ -251,7 +251,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     @property
     def run_key(self) -> str:
-        """Key for `sparkhvd reproduce` of a fit on a table; "" without a recipe. Keep it apart from the store."""
+        """Key for `sparkhvd reproduce` of a fit on a table, or "" without a recipe. Keep it apart from the store."""
         return self._require_fitted().run_key
 
     @property
@@ -266,10 +266,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return TrainingSummary(self._records(), self.timings, fitted.run_id)
 
     def report(self) -> Report:
-        """Return the report of the fit: curves, throughput, phases, waits, settings (docs/monitoring.md#report).
+        """Make the report of the fit: curves, throughput, phases, waits, settings.
 
-        For a loaded model, the report is read from the run's folder in the store. Without that folder, it has only
-        history and timings.
+        See docs/monitoring.md#report. For a loaded model, the report is read from the run's folder in the store.
+        Without that folder, it has only history and timings.
         """
         fitted = self._require_fitted()
         return Report(fitted.report or self._stored_report(fitted) or _short_document(fitted))
@@ -354,7 +354,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     # -- Horovod's names -----------------------------------------------------------------------------
 
     def setModel(self, module: nn.Module) -> Self:  # noqa: N802
-        """Use a copy of another module for the same columns; returns this object.
+        """Use a copy of another module for the same columns, and return this object.
 
         Without a fit, any module is accepted, because the Params define its columns.
 
@@ -398,17 +398,17 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return horovod_history(records, len(self.getLabelColumns()))
 
     def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:  # noqa: N802
-        """Replace the records of the epochs, flat or in Horovod's format; returns this object."""
+        """Replace the epochs' records, flat or in Horovod's format, and return this object."""
         records = [dict(record) for record in history]
         self._fitted = replace(self._require_fitted(), history=records, report={})
         return self
 
     def getRunId(self) -> str:  # noqa: N802
-        """Return the name of the run, whose kept files are under `runs/<run_id>` in the store."""
+        """Return the name of the run. Its kept files are under `runs/<run_id>` in the store."""
         return self._require_fitted().run_id
 
     def setRunId(self, run_id: str) -> TorchModel:  # noqa: N802
-        """Set the name of the run without renaming anything in the store; returns this object."""
+        """Set the name of the run without renaming files in the store, and return this object."""
         self._fitted = replace(self._require_fitted(), run_id=run_id, report={})
         return self
 
@@ -420,16 +420,17 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return source_names(fitted, self._read_options(PredictOptions))
 
     def getLabelColumns(self) -> list[str]:  # noqa: N802
-        """List the labels that name the output columns: `label_cols`, or the labels of the training."""
+        """List the labels of the output columns: `label_cols`, or the labels of the training."""
         return list(self._get("label_cols") or self._require_fitted().labels)
 
     # -- transform -----------------------------------------------------------------------------------
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        """Add the output columns; starts no Spark job. Rows and all other columns are kept.
+        """Add the output columns. Rows and all other columns are kept.
 
-        The model runs when rows are computed. Filter rows and select columns before, because Spark cannot push filters
-        and selections through a Python function.
+        No Spark job runs, unless the outputs of a module without a fit must be measured on real rows. The model runs
+        when rows are computed. Filter rows and select columns before, because Spark cannot push filters and selections
+        through a Python function.
         """
         check_dataframe("transform", dataset)
         module = fitted = self._require_fitted()
@@ -450,7 +451,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _measure_widths(
         self, dataset: DataFrame, fitted: TrainedState, options: PredictOptions
     ) -> tuple[int, ...]:
-        """Find the elements per row of each output by a Spark job that runs the module on real rows."""
+        """Find the elements per row of each output by a Spark job on real rows."""
         output = Output("sparkhvd widths", "widths", 0, is_vector=True)
         spec = self._predict_spec(dataset, fitted, options, (output,))
         row = add_outputs(dataset, spec).select(f"`{output.name}`").first()
@@ -490,7 +491,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
     def local(self) -> LocalModel:
-        """Return a predictor for numpy, pandas, polars and Arrow in this process, which starts no Spark job.
+        """Make a predictor for numpy, pandas, polars and Arrow in this process, without Spark jobs.
 
         `sparkhvd.load_local` makes the same predictor from a saved model, without pyspark.
 
@@ -503,7 +504,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return LocalModel(fitted, self._read_options(PredictOptions))
 
     def _check_outputs(self, fitted: TrainedState) -> None:
-        """Reject a model whose outputs are unknown."""
+        """Reject a model with unknown outputs."""
         if not fitted.widths:
             raise InvalidArgumentError(
                 "transform: the outputs of the model are not known, because its forward failed on made-up rows on the driver and, "
@@ -563,7 +564,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return ModelWriter(self)
 
     def _for_mlflow(self) -> Any:
-        """Return the object that MLflow's flavour `spark` can save in this session."""
+        """Return the object to save with MLflow's flavour `spark` in this session."""
         if not is_connect(active_session()):
             return self
         from sparkhvd.estimator.saving.local_pipeline import LocalPipeline

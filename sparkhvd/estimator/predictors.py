@@ -35,13 +35,16 @@ if TYPE_CHECKING:
 
 
 class TorchPredictionModel(TorchModel):
-    """Base of trained models with one output, whose meaning the class defines; also predicts rows on the driver."""
+    """Base class of trained models with one output.
+
+    Subclasses define the meaning of the output. The model also predicts rows on the driver.
+    """
 
     _other_defaults: ClassVar[Mapping[str, object]] = {"outputCols": [""]}
 
     @classmethod
     def _known_link(cls, link: str, *, has_function: bool) -> str:
-        """Return the link of the model's output for the link of the loss.
+        """Map the link of the loss to the link of the model's output.
 
         Raises:
             InvalidArgumentError: the loss does not define the output's meaning.
@@ -50,7 +53,7 @@ class TorchPredictionModel(TorchModel):
 
     @classmethod
     def _width_problem(cls, link: str, width: int) -> str:
-        """Reason why an output of this width does not fit the class; "" if it fits."""
+        """Explain why an output of this width does not fit the class, or return "" if it fits."""
         raise NotImplementedError
 
     def _check_outputs(self, fitted: TrainedState) -> None:
@@ -68,7 +71,7 @@ class TorchPredictionModel(TorchModel):
 
     @property
     def numFeatures(self) -> int:  # noqa: N802 - Spark's name
-        """How many numbers per row the model reads; -1 if some inputs are not numbers."""
+        """How many numbers per row the model reads, or -1 if some inputs are not numbers."""
         return num_features(self._require_fitted())
 
     def predict(self, value: Row) -> float:
@@ -83,7 +86,7 @@ class TorchPredictionModel(TorchModel):
         return float(self._compute("prediction", value)[0])
 
     def _named(self, param: str) -> str:
-        """Return the column that a Param names; "" is an error."""
+        """Read the column name in a Param, or raise an error for ""."""
         name: str = self._get(param)
         if not name:
             raise InvalidArgumentError(
@@ -121,7 +124,7 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         return super()._train(request, recorder, fanout)
 
     def _link(self, request: FitRequest) -> str:
-        """Return the link of the model's output; raise an error if the loss does not define it."""
+        """Choose the link of the model's output. Raises an error if the loss does not define it."""
         has_function = request.options.output_fn is not None
         return self._model_class._known_link(request.links[0], has_function=has_function)
 
@@ -147,7 +150,10 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
 
 
 class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassificationModel):  # type: ignore[misc]  # Spark's Params are rows of our table
-    """Trained classifier. `transform` adds `rawPrediction`, `probability` and `prediction`; classes are 0, 1, ..."""
+    """Trained classifier. `transform` adds `rawPrediction`, `probability` and `prediction`.
+
+    Classes are 0, 1, ...
+    """
 
     _as_if_set = frozenset({"rawPredictionCol", "probabilityCol", "predictionCol"})
 
@@ -190,15 +196,15 @@ class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassification
         return labels.num_classes(fitted.links[0], fitted.widths[0])
 
     def predictRaw(self, value: Row) -> DenseVector:  # noqa: N802
-        """Compute the raw prediction of one row on the driver; arguments and errors as in `predict`."""
+        """Compute a row's raw prediction on the driver, with arguments and errors of `predict`."""
         return Vectors.dense(self._compute("raw", value).tolist())
 
     def predictProbability(self, value: Row) -> DenseVector:  # noqa: N802
-        """Compute the probabilities of one row on the driver; arguments and errors as in `predict`."""
+        """Compute a row's probabilities on the driver, with arguments and errors of `predict`."""
         return Vectors.dense(self._compute("probability", value).tolist())
 
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
-        """Compare predictions with labels; measures are computed on first access."""
+        """Compare predictions with labels. Measures are computed on first access."""
         predictions, raw = self.transform(dataset), self._named("rawPredictionCol")
         return ClassificationSummary(
             predictions=predictions,
@@ -255,7 +261,7 @@ class TorchRegressionModel(TorchPredictionModel, RegressionModel[Any]):  # type:
         return f"the model's output has {width} elements per row, but must have one. TorchEstimator trains models that predict vectors."
 
     def evaluate(self, dataset: DataFrame) -> RegressionSummary:
-        """Compare predictions with labels; measures are computed on first access."""
+        """Compare predictions with labels. Measures are computed on first access."""
         return RegressionSummary(
             predictions=self.transform(dataset),
             labelCol=self.getLabelColumns()[0],

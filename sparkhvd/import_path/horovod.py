@@ -1,4 +1,4 @@
-"""Give programs that a rank starts the name `horovod`: `as_horovod` puts this folder on their PYTHONPATH.
+"""The name `horovod` for a rank's subprocesses: `as_horovod` puts this folder on their PYTHONPATH.
 
 Where the name is off, `import horovod` finds what it would find without this file.
 """

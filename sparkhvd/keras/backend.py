@@ -1,4 +1,4 @@
-"""Import of the package `keras`, which must be Keras 3 on its torch backend."""
+"""Import of the package `keras`. It must be Keras 3 on its torch backend."""
 
 from __future__ import annotations
 

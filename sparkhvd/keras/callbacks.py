@@ -22,7 +22,7 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that broadcasts rank `root_rank`'s variables of model and optimizer before the first step of a fit.
+    """Callback to broadcast a rank's model and optimizer variables before the first step of a fit.
 
     Args:
         root_rank: the rank with the values.
@@ -40,14 +40,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._is_done = False
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Broadcast, after all callbacks that restore state at the beginning of a fit."""
+        """Broadcast before the first batch, after other callbacks have restored state."""
         if not self._is_done:
             self._is_done = True
             broadcast_global_variables(self._root_rank, self.model)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Callback that replaces metrics by their means over all ranks at the end of each epoch.
+    """Callback to replace metrics by their means over all ranks at the end of each epoch.
 
     Later callbacks in the list, and the history, see the means: put it before `ReduceLROnPlateau`, `EarlyStopping`, `TensorBoard`
     and similar callbacks. Every rank must have the same metrics.
@@ -73,7 +73,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Callback that sets the learning rate to `initial_lr` times a multiplier, in a range of epochs.
+    """Callback to set the learning rate to `initial_lr` times a multiplier, in a range of epochs.
 
     Args:
         initial_lr: the rate at multiplier 1, on every rank.
@@ -166,13 +166,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             optimizer.momentum = momentum * after / before
 
     def _optimizer(self) -> Any:
-        """Return the model's optimizer, without a wrapper for loss scaling."""
+        """Unwrap the model's optimizer if it has a wrapper for loss scaling."""
         optimizer = self.model.optimizer
         return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Callback that raises the learning rate from `initial_lr / size()` to `initial_lr`, batch by batch.
+    """Callback to raise the rate from `initial_lr / size()` to `initial_lr`, batch by batch.
 
     In epoch e, a fraction that counts batches up to and including the next step, the rate is
     initial_lr / size * (e * (size - 1) / warmup_epochs + 1), as in Goyal et al., arXiv:1706.02677.
@@ -221,7 +221,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Callback that keeps the best model, for `checkpoint_callback` of `KerasEstimator`, which sets the file.
+    """Callback to keep the best model, for `checkpoint_callback` of `KerasEstimator`.
+
+    The estimator sets the file.
 
     Args:
         monitor: name of the metric.

@@ -89,7 +89,7 @@ model_param = functools.partial(param, group="model")
 
 
 def to_model(value: object) -> Any:
-    """Convert a saved model to a Keras model; keep anything else."""
+    """Convert a saved model to a Keras model, and return anything else unchanged."""
     return value.model if isinstance(value, Network) else value
 
 
@@ -215,7 +215,7 @@ class KerasParams(IgnoredParams, PredictParams):
             )
 
     def _check_rate(self, model: Any) -> None:
-        """Reject scaling a learning rate that follows a schedule."""
+        """Reject scaling of a learning rate with a schedule."""
         optimizer = self._get("optimizer") or getattr(model, "optimizer", None)
         is_asked = self.isSet("lr_scaling") and self._get("lr_scaling") is not None
         if is_asked and self._get("learning_rate") is None and follows_schedule(optimizer):
@@ -420,7 +420,10 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         functions: RowFunctions,
         model_dtype: str,
     ) -> _FitData:
-        """Describe prepared rows; run the user's functions on the first rows to learn their results."""
+        """Describe prepared rows.
+
+        The user's functions run on the first rows, to learn their results.
+        """
         transformations = resolve_transformations(
             options.transformation_fn, options.batch_transform_fn
         )
@@ -443,7 +446,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         return _FitData(training, validation, seen, functions, transformations, transformed)
 
     def _full_step(self, options: FitOptions) -> int:
-        """The minimum of training rows; if unknown here, the ranks check it."""
+        """Compute the minimum of training rows. If it is unknown here, the ranks check it."""
         if not options.drop_last or options.group_col:
             return 1
         return (fixed_num_proc(options, "KerasEstimator") or 1) * options.batch_size

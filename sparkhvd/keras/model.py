@@ -25,13 +25,16 @@ class KerasModel(TorchModel):
     """
 
     def getModel(self) -> Any:  # noqa: N802 - Horovod's name
-        """Return a copy of the trained Keras model; not compiled."""
+        """Return an uncompiled copy of the trained Keras model."""
         network = copied(self._require_fitted().module)
         assert isinstance(network, Network)
         return network.model
 
     def setModel(self, module: Any) -> Any:  # noqa: N802
-        """Predict with a copy of another Keras model for the same columns; returns this object."""
+        """Predict with a copy of another Keras model for the same columns.
+
+        Returns this object.
+        """
         return super().setModel(module if isinstance(module, Network) else Network(module))
 
     def getHistory(self) -> Any:  # noqa: N802
@@ -56,7 +59,9 @@ _VALUES = ("mean_squared_error", "mean_absolute_error", "huber", "log_cosh")
 
 
 def link_of(loss: Any, shape: Sequence[int | None]) -> str:
-    """The link from outputs to probabilities for a model trained with this loss; identity if unknown.
+    """Find the link from outputs to probabilities for a model with this loss.
+
+    It is identity if unknown.
 
     Args:
         loss: as of `compile`: a loss, its name, or several of them.

@@ -1,6 +1,6 @@
-"""Keras model as a torch module whose pickle holds its configuration and its variables, so that any process can load it.
+"""Keras model as a torch module, with its configuration and its variables in its pickle.
 
-Imports no pyspark, which ranks and services need not have.
+So any process can load the pickle. Imports no pyspark, which ranks and services need not have.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Network(nn.Module):
 
 
 class CompiledNetwork(Network):
-    """Module whose pickle also holds the compile configuration, for a saved estimator."""
+    """Module with the compile configuration in its pickle too, for a saved estimator."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()

@@ -64,7 +64,7 @@ class _Options:
 
 
 class Distributed:
-    """Mixin that reduces gradients before the optimizer's own class applies them.
+    """Mixin to reduce gradients before the optimizer's own class applies them.
 
     Attributes:
         loss_share: factor of the loss in the next backward pass. If the ranks have different numbers of rows, the
@@ -94,7 +94,7 @@ class Distributed:
         return self._plain_class._unpickle_model, *made[1:]
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the optimizer's variables; the first backward pass on these starts the reduction."""
+        """Make the optimizer's variables. The first backward pass on these starts the reduction."""
         super().build(variables)  # type: ignore[misc]
         self._watch()
 
@@ -159,7 +159,7 @@ class Distributed:
         return scaled if self.loss_share == 1.0 else scaled * self.loss_share
 
     def apply(self, grads: _Gradients, trainable_variables: Sequence[Any] | None = None) -> None:
-        """Step with the gradients of all ranks; every rank must call it equally often.
+        """Step with the gradients of all ranks. Every rank must call it equally often.
 
         Args:
             grads: of this rank, or the program's modified reduced gradients from `.grad` after `backward()`.
@@ -185,7 +185,10 @@ class Distributed:
         self._ended("optimizer")
 
     def _add_up(self, grads: _Gradients, options: _Options) -> _Gradients | None:
-        """Add up the gradients of `backward_passes_per_step` batches; None before the last of them."""
+        """Add up the gradients of `backward_passes_per_step` batches.
+
+        The result is None before the last batch.
+        """
         if options.passes == 1:
             return grads
         before = self._sums or (None,) * len(grads)
@@ -340,7 +343,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = hvd.Compression.none,
 ) -> Any:
-    """Load a saved model; its compiled optimizer continues, with its state, as a `DistributedOptimizer`.
+    """Load a saved model. Its optimizer continues, with its state, as a `DistributedOptimizer`.
 
     Every rank must load it, or get its variables by `BroadcastGlobalVariablesCallback`. An uncompiled model stays uncompiled.
 

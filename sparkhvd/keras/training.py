@@ -118,7 +118,7 @@ Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
 
 @held
 def train(order: KerasTrainSpec) -> Trained | None:
-    """Train on a rank; return variables and metrics by epoch on rank 0."""
+    """Train on a rank and return variables and metrics by epoch on rank 0."""
     hvd.init()
     with RunTimeline(order.dataset.store, order.run_dir, order.timeline) as timeline:
         timeline.begin()
@@ -233,7 +233,7 @@ def _batches(order: KerasTrainSpec, model: Any) -> tuple[KerasBatches, KerasBatc
 
 
 class _Records(keras.callbacks.Callback):  # type: ignore[misc]
-    """Callback of rank 0 that keeps the metrics of each epoch, and the state after it."""
+    """Callback of rank 0 to keep the metrics of each epoch, and the state after it."""
 
     def __init__(
         self, records: list[dict[str, float]], progress: ProgressFile | None, *, logs: bool
@@ -256,9 +256,10 @@ class _Records(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class KerasBatches(IterableDataset[Any]):
-    """Batches of one rank; every iteration restarts the epoch `epoch`, because Keras inspects a first batch before it trains.
+    """Batches of one rank. Every iteration restarts the epoch `epoch`.
 
-    If the last step of an epoch has no row for this rank, rows of another batch are used, and `rows` is 0.
+    The restart is necessary because Keras inspects a first batch before it trains. If the last step of an epoch has no
+    row for this rank, rows of another batch are used, and `rows` is 0.
 
     Attributes:
         epoch: of the next iteration.
@@ -365,7 +366,7 @@ _TELLS = "aggregation" in inspect.signature(keras.metrics.Metric.add_variable).p
 
 
 def merge_states(model: Any) -> None:
-    """Merge the states of metrics over ranks, as if one process had seen all batches; every rank must call it.
+    """Merge the states of metrics over ranks, as if one process had seen all batches. Every rank must call it.
 
     States of Keras' metrics are totals and counts, which add up: AUC holds counts by threshold. A metric variable with
     `aggregation="mean"` or `"only_first_replica"` gets the mean, or rank 0's value.
@@ -391,7 +392,7 @@ def _share(variable: Any) -> float:
 
 
 class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that makes the ranks' epochs equal to an epoch of one process over all rows.
+    """Callback to make the ranks' epochs equal to an epoch of one process over all rows.
 
     In the last step, or in any step with skipped images or groups, ranks may have different numbers of rows, or no
     rows. The callback weights the losses so that the gradient is the mean over all rows of the step, and a step without
@@ -524,14 +525,14 @@ class ProgressFile:
         self.store.write_bytes(self.path, buffer.getvalue())
 
     def num_epochs(self) -> int:
-        """The number of completed epochs; 0 for a new run."""
+        """Count the completed epochs: 0 for a new run."""
         if not self.store.exists(self.path):
             return 0
         found = weights.Weights("", self.store.read_bytes(self.path)).load()
         return len(read_json(bytes(found[_RECORDS].tolist())))
 
     def explain_failure(self, error: BaseException, epochs: int) -> bool:
-        """Add a note to an error on how to resume the run; return False if the run certainly has no saved state.
+        """Add a note to an error on how to resume the run and return False if the run certainly has no saved state.
 
         Before Python 3.11 the note is written to stderr. A temporary store with the state of a finished training is
         kept.
@@ -558,7 +559,7 @@ class ProgressFile:
         return True
 
     def restore(self, model: Any) -> list[dict[str, float]]:
-        """Load the state of the run into the model; return the records of its epochs, empty for a new run.
+        """Load the state of the run into the model and return the records of its epochs, empty for a new run.
 
         Raises:
             InvalidArgumentError: the run has another model.
@@ -617,7 +618,10 @@ class LoggerBridge:
 
 
 class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that records the parts of each step, until the timeline ends; every rank must have it, as the first of its callbacks."""
+    """Callback to record the parts of each step, until the timeline ends.
+
+    Every rank must have it, as the first of its callbacks.
+    """
 
     def __init__(self, timeline: RunTimeline) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def allreduce(
     op: Any = None,
     compression: Any = hvd.Compression.none,
 ) -> Tensor:
-    """Reduce a value over all ranks; every rank must call it.
+    """Reduce a value over all ranks. Every rank must call it.
 
     Args:
         value: a number, an array, a tensor or a variable; of the same shape on every rank.
@@ -49,17 +49,17 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Tensor:
-    """Concatenate the values of all ranks along the first dimension; every rank must call it."""
+    """Concatenate the values of all ranks along the first dimension. Every rank must call it."""
     return hvd.allgather(_tensor(value), name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Tensor:
-    """Send rank `root_rank`'s value to every rank; every rank must call it."""
+    """Send rank `root_rank`'s value to every rank. Every rank must call it."""
     return hvd.broadcast(_tensor(value), root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: Any = hvd.Average) -> Tensor:
-    """Reduce a value, and return this rank's part along the first dimension; every rank must call it."""
+    """Reduce a value, and return this rank's part along the first dimension. Every rank must call it."""
     return hvd.reducescatter(_tensor(value), name=name, op=op)
 
 

@@ -29,7 +29,7 @@ __all__ = ["find", "mark"]
 
 
 def find() -> Rendezvous | None:
-    """Rendezvous of this process, for any launcher; None for a single process.
+    """Find the rendezvous of this process under any launcher, or None for a single process.
 
     The first call installs it, and is collective if ranks exchange the job themselves. A program started by a rank
     takes the rank's place.

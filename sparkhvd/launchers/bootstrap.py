@@ -56,7 +56,7 @@ def mark(job: str = "", *, by_variables: bool = False) -> None:
 
 
 def meet() -> Rendezvous | None:
-    """Connect to the other ranks of this process's launcher, and install the job; None without a launcher.
+    """Connect to the launcher's other ranks and install the job. Return None without a launcher.
 
     Raises:
         InvalidArgumentError: the ranks are on several hosts and have no key or no address of rank 0, or this process is
@@ -141,7 +141,7 @@ def _on_several_hosts(place: LauncherEnv, settings: Settings) -> _GatherPlan:
 
 
 def _directory(place: LauncherEnv, settings: Settings, what: str) -> tuple[str, tuple[int, ...]]:
-    """Return host and ports at which rank 0 waits: not MASTER_PORT itself, because torch's store uses it."""
+    """Choose rank 0's host and ports: not MASTER_PORT, because torch's store uses it."""
     if given := parse_place(settings.directory):
         return given[0], (given[1],)
     if place.master is None:
@@ -155,7 +155,10 @@ def _directory(place: LauncherEnv, settings: Settings, what: str) -> tuple[str, 
 
 
 def _gather(place: LauncherEnv, way: _GatherPlan, endpoint: Endpoint, settings: Settings) -> Job:
-    """Exchange endpoints with the other ranks; rank 0 sends the job's id, and its key unless the user has given one."""
+    """Exchange endpoints with the other ranks.
+
+    Rank 0 sends the job's id, and its key unless the user has given one.
+    """
     text: dict[str, object] = {"endpoint": endpoint.to_dict()}
     if place.rank == 0:
         text["id"] = secrets.token_hex(8)
@@ -195,7 +198,7 @@ _NAME = "sparkhvd-handover"
 
 @dataclass(frozen=True)
 class Handover:
-    """Everything that a rank needs. Its repr leaves out the job, which holds the key.
+    """Data for the start of a rank. Its repr omits the job, because the job holds the key.
 
     Attributes:
         job: `Job.to_json()`; for a member of an elastic job its join token, as JSON.
@@ -226,7 +229,7 @@ class Handover:
         return f"process {values['number']}" if self.is_elastic else f"rank {values['rank']}"
 
     def to_descriptor(self) -> int:
-        """Write it to a memory descriptor, from which `take` reads it once."""
+        """Write it to a memory descriptor. `take` reads it once from there."""
         descriptor = os.memfd_create(_NAME)
         os.write(descriptor, json.dumps(vars(self)).encode())
         os.lseek(descriptor, 0, os.SEEK_SET)  # `take` locks from this offset
@@ -244,7 +247,7 @@ class Handover:
         return made if listener is None else replace(made, listener=listener)
 
     def listen(self) -> Listener:
-        """Make the rank's listener; it owns the descriptors from then on."""
+        """Make the rank's listener. From then on, the listener owns the descriptors."""
         return Listener.from_filenos(*self.listener, rebuild(Endpoint, self.endpoint))
 
     def enter(self, listener: Listener) -> Rendezvous:
@@ -284,7 +287,7 @@ def is_handover(descriptor: int) -> bool:
 
 
 def take(descriptor: int) -> bytes | None:
-    """Read a handover exclusively; None if another process has read it, or does now."""
+    """Read a handover exclusively, or return None if another process has read it, or does now."""
     try:
         os.lockf(descriptor, os.F_TLOCK, 0)
     except OSError:

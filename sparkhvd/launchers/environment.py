@@ -62,7 +62,7 @@ _PMI = "MPI"
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of a launcher's variables. In each tuple the first name that is set is used."""
+    """Variable names of a launcher. In each tuple, the first set variable is used."""
 
     name: str
     mark: str  # only this launcher sets it
@@ -119,7 +119,7 @@ _LAST_PORT = 65535
 
 
 def place_in(variables: Mapping[str, str], parent: int) -> LauncherEnv | None:
-    """Read the variables of this process's launcher; None without a launcher, or with one process.
+    """Read the variables of this process's launcher, or return None without a launcher, or with one process.
 
     A launcher started by another one wins: torchrun over MPI and Slurm, MPI over Slurm, each over torch's variables
     alone. torchrun and MPI together are nested by mistake, unless one of them has a single process, and so are two MPIs
@@ -266,7 +266,7 @@ def is_mpi(variables: Mapping[str, str] | None = None) -> bool:
 
 
 def note_of(variables: Mapping[str, str] | None = None) -> str:
-    """One line about Horovod's transport variables; "" without them.
+    """Describe Horovod's transport variables in one line, or return "" without them.
 
     Args:
         variables: environment; None means this process's.
@@ -297,7 +297,7 @@ _started = threading.Event()
 
 
 def end_with_launcher(place: LauncherEnv | None = None) -> None:
-    """End this process soon after its launcher's process on this host; the first call starts a thread for that.
+    """End this process soon after its launcher's process on this host. The first call starts a thread for that.
 
     Args:
         place: of this rank; None reads it from the variables, if set.

@@ -63,7 +63,7 @@ _ADVICE = "Look for the reason in Spark's log."
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Address at which rank 0 waits for the others.
+    """Address of rank 0 for the connections of the other ranks.
 
     Attributes:
         name: distinguishes this gathering from others; names the abstract Unix socket if there is no port.
@@ -88,7 +88,7 @@ class MeetingPoint:
         return Job(self.key, self.name, 0, rank, size, (Endpoint("", 0, "", ""),) * size)
 
     def addresses(self) -> list[tuple[int, Address]]:
-        """Socket families and addresses at which rank 0 may listen.
+        """List the possible socket families and addresses of rank 0's listener.
 
         Raises:
             OSError: the host has no address (yet).
@@ -138,12 +138,15 @@ def _serve(family: int, address: Address) -> socket.socket:
 
 
 def on_this_host(name: str) -> MeetingPoint:
-    """Make a meeting point at an abstract Unix socket; the handshake rejects other jobs, the kernel other users."""
+    """Make a meeting point at an abstract Unix socket.
+
+    The handshake rejects other jobs, and the kernel other users.
+    """
     return MeetingPoint(name, hashlib.sha256(name.encode()).digest())
 
 
 def name_of(key: str, job_id: str, attempt: int) -> str:
-    """Name of the Unix socket of a launch attempt; only processes with its key can compute it."""
+    """Compute the Unix socket's name for a launch attempt. This requires the attempt's key."""
     text = f"sparkhvd tasks {job_id} {attempt}".encode()
     return "sparkhvd-tasks-" + hmac.digest(bytes.fromhex(key), text, "sha256").hex()
 
@@ -151,7 +154,7 @@ def name_of(key: str, job_id: str, attempt: int) -> str:
 def gather(
     point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float, advice: str = _ADVICE
 ) -> list[str]:
-    """Exchange texts; every rank gets all of them, by rank. All ranks must call it.
+    """Gather the texts of all ranks on every rank, by rank. All ranks must call it.
 
     Args:
         point: where rank 0 waits; the same on every rank.
@@ -378,7 +381,7 @@ def is_one_host(endpoints: Sequence[Endpoint]) -> bool:
 
 
 def network_key(settings: Settings, what: str) -> bytes | None:
-    """The user's key for ranks on several hosts; None if the network is trusted instead.
+    """Read the user's key for ranks on several hosts, or return None if the network is trusted.
 
     Args:
         settings: name its file.
@@ -399,7 +402,7 @@ def network_key(settings: Settings, what: str) -> bytes | None:
 
 
 def key_from_file(path: Path) -> bytes:
-    """Read a key that no other user can have written or read.
+    """Read a key from a file, private to this user.
 
     Raises:
         InvalidArgumentError: the file is missing, of another user, readable by others, or too short.
@@ -432,7 +435,7 @@ def derived_key(key: bytes, purpose: str) -> bytes:
 
 
 def check_addresses(endpoints: Sequence[Endpoint], what: str) -> None:
-    """Reject ranks on several hosts whose addresses cannot reach each other.
+    """Reject ranks on several hosts with mutually unreachable addresses.
 
     Raises:
         PreflightError: an address is a loopback address, or IPv4 and IPv6 are mixed.

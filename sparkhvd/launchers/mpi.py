@@ -61,11 +61,11 @@ class Communicator(Protocol):
         """Number of processes."""
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Exchange a value with every process; the list is by rank."""
+        """Exchange a value with every process. The list is by rank."""
 
 
 def is_communicator(value: object) -> TypeGuard[Communicator]:
-    """Whether it has the methods of mpi4py's communicators; a null communicator has them too."""
+    """Whether it has the methods of mpi4py's communicators. A null communicator has them too."""
     return all(callable(getattr(value, name, None)) for name in _METHODS)
 
 
@@ -96,7 +96,7 @@ def place_of(what: str, comm: Communicator) -> tuple[int, int]:
 
 
 def are_others(comm: Communicator, other: Communicator) -> bool:
-    """Whether the processes of two communicators differ, or their order; False if unknown."""
+    """Whether two communicators differ in their processes or their order. False if unknown."""
     module = sys.modules.get(type(comm).__module__)
     with contextlib.suppress(Exception):  # no communicator of mpi4py, or a freed one
         found = type(comm).Compare(comm, other)  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def are_others(comm: Communicator, other: Communicator) -> bool:
 
 
 def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[str]:
-    """Exchange texts; the list is by rank. Every process of the communicator must call this.
+    """Exchange texts. The list is by rank. Every process of the communicator must call this.
 
     Raises:
         PreflightError: a rank did not call this within `timeout_s`, if the communicator has `Iallgather`.
@@ -171,7 +171,7 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
 
 
 class _Step:
-    """Step of all ranks; an error of one rank is raised on all."""
+    """Step of all ranks. An error of one rank is raised on all."""
 
     def __init__(self, what: str, comm: Communicator) -> None:
         self._what, self._comm = what, comm

@@ -66,7 +66,7 @@ class RankClaim:
         threading.Thread(target=self._serve, name="sparkhvd-place", daemon=True).start()
 
     def variables(self, env: Mapping[str, str], *, is_inherited: bool) -> dict[str, str]:
-        """Environment variable of the rank; programs find this claim by it.
+        """Make the environment variable of the rank. Programs find this claim by it.
 
         Args:
             env: all other variables of the rank.
@@ -140,7 +140,7 @@ class RankClaim:
 
 
 def _launcher_in(env: Mapping[str, str]) -> str:
-    """Name of the job in a launcher's variables, such as torch's; "" without any."""
+    """Name of the job in a launcher's variables, such as torch's, or return "" without any."""
     with contextlib.suppress(InvalidArgumentError):
         place = place_in(env, 0)
         return "" if place is None else place.job
@@ -200,9 +200,10 @@ def receive() -> Rendezvous | None:
 
 
 def inherit() -> Rendezvous | None:
-    """Become the rank that started this program. None without a rank, or if it started this program's launcher.
+    """Become the rank that started this program, or return None.
 
-    If the rank has called `init()`, a multiprocessing process becomes a job of its own, and a line reports that.
+    None without such a rank, or if the rank started this program's launcher. If the rank has called `init()`, a
+    multiprocessing process becomes a job of its own, and a line reports that.
 
     Raises:
         InvalidArgumentError: another process has the place, or there is no answer.
@@ -239,7 +240,7 @@ def inherit() -> Rendezvous | None:
 
 
 def _ask(name: str) -> tuple[bytes, tuple[int, int]]:
-    """Request a place; return the answer, and the descriptors of its listener.
+    """Request a place and return the answer, and the descriptors of its listener.
 
     Raises:
         OSError: there is no answer, or it is another user's.

@@ -160,7 +160,9 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         )
 
     def _wrap(self, options: FitOptions) -> Callable[[TrainFnContext], Any] | None:
-        """Return a function that makes a rank's LightningModule from the module; None for a LightningModule.
+        """Make the function for wrapping the module in a LightningModule on a rank.
+
+        Returns None for a LightningModule.
 
         Raises:
             InvalidArgumentError: the model is not a LightningModule.
@@ -170,7 +172,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         return None
 
     def _refused(self) -> Mapping[str, str]:
-        """Return the Params that have no effect, and what to do instead."""
+        """Map each Param without effect to what to do instead."""
         return MODULE_OR_TRAINER
 
     def _refuse(self, options: FitOptions) -> None:
@@ -214,7 +216,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         )
 
     def _loading(self, options: FitOptions) -> dict[str, Any]:
-        """Return arguments for the data module that only Horovod's own readers use."""
+        """Make data module arguments used only by Horovod's own readers."""
         return {
             "num_reader_epochs": None,
             "reader_pool_type": "thread",
@@ -227,6 +229,6 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         }
 
     def _row_function(self, options: FitOptions) -> RowFunction | None:
-        """Return the function on rows that the ranks run instead of `transformation_fn`."""
+        """Choose the function on rows to run on ranks instead of `transformation_fn`."""
         del options
         return None

@@ -54,7 +54,7 @@ class Strategy(_Base):  # type: ignore[misc]
         self._own_device: torch.device | None = None
 
     def _set_world_ranks(self) -> None:
-        """Join the job and select this rank's device; called by Fabric's constructor."""
+        """Join the job and select this rank's device. Fabric's constructor calls this."""
         place = join()
         if self._own_device is None:
             devices = [torch.device(each) for each in self.parallel_devices]

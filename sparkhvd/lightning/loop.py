@@ -1,4 +1,4 @@
-"""The estimator's `train_fn`, which runs Lightning's `Trainer` on the batches of a rank."""
+"""The estimator's `train_fn`: Lightning's `Trainer` on the batches of a rank."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LightningLoop:
         return self.rows is not None
 
     def __call__(self, ctx: TrainFnContext) -> None:
-        """Train on a rank; every rank must call it."""
+        """Train on a rank. Every rank must call it."""
         module = ctx.model if self.wrap is None else self.wrap(ctx)
         package = package_of(module)
         files = RunFiles(ctx.store, ctx.run_dir)
@@ -129,15 +129,16 @@ class LightningLoop:
         _return_best(package, module, ctx, trainer, files)
 
     def _limits(self, ctx: TrainFnContext) -> dict[str, Any]:
-        """Return arguments that stop Lightning from asking a data module without validation rows for a loader.
+        """Make arguments that disable validation for a data module without validation rows.
 
-        Such a data module may return None as in Horovod, which Lightning does not accept.
+        Otherwise, Lightning would ask the data module for a loader. Such a data module may return None as in Horovod,
+        which Lightning does not accept.
         """
         has_none = self.data_module is not None and ctx.val_loader is None
         return {"limit_val_batches": 0} if has_none else {}
 
     def _data(self, ctx: TrainFnContext) -> dict[str, Any]:
-        """Return the arguments of `Trainer.fit` that provide the batches."""
+        """Make the arguments of `Trainer.fit` for the batches."""
         if self.data_module is not None:
             return {"datamodule": self.data_module(**self._horovod_arguments(ctx))}
         loaders = {"train_dataloaders": self._batches(ctx, ctx.train_loader)}
@@ -182,7 +183,7 @@ class LightningLoop:
 
 
 def _url(files: Store | None, store: Store, folder: str) -> str:
-    """Return the URL of files that are read in place, or of a folder of packed files."""
+    """Make the URL of files read in place, or of a folder of packed files."""
     return store.full_url(folder) if files is None else files.url
 
 
@@ -196,7 +197,7 @@ def _move(loggers: Any, folder: str) -> None:
 
 @contextlib.contextmanager
 def _log_folder(ctx: TrainFnContext) -> Iterator[str]:
-    """Provide the folder for the run's logs; a temporary folder if the store is not a local folder."""
+    """Provide the folder for the run's logs. A temporary folder if the store is not a local folder."""
     path = ctx.store.local_path(f"{ctx.run_dir}/logs")
     if path is not None:
         yield path
@@ -208,7 +209,7 @@ def _log_folder(ctx: TrainFnContext) -> Iterator[str]:
 def _return_best(
     package: Any, module: Any, ctx: TrainFnContext, trainer: Any, files: RunFiles
 ) -> None:
-    """Load the weights of a `ModelCheckpoint`'s best checkpoint, and make the run return them; every rank must call it."""
+    """Load the weights of a `ModelCheckpoint`'s best checkpoint, and make the run return them. Every rank must call it."""
     paths = [
         os.fspath(each.best_model_path)
         for each in trainer.checkpoint_callbacks
@@ -258,7 +259,7 @@ class RunFiles:
         self.sums: dict[str, str] = {}
 
     def name_of(self, path: str) -> str:
-        """Return the name of a file by its path; "" for a file outside of the folder."""
+        """Extract the file name from a path, or return "" for a file outside of the folder."""
         folder, _, name = os.fspath(path).rpartition("/")
         return name if folder == self.folder else ""
 
@@ -394,7 +395,7 @@ class RunState:
         return self._io.state is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """The trainer's state; every rank must call it."""
+        """The trainer's state. Every rank must call it."""
         logged: dict[str, Any] = {}
         if self.trainer is not None:
             self.trainer.save_checkpoint(IN_MEMORY, weights_only=False)
@@ -428,13 +429,16 @@ class RunState:
 
 
 def results_of(trainer: Any) -> dict[str, Any]:
-    """Return Lightning's running results of `self.log(on_epoch=True)` by name, without torchmetrics of the module."""
+    """Select Lightning's running results of `self.log(on_epoch=True)` by name.
+
+    Torchmetrics of the module are left out.
+    """
     found = getattr(trainer, "_results", None) or {}
     return {name: each for name, each in found.items() if each.is_tensor and each.meta.on_epoch}
 
 
 def sums_of(result: Any) -> tuple[Any, Any]:
-    """Return the sum of a result, and its number of rows."""
+    """Read a result's sum and number of rows."""
     return result.value.cpu(), getattr(result, "cumulated_batch_size", None)
 
 
@@ -475,7 +479,7 @@ class EmptyBatches:
 
 
 def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
-    """Return a callback for Lightning that fails a fit when a loss is not finite."""
+    """Make a Lightning callback that fails a fit when a loss is not finite."""
 
     class FiniteLosses(package.Callback):  # type: ignore[misc]  # of either package
         def on_train_batch_end(
@@ -492,19 +496,19 @@ def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the loss from the outputs that Lightning passes to `on_train_batch_end`; None without a loss."""
+    """Find the loss in the `outputs` of `on_train_batch_end`, or return None without a loss."""
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
 
 def _shown(trainer: Any, outputs: Any) -> dict[str, float]:
-    """Return the loss of a step and the module's values for the progress bar."""
+    """Collect the loss of a step and the module's values for the progress bar."""
     shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
     loss = _loss_of(outputs)
     return shown if loss is None else {"loss": float(loss), **shown}
 
 
 def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
-    """Return a callback for a Lightning package that writes history and checkpoints of the run."""
+    """Make a callback of a Lightning package for writing the run's history and checkpoints."""
     empty = EmptyBatches(ctx)
 
     class Bridge(package.callbacks.Checkpoint):  # type: ignore[misc]  # of either package; runs after all other callbacks
@@ -575,7 +579,7 @@ _AHEAD = 2
 
 
 def encoded(value: str | bytes) -> Any:
-    """Encode a text or binary value as an array of its bytes, for columns that a row function reads."""
+    """Encode a text or binary value as an array of bytes, for the input of a row function."""
     data = value.encode() if isinstance(value, str) else value
     return np.frombuffer(data, np.uint8)
 
@@ -674,9 +678,10 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class LightningBatches:
-    """Batches of a loader for Lightning, as dicts by column or tuples; every rank has the same number of batches.
+    """Batches of a loader for Lightning, as dicts by column or tuples.
 
-    A rank without rows in a step repeats one of its rows, or gets a row of zeros, with a `TrainFnContext.loss_weight` of 0.
+    Every rank has the same number of batches. A rank without rows in a step repeats one of its rows, or gets a row of
+    zeros, with a `TrainFnContext.loss_weight` of 0.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`SparkhvdStrategy`: a strategy for Lightning that makes the optimizers `DistributedOptimizer`s.
+"""`SparkhvdStrategy`: a Lightning strategy with each optimizer as a `DistributedOptimizer`.
 
 The optimizers reduce the gradients, and DDP is not used. So a step that does not use some parameters needs no option.
 The cost is not higher than with DDP and its best options (docs/results/lightning.md). Everything else in Lightning uses
@@ -119,7 +119,7 @@ class Strategy(_Base):  # type: ignore[misc]
     # --- Ranks and devices. ---
 
     def set_world_ranks(self) -> None:
-        """Join the job and select this rank's device; Lightning calls it for a new trainer."""
+        """Join the job and select this rank's device. Lightning calls this for a new trainer."""
         place = join()
         if self._own_device is None:
             devices = [torch.device(each) for each in self.parallel_devices]
@@ -223,7 +223,7 @@ class Strategy(_Base):  # type: ignore[misc]
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the job, so that the other ranks get an error instead of waiting for this one."""
+        """Leave the job, so that the other ranks get an error instead of waiting."""
         super().on_exception(exception)
         if self.world_size > 1 and hvd.is_initialized():
             # The other ranks get a CollectiveError themselves.
@@ -234,7 +234,10 @@ class Strategy(_Base):  # type: ignore[misc]
     # --- Collectives. ---
 
     def barrier(self, *args: Any, **options: Any) -> None:
-        """Wait for all ranks; after an exception on this rank return at once, because other ranks do not call this."""
+        """Wait for all ranks, or return at once after an exception on this rank.
+
+        After such an exception, other ranks do not call this.
+        """
         module = self.lightning_module
         if module is None or module.trainer.state.status != "interrupted":
             hvd.barrier()
@@ -244,7 +247,7 @@ class Strategy(_Base):  # type: ignore[misc]
         return hvd.broadcast_object(obj, root_rank=src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, or over a group of torch's, in place; other values are returned unchanged.
+        """Reduce a tensor over all ranks, or over a group of torch's, in place. Other values are returned unchanged.
 
         The mean of whole numbers is a new float64 tensor, because Lightning divides by the mean number of rows.
 
@@ -372,7 +375,10 @@ def _place() -> Topology:
 
 
 class _Environment:
-    """Ranks and hosts of the job, as started by a supported launcher; the first access joins it."""
+    """Ranks and hosts of the job, as started by a supported launcher.
+
+    The first access joins the job.
+    """
 
     creates_processes_externally = True
 
@@ -429,7 +435,7 @@ class SynchronizedLayers:
         self._replaced: dict[nn.Module, nn.Module] = {}
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Replace every layer of batch normalization; every rank must call it."""
+        """Replace every layer of batch normalization. Every rank must call it."""
         before = dict(model.named_modules(remove_duplicate=False))
         model = SyncBatchNorm.convert_sync_batchnorm(model)
         for name, layer in model.named_modules(remove_duplicate=False):
@@ -474,7 +480,7 @@ def distribute(
     module: nn.Module,
     options: Mapping[str, Any],
 ) -> list[Optimizer]:
-    """Wrap each optimizer in a `DistributedOptimizer`, and attach schedulers to it; every rank must call it.
+    """Wrap each optimizer in a `DistributedOptimizer`, and attach schedulers to it. Every rank must call it.
 
     Args:
         optimizers: of the module; distributed optimizers are unchanged.
@@ -561,7 +567,7 @@ _made: list[weakref.ref[Engine]] = []
 
 
 def ensure() -> None:
-    """Make the default group of all ranks if missing; every rank must call it, after `init()`.
+    """Make the default group of all ranks if missing. Every rank must call it, after `init()`.
 
     Raises:
         InvalidArgumentError: the program has made a default group of other ranks.
@@ -612,7 +618,7 @@ def _store(engine: Engine) -> Store:
 
 
 def _address(engine: Engine) -> str:
-    """Return the first address at which other ranks reach this rank."""
+    """Find this rank's first address reachable from other ranks."""
     if len(set(engine.topology.hosts)) == 1:
         return loopback()
     launched = rendezvous.current_rendezvous()
@@ -655,7 +661,7 @@ def is_module(module: Any) -> bool:
 
 
 def package_of(module: Any) -> Any:
-    """Return the package whose LightningModule class the module has.
+    """Find the package of a module's LightningModule class.
 
     Raises:
         InvalidArgumentError: the module is not a LightningModule.

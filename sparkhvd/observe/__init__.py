@@ -1,4 +1,6 @@
-"""Observe and tune a job. Timeline and autotune need only the engine; report and loggers of a fit do not need it.
+"""Observe and tune a job.
+
+Timeline and autotune need only the engine. Report and loggers of a fit do not need it.
 
 Threads: the engine writes its events in its own threads. A rank has a thread that samples its load (`system`), and the
 driver has a thread per logger of a fit.

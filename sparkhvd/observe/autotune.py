@@ -37,7 +37,7 @@ _DIRECT_RANKS = 16
 
 @dataclass(frozen=True)
 class TunedKnob:
-    """Setting that may be tuned.
+    """Tunable setting.
 
     Attributes:
         name: name of the setting.
@@ -58,7 +58,7 @@ class TunedKnob:
 
     @classmethod
     def powers(cls, name: str, start: int, *, low: int, high: int) -> TunedKnob:
-        """Make a knob whose values are the powers of two from `low` to `high`, and `start`."""
+        """Make a knob with `start` and the powers of two from `low` to `high` as values."""
         values = {1 << p for p in range(low.bit_length() - 1, high.bit_length())}
         return cls(name, tuple(sorted({v for v in values if low <= v <= high} | {start})), start)
 
@@ -108,7 +108,7 @@ class Search:
 
     @property
     def done(self) -> bool:
-        """True if nothing is left to try; `best` is then the result."""
+        """True if the search has ended. Its result is `best`."""
         return self._candidate is None
 
     @property
@@ -131,7 +131,7 @@ class Search:
         return statistics.median(self._best_speeds) / self._first_speed
 
     def report(self, speed: float) -> None:
-        """Record the speed of a window with `choice`; higher is better."""
+        """Record the speed of a window with `choice`. Higher is better."""
         if self._candidate is None:
             return
         self.windows += 1
@@ -167,7 +167,7 @@ class Search:
         self._advance()
 
     def _advance(self) -> None:
-        """Choose the next candidate; a move is repeated as long as it helps."""
+        """Choose the next candidate. A move is repeated as long as it helps."""
         self._pairs = []
         self._candidate = None
         while self._failed < len(self._moves):
@@ -190,7 +190,7 @@ class Search:
 
 
 class Tuner:
-    """Tuner of the engine's settings during training; every rank must call `step` between the same steps.
+    """Tuner of the engine's settings during training. Every rank must call `step` between the same steps.
 
     Args:
         engine: engine of this rank; its setting `autotune_file` names the file of the chosen settings.
@@ -235,7 +235,10 @@ class Tuner:
         return dict(self._values)
 
     def step(self) -> None:
-        """Count a training step after all gradients are reduced; measure, and change settings after a window."""
+        """Count a training step, and after a window measure the speed and change the settings.
+
+        The call comes after all gradients are reduced.
+        """
         if self.is_done:
             return
         if self._number == 0:  # load a saved choice before the first measurement
@@ -286,7 +289,10 @@ class Tuner:
             self._conclude()
 
     def _configure(self, values: Mapping[str, int]) -> None:
-        """Change the engine's settings by an operation, so that every rank changes between the same two operations."""
+        """Change the engine's settings by an operation.
+
+        So every rank changes them between the same two operations.
+        """
         settings = {name: values[name] for name in _ENGINE_KNOBS if name in values}
         if settings:
             self._engine.configure(**settings).wait()
@@ -336,7 +342,7 @@ class Tuner:
             raise
 
     def _load(self) -> dict[str, int] | None:
-        """Load the choice of an earlier run with the same ranks and knobs; None without it."""
+        """Load the choice of an earlier run with the same ranks and knobs, or return None without it."""
         if not self._file or not Path(self._file).exists():
             return None
         try:
@@ -360,7 +366,7 @@ class Tuner:
 
 
 def knobs(engine: Engine) -> list[TunedKnob]:
-    """List the knobs that may be tuned, as the settings of these ranks allow."""
+    """List the knobs allowed by the settings of these ranks."""
     settings, topology = engine.settings, engine.topology
     hosts = len(set(topology.hosts)) if settings.shared_memory else topology.size
     may_change_bits = settings.tuning == "all"

@@ -62,7 +62,7 @@ class LivePlot:
 
 
 def _notebook() -> Any:
-    """Return the module `IPython.display` in a Jupyter kernel, else None."""
+    """Find the module `IPython.display` in a Jupyter kernel, or return None elsewhere."""
     ipython: Any = sys.modules.get("IPython")
     if getattr(ipython and ipython.get_ipython(), "kernel", None) is None:
         return None

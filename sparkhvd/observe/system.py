@@ -18,7 +18,7 @@ _INTERVAL_S = 1.0
 
 
 class Sample(NamedTuple):
-    """Resource use of a rank's process in a second; NaN if unknown.
+    """Resource use of a rank's process in a second, or NaN if unknown.
 
     Attributes:
         time: seconds since 1970.
@@ -45,14 +45,14 @@ METRICS = {
 
 
 class LoadMonitor:
-    """Sampler of this process's load, which runs until `close`."""
+    """Sampler of this process's load until `close`."""
 
     def __init__(
         self,
         gpu: Callable[[], tuple[float, float]] | None = None,
         notify: Callable[[Sample], object] | None = None,
     ) -> None:
-        """Prepare sampling; `start` starts it.
+        """Prepare sampling. Call `start` to begin.
 
         Args:
             gpu: function that returns percent and megabytes of the rank's GPU.
@@ -71,7 +71,7 @@ class LoadMonitor:
             self._thread.start()
 
     def take(self) -> list[Sample]:
-        """Return the samples since the last call."""
+        """Remove and return the samples since the last call."""
         samples, self._samples = self._samples, []
         return samples
 
@@ -123,7 +123,7 @@ class Gpu:
 
     @classmethod
     def find(cls, uuid: str, load: Callable[[str], Any] = ctypes.CDLL) -> Gpu | None:
-        """Find the GPU with a UUID, such as "GPU-1234..."; None if the library is missing or does not know it."""
+        """Find the GPU with a UUID, such as "GPU-1234...", or return None if the library is missing or does not know it."""
         try:
             library, handle = load("libnvidia-ml.so.1"), ctypes.c_void_p()
             if library.nvmlInit_v2():
@@ -135,7 +135,7 @@ class Gpu:
         return cls(library, handle)
 
     def __call__(self) -> tuple[float, float]:
-        """Return the percent and megabytes in use."""
+        """Read the GPU's utilization in percent and its used memory in megabytes."""
         rates, memory = _Utilization(), _Memory()
         percent = megabytes = math.nan
         if not self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(rates)):

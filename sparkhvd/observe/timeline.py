@@ -1,4 +1,4 @@
-"""Write a timeline of a job in Chrome's trace format, which ui.perfetto.dev opens; it shows the ranks' waits.
+"""Write a timeline of a job, with the ranks' waits, in Chrome's trace format for ui.perfetto.dev.
 
 The engine writes the file of one rank (`Engine.start_timeline`); this module merges the files of several ranks. By
 default only rank 0 writes, as in Horovod. With `all_ranks` the other ranks write, too, into unnamed files. `stop`
@@ -114,7 +114,7 @@ def start(
 
 
 def stop(engine: Engine) -> None:
-    """End the timeline, if any; a collective call if it was started with `all_ranks`.
+    """End the timeline, if any. A collective call if it was started with `all_ranks`.
 
     Raises:
         InvalidArgumentError: rank 0 could not write the merged file (raised on every rank).
@@ -148,7 +148,7 @@ def stop(engine: Engine) -> None:
 
 
 def abandon(engine: Engine) -> None:
-    """End the timeline after an error, without the other ranks; the file has only rank 0's part, without spans."""
+    """End the timeline after an error, without the other ranks. The file has only rank 0's part, without spans."""
     with contextlib.suppress(SparkhvdError):
         engine.stop_timeline()
     _forget(engine)
@@ -251,7 +251,7 @@ def _write(path: str, pieces: Iterable[str]) -> None:
 
 
 def _name(engine: Engine) -> str:
-    """Make a new name for an operation, which is equal on every rank."""
+    """Make a new name for an operation, equal on every rank."""
     counter = _numbers.setdefault(engine, itertools.count())
     return f"sparkhvd.timeline.{next(counter)}"
 
@@ -285,7 +285,10 @@ def _measure_offsets(engine: Engine) -> list[int]:
 def _gather(
     engine: Engine, own: Sequence[IO[bytes]], opened: contextlib.ExitStack
 ) -> list[IO[bytes]]:
-    """Gather the files of every rank on rank 0, joined per rank and open as long as `opened`; [] on other ranks."""
+    """Gather the files of every rank on rank 0, joined per rank, or return [] on other ranks.
+
+    The files stay open as long as `opened`.
+    """
     chunk = max(4096, _ROUND_BYTES // engine.size)
     own[0].seek(0)
     files: list[IO[bytes]] = []
@@ -302,7 +305,7 @@ def _gather(
 
 
 def _read(files: Sequence[IO[bytes]], num_bytes: int) -> bytes:
-    """Continue reading in the first file that has not ended."""
+    """Read the next bytes from the files, one file after another."""
     return next(filter(None, (file.read(num_bytes) for file in files)), b"")
 
 
@@ -319,7 +322,7 @@ _LANE = 1 << 20
 
 
 class Spans:
-    """Recorder of spans of one rank, which is disabled until a timeline begins."""
+    """Recorder of one rank's spans, disabled until a timeline begins."""
 
     def __init__(self) -> None:
         """Start disabled."""
@@ -348,7 +351,7 @@ class Spans:
         self._file = file
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Record a block as a span; `name` must not hold quotes."""
+        """Record a block as a span. `name` must not hold quotes."""
         return _NOTHING if self._file is None else _Span(self, name)
 
     def timed(self, values: Iterator[T], name: str) -> Iterator[T]:
@@ -375,7 +378,10 @@ class Spans:
             self.close()
 
     def rewound(self) -> IO[bytes] | None:
-        """Stop recording; return the file of the lines, positioned at its beginning, which the caller closes."""
+        """Stop recording and return the file of the lines, positioned at its beginning.
+
+        The caller closes the file.
+        """
         file, self._file = self._file, None
         if file is not None:
             file.seek(0)

@@ -1,4 +1,4 @@
-"""Small event loop: tasks are generators that yield the events that they wait for.
+"""Small event loop. Its tasks are generators and yield the events to wait for.
 
 Threads: the caller of `EventLoop.run`.
 """
@@ -24,7 +24,7 @@ UNAUTHENTICATED_S = 5.0
 
 @dataclass(frozen=True)
 class Wait:
-    """Event that a task waits for: a socket, or only a time."""
+    """Event to resume a task: a socket, or only a time."""
 
     sock: socket.socket | None
     events: int
@@ -36,7 +36,7 @@ Address = tuple[str | int | bytes, ...] | bytes  # as `socket.connect` takes it
 
 
 class EventLoop:
-    """Runs tasks until a condition holds. An exception that a task does not catch ends the run."""
+    """Loop over tasks until a condition holds. An uncaught exception of a task ends the run."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -51,7 +51,10 @@ class EventLoop:
         return not self._tasks
 
     def run(self, done: Callable[[], bool]) -> None:
-        """Run the tasks until `done()`; at its deadline a task gets a TimeoutError, or resumes if it only slept."""
+        """Run the tasks until `done()`.
+
+        At its deadline a task gets a TimeoutError, or resumes if it only slept.
+        """
         while not done():
             now = time.monotonic()
             until = min((wait.until for wait in self._tasks.values()), default=now)
@@ -72,7 +75,7 @@ class EventLoop:
         self._selector.close()
 
     def cancel(self, task: Task) -> None:
-        """Close one task; does nothing if it has ended."""
+        """Close one task, unless it has ended."""
         self._forget(task)
         task.close()
 
@@ -133,7 +136,7 @@ def receive_frame(
 
 
 def send(sock: socket.socket, data: bytes) -> None:
-    """Send a message, which fits a fresh socket's buffer; a peer that does not read causes a timeout."""
+    """Send a message small enough for a fresh socket's buffer. A stalled peer causes a timeout."""
     sock.settimeout(UNAUTHENTICATED_S)
     try:
         sock.sendall(data)

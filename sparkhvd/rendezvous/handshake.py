@@ -116,7 +116,7 @@ class Notice:
 
     @classmethod
     def from_bytes(cls, message: bytes, job: HandshakeSide) -> Notice | None:
-        """Parse a message to rank `job.rank`; None if its proof or content is invalid."""
+        """Parse a message to rank `job.rank`, or return None if its proof or content is invalid."""
         _, teller, generation, kind, about, proof = NOTICE.unpack(message)
         notice = cls(teller, generation, kind, about)
         is_genuine = hmac.compare_digest(proof, notice._proof(job, job.rank))
@@ -149,7 +149,7 @@ class Notice:
 def introduce(
     job: HandshakeSide, peer: int, stage: ConnectionPhase, sock: socket.socket, until: float
 ) -> Generator[Wait, None, bool]:
-    """Run the connecting side of the handshake; return True if `peer` has authenticated."""
+    """Run the connecting side of the handshake and return True if `peer` has authenticated."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     send(sock, HELLO.pack(_MAGIC, job.rank, stage.generation, stage.phase, nonce))
     reply = yield from read(sock, _REPLY.size, until)
@@ -172,7 +172,7 @@ def introduce(
 def answer(
     job: HandshakeSide, now: ConnectionPhase, hello: bytes, sock: socket.socket, until: float
 ) -> Generator[Wait, None, tuple[ConnectionPhase, int] | None]:
-    """Run the accepting side of the handshake; return the client's phase and rank, or None without a valid proof."""
+    """Run the accepting side of the handshake and return the client's phase and rank, or None without a valid proof."""
     magic, client, generation, phase, nonce = HELLO.unpack(hello)
     stage = ConnectionPhase(generation, phase)
     is_expected = magic == _MAGIC and job.rank < client < job.size
@@ -238,7 +238,7 @@ class HandshakeSide(Protocol):
 
     @property
     def key(self) -> bytes:
-        """32 bytes that both sides know."""
+        """Key of 32 bytes, shared by both sides."""
 
     @property
     def job_id(self) -> str:
@@ -246,7 +246,7 @@ class HandshakeSide(Protocol):
 
     @property
     def attempt(self) -> int:
-        """Number that distinguishes launches."""
+        """Number of the launch attempt."""
 
     @property
     def rank(self) -> int:
@@ -296,7 +296,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Rebuild a job from `to_json`; raises ValueError for any other text."""
+        """Rebuild a job from `to_json`. Any other text raises ValueError."""
         return rebuild(cls, read_json(text))
 
 
@@ -325,7 +325,7 @@ class Connections:
     stream_sockets: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        """Close every descriptor that was not taken over."""
+        """Close every descriptor not taken over."""
         for descriptors in (self.sockets, self.stream_sockets):
             for place, descriptor in enumerate(descriptors):
                 if descriptor >= 0:
@@ -346,7 +346,7 @@ class Rendezvous(Protocol):
 
     @property
     def settings(self) -> Settings:
-        """The settings of the job; equal on every rank."""
+        """The settings of the job, equal on every rank."""
 
     def connect(self) -> Connections:
         """Connect to every other rank. Each call is the next generation, so init after shutdown works.

@@ -38,7 +38,10 @@ from sparkhvd.settings import Settings
 
 
 class Listener:
-    """TCP listener on one interface and, where possible, an abstract Unix listener; a context manager."""
+    """TCP listener on one interface and, where possible, an abstract Unix listener.
+
+    A context manager.
+    """
 
     def __init__(self, tcp: socket.socket, unix: socket.socket | None, endpoint: Endpoint) -> None:
         self._tcp = tcp
@@ -60,7 +63,7 @@ class Listener:
 
     @classmethod
     def from_filenos(cls, tcp_fd: int, unix_fd: int, endpoint: Endpoint) -> Listener:
-        """Rebuild a listener from inherited descriptors; `unix_fd` is -1 without a Unix listener."""
+        """Rebuild a listener from inherited descriptors. `unix_fd` is -1 without a Unix socket."""
         for descriptor in (tcp_fd, unix_fd):
             if descriptor >= 0:
                 os.set_inheritable(descriptor, False)
@@ -71,14 +74,17 @@ class Listener:
         return self._endpoint
 
     def filenos(self) -> tuple[int, int]:
-        """TCP and Unix descriptors for a child process; -1 without a Unix listener. Close this listener afterwards."""
+        """Get the TCP and Unix descriptors for a child process. Close this listener afterwards.
+
+        The Unix descriptor is -1 without a Unix listener.
+        """
         return self._tcp.fileno(), -1 if self._unix is None else self._unix.fileno()
 
     def sockets(self) -> list[socket.socket]:
         return [self._tcp] if self._unix is None else [self._tcp, self._unix]
 
     def close(self) -> None:
-        """Stop listening; the other ranks then see that this one is gone."""
+        """Stop listening. The other ranks then see that this rank is gone."""
         for listening in self.sockets():
             listening.close()
 
@@ -90,7 +96,7 @@ class Listener:
 
 
 def bind_tcp(address: str, settings: Settings) -> socket.socket:
-    """Listen on `address`, on a port of `settings.port_range`; the errors are those of `Listener.bind`."""
+    """Listen on `address`, on a port of `settings.port_range`. The errors are those of `Listener.bind`."""
     asked = f"Listener.bind({address!r})"
     try:
         info = socket.getaddrinfo(
@@ -140,12 +146,12 @@ def _bind_unix() -> tuple[socket.socket | None, str]:
 
 
 def unix_address(name: str) -> bytes:
-    """Abstract Unix address of an endpoint's `unix_name`; it has no file and ends with the process."""
+    """Abstract Unix address of an endpoint's `unix_name`. It has no file and ends with the process."""
     return b"\0sparkhvd-" + name.encode()
 
 
 def host_key() -> str:
-    """Identify the boot, network namespace and user of this process; "" if unknown.
+    """Identify the boot, network namespace and user of this process, or return "" if unknown.
 
     Processes with the same key reach each other's abstract Unix sockets.
     """
@@ -221,7 +227,7 @@ class Acceptor:
             self.loop.start(task)
 
     def _authenticate(self, sock: socket.socket) -> Task:
-        """Run the accepting side of the handshake; every error ends only this connection."""
+        """Run the accepting side of the handshake. An error ends only this connection."""
         task = next(reversed(self._unauthenticated))
         peer: tuple[ConnectionPhase, int] | None = None
         try:

@@ -126,7 +126,7 @@ class MeshBuilder:
         return Connections(self.job.rank, self.job.size, hosts, sockets, joined(further))
 
     def _meet(self, peers: frozenset[int]) -> dict[int, PeerLink]:
-        """Connect with `peers` in the current phase; in the first phase, also receive their rows."""
+        """Connect with `peers` in the current phase. In the first phase also receive their rows."""
         self.peers = peers
         self.links = {}
         for early in [p for p in self.early if p.stage == self.stage]:
@@ -204,7 +204,7 @@ class MeshBuilder:
     # Failures
 
     def _notify_others(self, error: MeshError) -> None:
-        """Report the failure to every rank, best effort; otherwise they would blame this rank.
+        """Report the failure to every rank, best effort. Otherwise they would blame this rank.
 
         Uses links where the peer still waits for this rank's row, because a link works despite firewalls,
         and else a notice.
@@ -311,7 +311,7 @@ class MeshBuilder:
         return introduce(self.job, peer, self.stage, sock, self.deadline)
 
     def _probe(self, peer: int) -> Task:
-        """Poll the listener of a rank above this one until that rank has connected."""
+        """Poll the listener of a higher rank until that rank has connected."""
         while True:
             yield from sleep(PROBE_S)
             if peer in self.links:
@@ -410,7 +410,7 @@ class Dialer:
         return (yield from open_connection(*tcp_place(endpoint), until))
 
     def watch_listener(self, peer: int, on_open: Callable[[], object]) -> Task:
-        """Hold a silent connection to a listener, which the kernel resets when the listener closes.
+        """Hold a silent connection to a listener. The kernel resets it when the listener closes.
 
         The listener's rank closes it after 5 s, like any unauthenticated connection.
 
@@ -428,7 +428,7 @@ class Dialer:
             yield Wait(sock, selectors.EVENT_READ, float("inf"))
 
     def notify(self, peers: Iterable[int], notice: Notice) -> None:
-        """Send a notice to the listeners of some ranks; best effort, at most NOTICE_S."""
+        """Send a notice to the listeners of some ranks, best effort, within NOTICE_S."""
         loop = EventLoop()
         try:
             for peer in peers:
@@ -475,7 +475,7 @@ class PeerLink:
 
     @property
     def has_answered(self) -> bool:
-        """True once a message of the peer shows that it has accepted this rank's proof."""
+        """Whether a message of the peer shows that it has accepted this rank's proof."""
         return self.row is not None or (self.is_unix and self.is_ready)
 
 
@@ -489,7 +489,7 @@ class EarlyConnection:
 
 
 def detach(links: Mapping[int, PeerLink], size: int) -> list[int]:
-    """Detach the blocking descriptors of one stream from its links, by rank; -1 without a link."""
+    """Detach one stream's blocking descriptors from its links, by rank. -1 means no link."""
     sockets = [-1] * size
     for peer, link in links.items():
         link.sock.setblocking(True)
@@ -548,7 +548,7 @@ def check_streams(rank: int, streams: int, links: Mapping[int, PeerLink]) -> Non
 
 
 class MeshError(Exception):
-    """Failure of a rendezvous: the error that this rank raises, and the notice for the others."""
+    """Failure of a rendezvous, with the error for this rank and the notice for the others."""
 
     def __init__(self, cause: CollectiveError, news: int, rank: int) -> None:
         super().__init__(str(cause))
@@ -581,7 +581,7 @@ class RendezvousErrors:
         return self.lost({about: f"rank {teller} reports it"})
 
     def lost(self, causes: Mapping[int, object]) -> MeshError:
-        """Make the error for lost ranks; `causes` has the evidence by rank."""
+        """Make the error for lost ranks. `causes` holds the evidence by rank."""
         lines = [
             f"rank {peer} at {self.job.endpoints[peer]} is gone ({cause})"
             for peer, cause in sorted(causes.items())
@@ -599,7 +599,7 @@ class RendezvousErrors:
         rows: Mapping[int, bytes | None],
         last_errors: Mapping[int, object],
     ) -> MeshError:
-        """Name the missing ranks, or else the connected ranks that still wait for others.
+        """Make the error about missing ranks, or else about connected ranks waiting for others.
 
         Args:
             peers: all ranks that must connect.
@@ -620,7 +620,7 @@ class RendezvousErrors:
         return f"{who} has not connected ({error or 'its port is open'})"
 
     def late(self, ranks: Sequence[int], lines: Sequence[str]) -> MeshError:
-        """Make the error for late ranks; `lines` has a line about each, and the notice names the first."""
+        """Make the error for late ranks. `lines` describes each, and the notice names the first."""
         text = (
             f"Rendezvous of rank {self.job.rank} at {self.endpoint}: not all of "
             f"{self.job.size} ranks connected within {self.timeout_s:g} s: {'; '.join(lines)}. Make sure that "
@@ -641,7 +641,7 @@ _GRACE_TURNS = 5
 
 
 class SuspectPeers:
-    """Peers that seem to be gone. They are blamed after a grace, unless a notice arrives first with the reason."""
+    """Possibly lost peers. They are blamed after a grace, unless a notice gives the reason."""
 
     def __init__(self, loop: EventLoop, errors: RendezvousErrors) -> None:
         self._loop = loop
@@ -657,7 +657,7 @@ class SuspectPeers:
         return len(self._causes)
 
     def add(self, peer: int, cause: object) -> None:
-        """Suspect a peer; `cause` shows that it is gone. The first cause counts."""
+        """Suspect a peer of being gone, with `cause` as evidence. The first cause counts."""
         self._causes.setdefault(peer, cause)
         if not self._has_grace:
             self._has_grace = True
@@ -668,7 +668,7 @@ class SuspectPeers:
         self._causes.pop(peer, None)
 
     def watch(self, links: Mapping[int, PeerLink]) -> None:
-        """Suspect a peer when its link ends; only its first link is watched."""
+        """Suspect a peer when its link ends. Only its first link is watched."""
         for peer, link in links.items():
             if peer not in self._watched:
                 self._watched.add(peer)

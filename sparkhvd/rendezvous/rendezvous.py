@@ -54,7 +54,7 @@ class SocketRendezvous:
         _open_rendezvous.add(self)
 
     def connect(self) -> Connections:
-        """Connect to every other rank; see `Rendezvous.connect`."""
+        """Connect to every other rank. See `Rendezvous.connect`."""
         if self._ask is not None:
             self.settings = self._ask()
         make_room(self.size, self.settings.streams)
@@ -131,7 +131,7 @@ class SingleRendezvous:
         self.settings = settings
 
     def connect(self) -> Connections:
-        """Return connections without peers."""
+        """Make connections without peers."""
         return Connections(0, 1, (0,), [-1], [-1] * self.settings.streams)
 
 
@@ -162,7 +162,7 @@ class _InProcessHub:
             self._rows[generation, rank] = [rows[rank] for rows in streams]
 
     def _stream(self) -> list[_Row]:
-        """Return one connection per pair, by rank and peer."""
+        """Open one connection per pair, by rank and peer."""
         size = len(self.hosts)
         rows: list[_Row] = [[None] * size for _ in range(size)]
         for a in range(size):
@@ -202,7 +202,7 @@ class _InProcessRendezvous:
 def in_process(
     size: int, hosts: Sequence[int] | None = None, settings: Settings | None = None
 ) -> list[Rendezvous]:
-    """Make the rendezvous of several ranks, threads of this process; the list is by rank.
+    """Make the rendezvous of several ranks, threads of this process. The list is by rank.
 
     Args:
         size: number of ranks.
@@ -226,12 +226,12 @@ _installed: list[tuple[Rendezvous, int]] = []
 
 
 def install_rendezvous(rendezvous: Rendezvous | None) -> None:
-    """Set the result of `current_rendezvous()`; called by the launcher of this process, before user code."""
+    """Set the result of `current_rendezvous()`. The launcher calls this before user code."""
     _installed[:] = [] if rendezvous is None else [(rendezvous, os.getpid())]
 
 
 def current_rendezvous() -> Rendezvous | None:
-    """Rendezvous of this process; None if it was not launched as a rank.
+    """Get the rendezvous of this process, or None if it was not launched as a rank.
 
     Raises:
         NotInitializedError: this process is a fork of a launched one.

@@ -123,7 +123,7 @@ def run(
     profile: ResourceProfile | None = None,
     loggers: Sequence[Logger] | Callable[[Sequence[Metric]], None] | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` on `num_proc` ranks in one Spark barrier stage; return results by rank.
+    """Call `fn(*args, **kwargs)` on `num_proc` ranks in one Spark barrier stage, and return results by rank.
 
     Each rank is a process beside a Spark task. `sparkhvd.torch.init()` connects the ranks. The standard torch variables
     (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set too. Jobs launched from several threads of one
@@ -238,7 +238,7 @@ def run_local(
     network_interfaces: Iterable[str] | str | None = None,
     loggers: Sequence[Logger] | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` on `num_proc` processes of this host, without Spark; return results by rank.
+    """Call `fn(*args, **kwargs)` on `num_proc` processes of this host, without Spark, and return results by rank.
 
     The processes are those of `run`, so a program can be tried without a cluster. Never relaunched.
 
@@ -333,7 +333,7 @@ def run_hosts(
     prefix_output_with_timestamp: bool = False,
     loggers: Sequence[Logger] | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` on processes of several hosts over ssh; return results by rank.
+    """Call `fn(*args, **kwargs)` on processes of several hosts over ssh, and return results by rank.
 
     The processes are those of `run_local`, without Spark. ssh must reach every host without a password. Every host has
     this Python, at the same path and in the same minor version, this version of the package, and the working directory.

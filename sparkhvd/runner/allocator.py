@@ -29,7 +29,7 @@ _TUNABLES = "GLIBC_TUNABLES"
 
 
 def start_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which a process must start for `keep_freed_memory` to work in it.
+    """Choose the environment variables to start a process with, for `keep_freed_memory`.
 
     Empty if glibc does not need them, or the user has configured its allocator.
 

@@ -58,7 +58,7 @@ _PR_SET_NAME = 15
 
 
 def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) -> int:
-    """Run one rank; return the exit status.
+    """Run one rank and return the exit status.
 
     Args:
         spec_fd: descriptor of the frames to this process.
@@ -118,7 +118,7 @@ def _numbered(listener: tuple[int, int], given: Sequence[int]) -> tuple[int, int
 
 
 def _reset_signals() -> None:
-    """Undo ignored and masked signals, which survive exec."""
+    """Undo ignored and masked signals, because both survive exec."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -145,7 +145,7 @@ def _enter(prologue: Prologue) -> None:
 
 
 class _FirstFrame:
-    """First frame to the parent if it has requested the GPUs; later frames are dropped.
+    """First frame to the parent, if the parent has requested the GPUs. Later frames are dropped.
 
     CUDA's driver may answer after the parent has given up and the function runs. That answer would be read as part of
     the outcome.
@@ -166,7 +166,7 @@ class _FirstFrame:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import the available modules without garbage collection, which costs a tenth of the time."""
+    """Import the available modules, with garbage collection off to save a tenth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     for name in modules:
@@ -275,15 +275,15 @@ class _Messages:
         self._is_closed = False
 
     def message(self, text: bytes) -> bool:
-        """Send a message; return False if the report was sent, or the reader is gone."""
+        """Send a message and return False if the report was sent, or the reader is gone."""
         return self._write(write_message, text)
 
     def metrics(self, entry: bytes) -> bool:
-        """Send an entry of `log_metrics`; return False likewise."""
+        """Send an entry of `log_metrics` and return False likewise."""
         return self._write(write_metrics, entry)
 
     def progress(self, text: bytes) -> bool:
-        """Send a line about the training's progress; return False likewise."""
+        """Send a line about the training's progress and return False likewise."""
         return self._write(write_progress, text)
 
     def _write(self, write: Callable[[int, bytes], None], data: bytes) -> bool:
@@ -296,7 +296,7 @@ class _Messages:
         return False
 
     def close(self) -> None:
-        """Refuse further messages; wait for a pending write."""
+        """Refuse further messages, and wait for a pending write."""
         with self._lock:
             self._is_closed = True
 
@@ -317,7 +317,7 @@ def _call(program: bytes) -> Any:
 
 
 def _end_forked(error: BaseException | None) -> NoReturn:
-    """End a process that the function has forked and that returned from it: it is not the rank."""
+    """End a forked process after its return from the function, because it is not the rank."""
     status = 0 if error is None else 1
     if isinstance(error, SystemExit):
         report = report_of_exit(error)

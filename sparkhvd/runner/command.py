@@ -119,7 +119,7 @@ _ELASTIC: dict[tuple[str, ...], dict[str, Any]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status for the shell."""
+    """Run the command line and return the exit status for the shell."""
     _open_standard_streams()
     parser = _parser()
     parsed = parser.parse_args(arguments)
@@ -308,7 +308,7 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
 
 
 def _hosts(parsed: argparse.Namespace, slots: int) -> list[Host]:
-    """Hosts of the flags; without flags, this host with `slots` slots."""
+    """Read the hosts from the flags. Without flags, use this host with `slots` slots."""
     if parsed.hostfile is not None:
         return read_hostfile(parsed.hostfile)
     if parsed.hosts is not None:

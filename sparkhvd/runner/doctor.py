@@ -54,7 +54,7 @@ class Finding:
 
 
 def examine(open_store: Callable[[], object] | None = None) -> int:
-    """Print what this machine supports and lacks, on one screen; return 1 if something essential is missing.
+    """Print what this machine supports and lacks, on one screen, and return 1 if something essential is missing.
 
     Args:
         open_store: opens the user's store and checks that it is writable; None checks the default store of a fit.

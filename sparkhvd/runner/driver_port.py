@@ -1,4 +1,4 @@
-"""Port of the driver for its tasks. Both sides prove that they know the attempt's key."""
+"""Port of the driver for its tasks. Both sides authenticate with the attempt's key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEEPALIVE = {
 
 
 def listen(shim: SparkShim) -> tuple[socket.socket, str]:
-    """Listen for executors; return the non-blocking socket, and the driver's host as executors name it.
+    """Listen for executors and return the non-blocking socket, and the driver's host as executors name it.
 
     Raises:
         OSError: this process cannot listen there.
@@ -35,7 +35,9 @@ def listen(shim: SparkShim) -> tuple[socket.socket, str]:
 
 
 def address_of_one_interface(shim: SparkShim) -> str:
-    """Numeric address at which ranks reach the driver; if it listens on every interface, its host's address.
+    """Find the numeric address of the driver for its ranks.
+
+    If the driver listens on every interface, this is the address of its host.
 
     Raises:
         OSError: a name has no address.
@@ -53,7 +55,7 @@ def _numeric(name: str) -> str:
 
 
 def connect(address: tuple[str, int], job: Job, timeout_s: float) -> socket.socket:
-    """Connect to the driver and authenticate; return the blocking connection.
+    """Connect to the driver and authenticate, and return the blocking connection.
 
     Raises:
         OSError: there is no listener, or it is not the driver of this job.
@@ -90,7 +92,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def proof_between(purpose: str, key: str, job_id: str, attempt: int, own: int, size: int) -> Job:
-    """Return a job for the handshake between the driver, its rank 0, and its tasks.
+    """Make a job for the handshake between the driver, its rank 0, and its tasks.
 
     Args:
         purpose: of the port. A proof for one purpose is invalid for others, and for ranks.

@@ -31,7 +31,7 @@ def warn_of(stacklevel: int = 3, **given: object) -> None:
 
 
 def check_executable(executable: str | None, python: str, remedy: str) -> None:
-    """Reject a Python that the ranks do not run.
+    """Reject a Python other than the ranks' Python.
 
     Raises:
         InvalidArgumentError: `executable` differs from `python`.
@@ -59,7 +59,7 @@ def check_hosts(hosts: str | None, num_proc: int) -> None:
 
 
 def join_interfaces(names: Iterable[str] | str | None) -> str:
-    """Join names in the form of `Settings.interfaces`; "" without names.
+    """Join names in the form of `Settings.interfaces`, or return "" without names.
 
     Raises:
         InvalidArgumentError: a name is not text.
@@ -73,7 +73,7 @@ def join_interfaces(names: Iterable[str] | str | None) -> str:
 
 
 def choose_stream(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
-    """Choose `stdout`, else `stderr`, else None; warn if they are two streams.
+    """Choose `stdout`, else `stderr`, else None. Warn if they are two streams.
 
     Raises:
         InvalidArgumentError: a stream cannot be written to.

@@ -41,7 +41,7 @@ class HorovodRunner:
         self.driver_log_verbosity = driver_log_verbosity
 
     def run(self, main: Callable[..., R], **kwargs: object) -> R:
-        """Call `main(**kwargs)` on every rank; return rank 0's result.
+        """Call `main(**kwargs)` on every rank and return rank 0's result.
 
         Args:
             main: any picklable function; in it `sparkhvd.torch.init()` connects the ranks.

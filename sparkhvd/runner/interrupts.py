@@ -43,7 +43,7 @@ _ENDED = b"\1"
 
 
 class Interrupter:
-    """Driver's side: a listening socket with the tasks in its backlog; a context manager."""
+    """Driver's side: a listening socket with the tasks in its backlog. A context manager."""
 
     def __init__(self, listening: socket.socket, host: str, job: Job, size: int) -> None:
         self._listening = listening
@@ -57,7 +57,9 @@ class Interrupter:
     def listen(
         cls, shim: SparkShim, key: str, job_id: str, attempt: int, size: int
     ) -> Interrupter | None:
-        """Listen for the tasks of an attempt; None outside the main thread, which gets Ctrl-C, or without an address.
+        """Listen for the tasks of an attempt.
+
+        Return None outside the main thread, because only that thread gets Ctrl-C, or without an address.
 
         Args:
             shim: session, which provides the address at which executors reach this process.
@@ -76,7 +78,7 @@ class Interrupter:
         return None
 
     def interrupt(self) -> None:
-        """Interrupt the ranks and wait for their end; leaving early kills the remaining ranks."""
+        """Interrupt the ranks and wait for their end. Leaving early kills the remaining ranks."""
         loop = EventLoop()
         until = time.monotonic() + INTERRUPT_GRACE_S + _MARGIN_S
         try:
@@ -93,7 +95,10 @@ class Interrupter:
                 sock.close()
 
     def _end(self, sock: socket.socket, until: float) -> Task:
-        """Interrupt one rank and wait for its end; its connection stays open until all have ended."""
+        """Interrupt one rank and wait for its end.
+
+        Its connection stays open until all ranks have ended.
+        """
         with contextlib.suppress(OSError):  # not a task, or it is gone
             known_until = time.monotonic() + _HANDSHAKE_S
             hello = yield from read(sock, HELLO.size, known_until)
@@ -112,7 +117,7 @@ class Interrupter:
 
 
 class InterruptWatch:
-    """Task's side: interrupts the trainer at the driver's request; a context manager.
+    """Task's side: interruption of the trainer at the driver's request. A context manager.
 
     At the end of the block it waits for the driver if the trainer was interrupted.
     """

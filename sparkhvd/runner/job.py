@@ -93,7 +93,7 @@ def launch(
 def prewarm(
     shim: SparkShim, num_proc: int, options: LaunchOptions, *, is_barrier: bool = True
 ) -> Prewarm | None:
-    """Prepare the early start of a launch's zygotes; None if zygotes are off.
+    """Prepare the early start of a launch's zygotes, or return None if zygotes are off.
 
     Tasks of an earlier Spark job call the result, so the zygotes import torch while that job runs.
 
@@ -265,7 +265,7 @@ SHOWS_SPARKS_LOG = 2
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Checked launch; the same for all its attempts.
+    """Checked launch, the same for all its attempts.
 
     Attributes:
         shim: session.
@@ -301,7 +301,10 @@ class LaunchPlan:
         return self.is_local and self.shim.is_served_here()
 
     def slots(self) -> int | None:
-        """Slots of the registered executors; if unknown, as on Spark Connect, the configured slots."""
+        """Count the slots of the registered executors, or the configured slots if unknown.
+
+        The registered executors are unknown on Spark Connect.
+        """
         registered = self.shim.registered_slots(self.options.profile)
         return self.configured_slots if registered is None else registered
 
@@ -352,7 +355,7 @@ def make_plan(
     *,
     is_barrier: bool = True,
 ) -> LaunchPlan:
-    """Decide everything that all attempts of a launch share; see `launch` for the errors.
+    """Make the plan for all attempts of a launch. See `launch` for the errors.
 
     Args:
         shim: session.
@@ -392,7 +395,7 @@ def make_plan(
 
 
 def check_size(program: bytes, shim: SparkShim) -> None:
-    """Reject a call that is too large for the session.
+    """Reject a call too large for the session.
 
     Raises:
         InvalidArgumentError: it is too large.
@@ -442,7 +445,7 @@ def print_line(verbose: int, text: str) -> None:
 
 
 def no_progress(error: SparkhvdError, losses: int, progress: object) -> SparkhvdError:
-    """Return the error with a line about repeated losses at the same progress."""
+    """Add a line to the error about repeated losses at the same progress."""
     text = f"{error}\nNot relaunched: {losses} losses without progress in between (still at {progress})."
     if not isinstance(error, RankError):
         return error

@@ -32,7 +32,7 @@ from sparkhvd.topology import horovod_variables, topology
 def dump_call(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> bytes:
-    """Pickle a call; the error names the part that cannot be pickled.
+    """Pickle a call. The error names the unpicklable part.
 
     Raises:
         InvalidArgumentError: `fn` is not callable, or `fn` or an argument cannot be pickled.
@@ -79,7 +79,7 @@ def _unpicklable(
 
 
 def _at(name: str, value: object) -> str:
-    """Name the part of a value that cannot be pickled, as the end of a sentence. "" if it is the whole value."""
+    """Name the unpicklable part of a value as the end of a sentence, or "" for the whole value."""
     path = failing_path(value, unpicklable)
     return f", at {name}{path}" if path else ""
 
@@ -106,7 +106,7 @@ THREAD_CONF_KEYS = (
 
 
 def thread_variables(conf: Mapping[str, str]) -> dict[str, str]:
-    """Threads that the user has set: in Spark's conf for executors, else in this process's environment.
+    """Read the user's thread settings: Spark's executor conf, else this process's environment.
 
     Spark's workers have OMP_NUM_THREADS in any case, so its value there says nothing.
     """
@@ -148,7 +148,7 @@ _SCAN_BYTES = 1 << 20
 
 
 def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
-    """Return the slow modules of a pickled call, to import while the ranks connect.
+    """Find the slow modules of a pickled call, to import while the ranks connect.
 
     An optimization: other modules are imported when the function needs them.
     """
@@ -253,7 +253,7 @@ def within_open_files(num_proc: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reserved_port(address: str) -> Iterator[int]:
-    """Yield a TCP port that is reserved, and on which torch.distributed of rank 0 can still listen.
+    """Yield a reserved TCP port. torch.distributed of rank 0 can still listen on it.
 
     Linux lets several sockets with SO_REUSEADDR bind one port while none of them listens.
     """
@@ -288,7 +288,7 @@ def erase_line(stream: TextIO) -> None:
 
 
 def write_to(stream: TextIO, text: str) -> None:
-    """Write to a stream and flush it, escaping characters that it cannot encode."""
+    """Write to a stream and flush it, escaping unencodable characters."""
     try:
         stream.write(text)
     except UnicodeEncodeError as e:

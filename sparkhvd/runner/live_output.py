@@ -47,7 +47,7 @@ class Attempt:
 
 
 class LiveOutput:
-    """Live output of an attempt's ranks; a context manager around its stage."""
+    """Live output of an attempt's ranks. A context manager around its stage."""
 
     def __init__(
         self,
@@ -58,7 +58,9 @@ class LiveOutput:
         *,
         on_terminal: bool,
     ) -> None:
-        """Prepare live output, which runs inside `with`; print a line, possibly later, if it is impossible.
+        """Prepare live output. It runs inside `with`.
+
+        If live output is impossible, a line is printed, possibly later.
 
         Args:
             shim: session.
@@ -133,7 +135,7 @@ class LiveOutput:
 
 
 class _Watch:
-    """Prints a line once if ranks run and no rank has reached this Connect client; a context manager."""
+    """Single notice if ranks run without reaching this Connect client. A context manager."""
 
     def __init__(self, shim: SparkShim, size: int, receiver: Receiver) -> None:
         self._receiver = receiver

@@ -55,7 +55,10 @@ def launch_local(
     timestamps: bool = False,
     metrics: Callable[[int, str], None] | None = None,
 ) -> list[R]:
-    """See `sparkhvd.runner.run_local`; `metrics` takes ranks and their entries of `log_metrics`, as JSON."""
+    """Run a function on ranks of this host. See `sparkhvd.runner.run_local`.
+
+    `metrics` takes ranks and their entries of `log_metrics`, as JSON.
+    """
     check_num_proc(num_proc)
     program = launching.dump_call(fn, args, kwargs)
     check_hosts(hosts, num_proc)
@@ -100,7 +103,7 @@ def check_num_proc(num_proc: int) -> None:
 
 @contextlib.contextmanager
 def _interruptible(trainers: Sequence[Trainer]) -> Iterator[None]:
-    """Forward Ctrl-C to the functions, which may save; a second Ctrl-C ends the wait for them."""
+    """Forward Ctrl-C to the functions, so that they can save. A second Ctrl-C ends the wait."""
     try:
         yield
     except KeyboardInterrupt:
@@ -109,7 +112,7 @@ def _interruptible(trainers: Sequence[Trainer]) -> Iterator[None]:
 
 
 def collect(take: Callable[[float], Outcome], size: int) -> list[Outcome]:
-    """Wait for all ranks, or after a failure for those that end soon; return their outcomes.
+    """Wait for the outcomes of all ranks. After a failure, wait only a short time.
 
     Args:
         take: returns the next outcome, or raises `queue.Empty` after a timeout in seconds.
@@ -175,7 +178,7 @@ class TrainersPlan:
 
 
 class Trainers:
-    """Trainers of some ranks; a context manager that kills the remaining ones.
+    """Trainers of some ranks. The context manager kills the remaining trainers at its end.
 
     Args:
         ranks: their numbers, consecutive.
@@ -253,7 +256,7 @@ class Trainers:
             self._stack = stack.pop_all()
 
     def gpus(self, host: str) -> list[agreement.RankGpus]:
-        """Wait for the GPUs that the ranks' processes see."""
+        """Wait for the ranks' processes to report their visible GPUs."""
         visible = self._env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
         self._gpus = [
             agreement.RankGpus(host, number, *trainer.gpus(), visible)

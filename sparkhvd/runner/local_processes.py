@@ -1,4 +1,4 @@
-"""Ranks of this host that run the user's command: their start, output and end.
+"""Ranks of this host for the user's command: their start, output and end.
 
 **Ownership**: each rank leads its own session and process group. Both end with it, and so do all processes that have
 its mark in their environment. An `OrphanReaper` ends them if this process is killed.
@@ -42,7 +42,7 @@ _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gat
 
 
 class LocalProcesses:
-    """Processes of ranks; a context manager that kills the remaining ones.
+    """Processes of ranks. The context manager kills the remaining processes at its end.
 
     Args:
         on_line: called with rank, "stdout" or "stderr", and line, from threads of this object.
@@ -60,7 +60,7 @@ class LocalProcesses:
         self._groups: dict[int, ProcessGroup] = {}
 
     def start(self, given: HandedOver, command: Sequence[str]) -> None:
-        """Start a rank; its claim is closed after its end.
+        """Start a rank. Its claim is closed after its end.
 
         Raises:
             OSError: the program cannot be started.
@@ -109,7 +109,10 @@ class LocalProcesses:
         group.watch(readers, end, at_exit)
 
     def send(self, number: int, rank: int | None = None) -> None:
-        """Signal the groups of all running ranks, or of one; SIGKILL also kills all processes that they started."""
+        """Signal the process groups of all running ranks, or of one rank.
+
+        SIGKILL also kills all processes that they started.
+        """
         with self._lock:
             groups = [group for each, group in self._groups.items() if rank in (None, each)]
         for group in groups:
@@ -178,7 +181,7 @@ def _handed_over(
 
 
 def words_of(command: Sequence[str]) -> list[str]:
-    """Return the words of a command without a leading `--`.
+    """Strip a leading `--` from a command.
 
     Raises:
         InvalidArgumentError: there is no command.
@@ -192,7 +195,7 @@ def words_of(command: Sequence[str]) -> list[str]:
 
 
 def check_command(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """Reject a command that cannot run here, before anything starts.
+    """Check that a command can run here, before anything starts.
 
     Args:
         words: program and arguments.

@@ -26,7 +26,7 @@ from sparkhvd.wire import read_json
 
 
 def metrics_of(entry: str) -> list[Metric]:
-    """Parse an entry of `log_metrics`; empty if it is invalid."""
+    """Parse an entry of `log_metrics`, or return an empty list if it is invalid."""
     try:
         fields = read_json(entry)
         step, moment = int(fields["step"]), float(fields["time"])
@@ -92,10 +92,10 @@ def attach_loggers(
 
 
 class WithSystemMetrics:
-    """Function that logs the load of its rank while it runs."""
+    """Wrapper of a function, to log its rank's load while it runs."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        """Wrap a function; it keeps its name and code, for messages."""
+        """Wrap a function. It keeps its name and code, for messages."""
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -129,7 +129,7 @@ class _OwnGpu:
         self._has_looked = False
 
     def __call__(self) -> tuple[float, float]:
-        """Return percent and megabytes in use; NaN where they are unknown."""
+        """Read the percent and megabytes in use, or NaN where unknown."""
         torch = sys.modules.get("torch")
         if not self._has_looked and torch is not None and torch.cuda.is_initialized():
             self._has_looked = True

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class RankChange:
-    """Change of the ranks of an elastic job; its text is a line for the user.
+    """Change of the ranks of an elastic job. Its text is a line for the user.
 
     Attributes:
         generation: counted from 1 within a launch.

@@ -1,4 +1,4 @@
-"""Orphans: processes that ranks left behind, also in sessions of their own, found by a mark in their environment.
+"""Processes left behind by ranks, in any session, found by a mark in their environment.
 
 A process keeps the environment with which it was started, whatever session and parent it moves to.
 """
@@ -38,7 +38,7 @@ _KILL = "import sys; sys.path = [p for p in sys.path if p]; from sparkhvd.runner
 
 
 class OrphanReaper:
-    """Kills what a launch leaves behind when it ends, also if this process is killed; a context manager.
+    """Reaper of processes left by a launch, even if this process is killed. A context manager.
 
     Attributes:
         mark: for `marked`, which marks the launch's processes.
@@ -65,7 +65,7 @@ class OrphanReaper:
         self._notify(f"+ {group}")
 
     def remove(self, group: int) -> None:
-        """Remove a process group that has ended, before its number can be reused."""
+        """Remove an ended process group, before its number can be reused."""
         self._notify(f"- {group}")
 
     def _notify(self, line: str) -> None:
@@ -89,13 +89,13 @@ class OrphanReaper:
 
 
 def marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
-    """Append a mark to the variables; "" appends nothing. Dots separate the parts of a mark."""
+    """Append a mark to the variables, or nothing for "". Dots separate the parts of a mark."""
     marks = ":".join(filter(None, [env.get(_VARIABLE, ""), mark]))
     return {**env, **({_VARIABLE: marks} if marks else {})}
 
 
 def kill(mark: str) -> None:
-    """Kill this user's processes with this mark, or with a mark that continues it after a dot.
+    """Kill this user's processes with this mark, or with a mark that starts with it and a dot.
 
     Never kills this process.
     """
@@ -113,7 +113,7 @@ def _processes() -> Iterator[int]:
 
 
 def _kill(number: int, mark: str) -> bool:
-    """Kill a process if it has the mark; return True if it had."""
+    """Kill a process if it has the mark and return True if it had."""
     if not _has(number, mark):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Outcomes of ranks as files of the run's folder, which report failures to other ranks and the driver."""
+"""Outcomes as files in the run's folder, to report failures to other ranks and the driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LATE_S = 3.0
 
 
 def write(files: SharedFiles | None, run_dir: str, outcome: Outcome) -> bool:
-    """Write an outcome into the run's folder; return False without a folder, or if that fails."""
+    """Write an outcome into the run's folder. Return False on failure or without a folder."""
     if files is None or not run_dir or outcome.rank is None:
         return False
     # Without the file the outcome travels in the exception, shortened.
@@ -32,7 +32,7 @@ def write(files: SharedFiles | None, run_dir: str, outcome: Outcome) -> bool:
 
 
 def await_cause(files: SharedFiles | None, run_dir: str, size: int, own: Outcome) -> Outcome:
-    """Wait for a rank with the cause to end the stage; return the best known cause.
+    """Wait for a rank with the cause to end the stage and return the best known cause.
 
     When this task raises, Spark kills the other tasks of the stage and drops their errors. So an
     exception of the user's function is raised at once, a crash soon, a lost peer last.
@@ -53,7 +53,7 @@ def await_cause(files: SharedFiles | None, run_dir: str, size: int, own: Outcome
 def read_outcomes(
     files: SharedFiles | None, run_dir: str, attempt: int, job_id: str, size: int
 ) -> list[Outcome]:
-    """Read what ranks of this launch have written so far; empty without a shared store.
+    """Read the outcomes written so far by ranks of this launch. Empty without a shared store.
 
     Outcomes of an earlier fit with the same run_id, which also counted its attempts from 0, are ignored.
     """

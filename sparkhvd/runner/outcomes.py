@@ -29,7 +29,7 @@ _TAIL_LINES, _SPARK_LINES, _OTHERS = 10, 5, 2
 
 
 class OutcomeKind:
-    """Kind of outcome; ordered in `_BLAME` from root cause to consequence."""
+    """Kind of outcome. `_BLAME` orders the kinds from root cause to consequence."""
 
     OK = "ok"
     PREFLIGHT = "preflight"  # the rank could not start, and would not at the next attempt
@@ -104,7 +104,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
-        """Rebuild an outcome from `to_json`; unknown fields of a newer version are ignored.
+        """Rebuild an outcome from `to_json`. Unknown fields of a newer version are ignored.
 
         Raises:
             ValueError: the text is no outcome.
@@ -113,7 +113,7 @@ class Outcome:
 
 
 def chunks(data: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Cut bytes into pieces of at most `size`; no bytes give no piece."""
+    """Cut bytes into pieces of at most `size`. No bytes give no piece."""
     for start in range(0, len(data), size):
         yield data[start : start + size]
 
@@ -127,7 +127,7 @@ _TOKEN = re.compile(r"\[sparkhvd-outcome:[^\]\s]*\]?")
 
 
 def embed(outcome: Outcome) -> str:
-    """Return a token for the text of an exception. `find_embedded` rebuilds the outcome from it.
+    """Make a token for the text of an exception. `find_embedded` rebuilds the outcome from it.
 
     Traceback and output are shortened, because Spark Connect shortens long messages.
     """
@@ -146,7 +146,7 @@ def embed(outcome: Outcome) -> str:
 
 
 def refer(outcome: Outcome) -> str:
-    """Return a token for an outcome in the run's folder. `find_referred` finds it."""
+    """Make a token for an outcome in the run's folder. `find_referred` finds it."""
     facts = (outcome.kind, outcome.rank, outcome.exit, outcome.error)
     return f"[sparkhvd-outcome:{outcome.job_id}:{':'.join(map(str, facts))}]"
 
@@ -256,7 +256,7 @@ def _summary(text: str) -> str:
 
 
 def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Choose the root cause: an exception before a crash, a crash before a lost peer; None if all ranks succeeded.
+    """Choose the root cause: an exception before a crash, a crash before a lost peer, or return None if all ranks succeeded.
 
     Ties prefer a traceback with the user's code, because ranks may raise an error of one rank together, then
     the lowest rank, so that the result does not depend on timing.
@@ -313,7 +313,7 @@ def error_of(
 
 
 def _consequences(cause: Outcome, size: int, others: Sequence[Outcome]) -> list[str]:
-    """Return a line for each of the first other failed ranks, and lines that count the rest."""
+    """Describe the first other failed ranks in a line each, and count the rest."""
     failed = [o for o in others if o.kind != OutcomeKind.OK and o.rank != cause.rank]
     same = [o for o in failed if (o.error, o.message) == (cause.error, cause.message) != ("", "")]
     failed = [o for o in failed if o not in same]
@@ -367,7 +367,7 @@ def _crash_hint(outcome: Outcome) -> str:
 
 
 def exit_text(status: int | None) -> str:
-    """Describe an exit status as subprocess gives it (negative: signal); None is unknown."""
+    """Describe an exit status of subprocess. A negative status is a signal, and None is unknown."""
     if status is None:
         return "unknown exit"
     if status >= 0:

@@ -31,7 +31,7 @@ _MOVE = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 
 
 class LineReader:
-    """Reads a pipe to its end in one thread; another thread may flush what has been written so far.
+    """Reader of a pipe's lines in one thread. Another thread may flush the text written so far.
 
     Args:
         fd: of the pipe. It stays open, and is unused once `run` has returned.
@@ -67,7 +67,7 @@ class LineReader:
                     self._pass_pending()
 
     def catch_up(self, timeout_s: float) -> None:
-        """Pass on the lines that are in the pipe now; give up after `timeout_s` behind a `take` that blocks."""
+        """Pass on the lines now in the pipe. Give up if `take` blocks for `timeout_s`."""
         self._is_asked = True
         if not self._lock.acquire(timeout=timeout_s):
             return
@@ -80,7 +80,7 @@ class LineReader:
             self._lock.release()
 
     def _wait_ms(self) -> float | None:
-        """Longest wait of pending text for its newline; None without pending text."""
+        """Get the longest wait for the newline of pending text, or None without pending text."""
         if not self._pending.replace(_UP, b""):
             return None
         wait_s = _REDRAWN_S if is_redrawn(self._pending) else _OPEN_S
@@ -123,13 +123,13 @@ def _poller(fd: int) -> select.poll:
 
 
 def _moved(match: re.Match[bytes]) -> bytes:
-    """Cancel moves up against newlines; return the remainder."""
+    """Cancel moves up against newlines and return the remainder."""
     ups, downs = match[0].count(_UP), match[0].count(b"\n")
     return _UP * (ups - downs) + b"\r" + b"\n" * (downs - ups)
 
 
 def _whole(data: bytes) -> int:
-    """Return where to cut UTF-8 bytes without splitting a character."""
+    """Find the place to cut UTF-8 bytes without splitting a character."""
     for back in range(1, min(_CHARACTER_BYTES, len(data)) + 1):
         lead = data[-back]
         if lead & 0xC0 != 0x80:  # not a byte inside a character
@@ -146,7 +146,7 @@ class Tail:
         self._was_redrawn = False
 
     def add(self, line: bytes) -> str:
-        """Add a line of a `LineReader`; return its text."""
+        """Add a line of a `LineReader` and return its text."""
         if self._was_redrawn:
             self._lines.pop()
         self._was_redrawn = is_redrawn(line)
@@ -154,7 +154,7 @@ class Tail:
         return self._lines[-1]
 
     def lines(self) -> tuple[str, ...]:
-        """Return the lines; any thread may call this."""
+        """Get a copy of the lines. Any thread may call this."""
         return tuple(self._lines)
 
 
@@ -164,7 +164,7 @@ def is_redrawn(line: bytes) -> bool:
 
 
 def shown(line: bytes) -> str:
-    """Return a line as a terminal shows it: the last redraw, without cursor moves."""
+    """Reduce a line to its final form on a terminal: the last redraw, without cursor moves."""
     text = line.decode(errors="replace").rstrip("\r\n")
     if "\x1b" in text:
         text = _MOVE.sub("", text)

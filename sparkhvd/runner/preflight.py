@@ -59,7 +59,7 @@ _CUDA_LIBRARIES = (
 
 
 def address_space_limit() -> int:
-    """Limit of this process and its children in bytes; 0 means no limit."""
+    """Read the limit of this process and its children in bytes. 0 means no limit."""
     try:
         import resource  # absent on Windows, where a Connect client may run
     except ImportError:
@@ -95,7 +95,7 @@ def mebibytes(size: int) -> int:
 
 
 def address_space_needed(modules: Iterable[str], slots_bytes: int) -> int:
-    """Least address space of a trainer with these modules, in bytes; 0 if unknown.
+    """Estimate the least address space of a trainer with these modules in bytes, or 0 if unknown.
 
     Its model and data are extra. With a GPU it needs much more: CUDA reserves address space for the whole device.
 
@@ -114,7 +114,7 @@ def address_space_needed(modules: Iterable[str], slots_bytes: int) -> int:
 
 
 def _torch_libraries_bytes() -> int:
-    """Size of the libraries that `import torch` maps; 0 without torch."""
+    """Compute the size of the libraries mapped by `import torch`, or 0 without torch."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -302,7 +302,7 @@ def _minor(version: str) -> str:
 
 
 def check_address_space(facts: RankFacts) -> None:
-    """Refuse to start trainers from a process that may have too little address space for them.
+    """Reject a process with possibly too little address space for its trainers.
 
     Raises:
         PreflightError: the limit is below the need of a trainer.
@@ -379,7 +379,7 @@ def check_workers(shim: SparkShim, requirements: Sequence[str], limit_s: float) 
 
 
 def _poll(requirements: Sequence[str]) -> Callable[[], str]:
-    """Return a function for a worker where this package may be missing."""
+    """Make a function to collect a worker's facts, even without this package there."""
 
     def poll() -> str:
         if importlib.util.find_spec("sparkhvd") is None:
@@ -400,7 +400,7 @@ def _poll(requirements: Sequence[str]) -> Callable[[], str]:
 
 
 class SharedFiles(Protocol):
-    """Files that the driver and every rank can reach; picklable. Paths are relative to one root."""
+    """Picklable files shared by the driver and every rank. Paths are relative to one root."""
 
     def read_bytes(self, path: str) -> bytes:
         """Read a whole file."""
@@ -414,7 +414,7 @@ class SharedFiles(Protocol):
 
 
 def token_path(run_dir: str, attempt: int, rank: int | None) -> str:
-    """Path of a rank's token; the driver's if `rank` is None."""
+    """Make the path of a rank's token, or of the driver's token if `rank` is None."""
     owner = "driver" if rank is None else f"rank-{rank}"
     return f"{run_dir}/attempts/{attempt}/token-{owner}"
 
@@ -426,7 +426,7 @@ def outcome_path(run_dir: str, attempt: int, rank: int) -> str:
 def write_token(
     shared: SharedFiles, run_dir: str, attempt: int, rank: int | None, job_id: str
 ) -> str:
-    """Write this process's token; return the reason of a failure, or ""."""
+    """Write this process's token and return the reason of a failure, or ""."""
     path = token_path(run_dir, attempt, rank)
     try:
         shared.write_bytes(path, _token(job_id, rank))
@@ -518,12 +518,12 @@ def _seconds(text: str) -> int:
 
 
 def databricks_runtime() -> str:
-    """Version of Databricks' runtime; "" elsewhere."""
+    """Read the version of Databricks' runtime, or "" elsewhere."""
     return os.environ.get("DATABRICKS_RUNTIME_VERSION", "")  # noqa: TID251 - Databricks' own
 
 
 def check_databricks(is_connect: bool) -> None:
-    """Reject Databricks' standard and serverless compute, which isolate user code from the cluster.
+    """Reject Databricks' standard and serverless compute: both isolate user code from the cluster.
 
     Both give a program on Databricks a Spark Connect session; dedicated compute gives a classic one. Databricks offers
     neither its runtimes for machine learning nor GPUs on standard compute.

@@ -1,4 +1,4 @@
-"""Prewarm a launch: tasks of an earlier Spark job start the zygotes that will fork its trainers."""
+"""Prewarming of a launch: tasks of an earlier Spark job start the zygotes for its trainers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prewarm:
-    """Starts the zygotes of a later launch; it is sent to the executors and called in tasks.
+    """Starts the zygotes of a later launch. It is sent to the executors and called in tasks.
 
     A host's zygote imports while tasks write the data, and the launch finds it ready. If the launch's facts differ
     after all, the launch starts another zygote, and this zygote ends by itself.
@@ -42,7 +42,7 @@ class Prewarm:
     gpu_mode: str
 
     def __call__(self, context: TaskContext) -> None:
-        """Start this host's zygote if this is one of the first `size` tasks; returns at once."""
+        """Start this host's zygote if this is one of the first `size` tasks. Return at once."""
         if context.partitionId() < self.size:
             settings = JobSettings.from_json(self.settings)
             prologue = task_prologue(
@@ -63,7 +63,7 @@ _IDLE_S = 60.0
 
 
 def zygote_idle_s(settings: Settings) -> float:
-    """Lifetime of an idle zygote on an executor; 0 for no zygote."""
+    """Get the lifetime of an idle zygote on an executor, or 0 for no zygote."""
     return 0.0 if settings.nursery == "0" else settings.nursery_idle_s or _IDLE_S
 
 
@@ -75,7 +75,7 @@ def task_prologue(
     gpu_mode: str,
     preload: tuple[str, ...],
 ) -> Prologue:
-    """Prologue of a trainer that this Spark task starts, without a listener.
+    """Make the prologue, without a listener, for a trainer of this Spark task.
 
     Args:
         context: of the task.

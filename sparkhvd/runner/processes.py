@@ -1,4 +1,4 @@
-"""Processes of a launch: fresh, or forks of a zygote. Each ends with everything that it has started.
+"""Processes of a launch, fresh or forked by a zygote. Each ends with all its descendants.
 
 **Ownership**: a trainer takes over the descriptors of `InheritedPipes`, and the parent closes its copies. The pid of a
 process stays reserved until `reap`, so no signal can reach another process.
@@ -48,7 +48,7 @@ class ProcessStat(NamedTuple):
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """Read the facts of a process; None if it does not exist or is invisible."""
+    """Read the facts of a process, or return None if it does not exist or is invisible."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -89,7 +89,7 @@ def wait_for_answer(sock: socket.socket, pid: int, timeout_s: float) -> None:
 
 @dataclass(frozen=True)
 class InheritedPipes:
-    """Descriptors that a trainer process takes over.
+    """Descriptors for a trainer process to take over.
 
     Attributes:
         spec: frames to it.
@@ -132,7 +132,7 @@ class Process(Protocol):
     pid: int
 
     def wait_for_end(self) -> None:
-        """Wait until the process has ended; its pid stays reserved."""
+        """Wait until the process has ended. Its pid stays reserved."""
 
     def reap(self) -> ProcessExit:
         """Kill the rest of its group and release its pid."""
@@ -153,7 +153,7 @@ class FreshProcess:
         self.pid = self.process.pid
 
     def wait_for_end(self) -> None:
-        """Wait until the process has ended; its pid stays reserved."""
+        """Wait until the process has ended. Its pid stays reserved."""
         # WNOWAIT leaves a zombie, which reserves the number of the process group.
         # If this process ignores SIGCHLD, the kernel has reaped it.
         with contextlib.suppress(ChildProcessError):
@@ -184,7 +184,7 @@ def fresh_trainer(environ: Mapping[str, str], ends: InheritedPipes) -> FreshProc
 
 
 class ForkedProcess:
-    """Trainer forked by a zygote, which is its parent and reports its end.
+    """Trainer forked by a zygote. The zygote is its parent and reports its end.
 
     Args:
         pid: its number.
@@ -199,7 +199,7 @@ class ForkedProcess:
         self._pidfd = os.pidfd_open(pid)  # signals the end also if the zygote does not
 
     def wait_for_end(self) -> None:
-        """Wait until the process has ended; its pid stays reserved while the zygote lives."""
+        """Wait until the process has ended. Its pid stays reserved while the zygote lives."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         poller.poll()
@@ -227,7 +227,7 @@ class ForkedProcess:
 
 
 def python_of(module: str) -> list[str]:
-    """Start of a command that runs a module.
+    """Make the start of a command line to run a module.
 
     From Python 3.11 on, the search path leaves out the working directory, where a `random.py` is not Python's.
     """
@@ -237,7 +237,7 @@ def python_of(module: str) -> list[str]:
 
 
 class ProcessGroup:
-    """Process with everything that it has started: its group, and the processes with its mark in other sessions.
+    """Process with its descendants: its group, and processes with its mark in other sessions.
 
     Args:
         process: leads the group.
@@ -286,20 +286,20 @@ class ProcessGroup:
         self._on_end(ended)
 
     def signal(self, number: int, *, whole: bool = True) -> None:
-        """Send a signal to the group, or only to its leader; nothing happens after the leader's end."""
+        """Send a signal to the group, or only to its leader. Do nothing after the leader's end."""
         with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
             if not self._is_reaped:
                 (os.killpg if whole else os.kill)(self.pid, number)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until `on_end` has been called; return True if it has."""
+        """Wait until `on_end` has been called and return True if it has."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
-    """Wait for the end of threads; return True if all have ended in time."""
+    """Wait for the end of threads and return True if all have ended in time."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -318,12 +318,12 @@ def reap(pid: int) -> ProcessExit:
 
 
 def send(channel: socket.socket, message: Mapping[str, object]) -> None:
-    """Send a message over a socket that preserves message boundaries."""
+    """Send a message over a socket with message boundaries."""
     channel.send(json.dumps(message).encode())
 
 
 def receive(channel: socket.socket) -> dict[str, Any] | None:
-    """Receive a message; None if the peer is gone."""
+    """Receive a message, or return None if the peer is gone."""
     try:
         data = channel.recv(_MESSAGE_BYTES)
     except ConnectionError:

@@ -74,7 +74,7 @@ class Prologue:
     endpoint: dict[str, str | int] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Variables of the process; numerical libraries default to `num_threads` threads."""
+        """Make the process's variables. Numerical libraries default to `num_threads` threads."""
         return {**dict.fromkeys(THREAD_VARIABLES, str(self.num_threads)), **self.env}
 
     def to_bytes(self) -> bytes:
@@ -83,7 +83,7 @@ class Prologue:
 
 
 def own_threads(env: Mapping[str, str]) -> int | None:
-    """Threads from the user's OMP_NUM_THREADS in a rank's variables; None without a number."""
+    """Read the user's OMP_NUM_THREADS from a rank's variables, or return None without a number."""
     first = env.get(THREAD_VARIABLES[0], "").partition(",")[0].strip()  # the rest: nested regions
     return (int(first) or None) if first.isdigit() else None
 
@@ -148,7 +148,7 @@ def read_report(
     metrics: Callable[[bytes], None],
     progress: Callable[[bytes], None],
 ) -> bytes | None:
-    """Read up to the report, passing on messages, metrics and progress; None if the writer is gone."""
+    """Read up to the report, passing on messages, metrics and progress, or return None if the writer is gone."""
     message = b""
     while (frame := read_frame(fd)) is not None:
         if frame.startswith(_PART):
@@ -168,7 +168,7 @@ def read_report(
 
 
 def cloudpickle() -> Any:
-    """Import pyspark's module, or else the package of that name."""
+    """Import pyspark's cloudpickle, or else the package of that name."""
     try:
         return importlib.import_module("pyspark.cloudpickle")
     except ImportError:
@@ -198,7 +198,7 @@ _MOST_PARTS, _DEEPEST = 1_000, 32
 
 
 def failing_path(value: object, fails: Callable[[object], bool]) -> str:
-    """Name the innermost part that cannot be pickled, as a path: ".encoder.lock" or ": variable 'lock'".
+    """Name the innermost unpicklable part as a path: ".encoder.lock" or ": variable 'lock'".
 
     "" if it is the value itself.
 
@@ -280,14 +280,14 @@ def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _inside(fn: Callable[..., object]) -> Callable[..., object] | None:
-    """Unwrap a partial or another wrapper by one level; None if there is no wrapper."""
+    """Unwrap a partial or another wrapper by one level, or return None without a wrapper."""
     if isinstance(fn, functools.partial):
         return fn.func
     return None if hasattr(fn, "__code__") else getattr(fn, "__wrapped__", None)
 
 
 def _names_in(fn: Callable[..., object]) -> tuple[str, ...]:
-    """List names in the code of a function, and the modules that its own module has imported."""
+    """List the names in a function's code, and the modules imported by its own module."""
     while (inner := _inside(fn)) is not None:
         fn = inner
     fn = getattr(fn, "__func__", fn)
@@ -335,7 +335,7 @@ def bytes_of(payload: Payload) -> bytes:
 
 @contextlib.contextmanager
 def carried(shim: SparkShim, data: bytes) -> Iterator[Payload]:
-    """Yield a payload that tasks need only inside the block."""
+    """Yield a payload for tasks inside the block only."""
     if shim.is_connect or len(data) <= INLINE_BYTES:
         yield data
         return
@@ -348,7 +348,7 @@ def carried(shim: SparkShim, data: bytes) -> Iterator[Payload]:
 
 
 def kept_carried(shim: SparkShim, data: bytes) -> Payload:
-    """Return a payload that stays available: a DataFrame may need it at any later time.
+    """Make a lasting payload, because a DataFrame may need it at any later time.
 
     Equal bytes share a broadcast variable while they are among the last few. Older ones are deleted once no plan of the
     JVM uses them, which each call checks.
@@ -359,7 +359,7 @@ def kept_carried(shim: SparkShim, data: bytes) -> Payload:
 
 
 class _Variables:
-    """Broadcast variables of this process: the last used, and older ones that plans may still use."""
+    """Broadcast variables of this process: the last used, and older variables possibly in use."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -370,7 +370,10 @@ class _Variables:
         self._left: list[tuple[str, str, Any]] = []
 
     def get(self, context: SparkContext, data: bytes) -> Broadcast[bytes]:
-        """Get the broadcast variable of some bytes; pickle its function before the next garbage collection."""
+        """Get the broadcast variable of some bytes.
+
+        Pickle its function before the next garbage collection.
+        """
         application = str(context.applicationId)
         key = (application, hashlib.sha256(data).hexdigest())
         with self._lock:
@@ -386,7 +389,7 @@ class _Variables:
             return self._kept[key]
 
     def _sweep(self, application: str) -> None:
-        """Delete the files of unused variables, and of applications that have ended."""
+        """Delete the files of unused variables and of ended applications."""
         for key in [k for k in self._kept if k[0] != application]:
             _unlink(self._kept.pop(key)._path)
         left = []

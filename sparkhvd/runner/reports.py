@@ -12,7 +12,7 @@ from sparkhvd.runner.protocol import dumps
 
 
 class _UnpicklableResultError(TypeError):
-    """Result of a function that cannot be pickled."""
+    """Unpicklable result of a function."""
 
 
 def dump_result(value: object) -> bytes:
@@ -94,7 +94,7 @@ def traceback_of(error: BaseException, own_file: str) -> str:
 
 
 def peak_rss() -> int:
-    """Largest resident memory of this process in bytes; 0 if the system does not report it."""
+    """Read this process's peak resident memory in bytes, or 0 if the system does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -120,7 +120,7 @@ def is_of_rest(tags: str | None, tag: str) -> bool:
 
 
 def lost(rank: int, size: int, attempt: int, job_id: str) -> RankError:
-    """Return the error for a result lost with its executor."""
+    """Make the error for a result lost with its executor."""
     message = "it had ended, and its result was on an executor that is gone"
     outcome = Outcome(rank, OutcomeKind.LOST, "", attempt, "lost", message=message, job_id=job_id)
     return RankError(f"{describe(outcome, size)}\n{embed(outcome)}", rank=rank, exit="lost")

@@ -21,7 +21,7 @@ from sparkhvd.settings import Settings
 def run_script(
     command: Sequence[str], num_proc: int, env: Mapping[str, str], output: Output
 ) -> int:
-    """Run a command on every rank; return the exit status for the shell, see `watch`.
+    """Run a command on every rank and return the exit status for the shell, see `watch`.
 
     Args:
         command: program and arguments.

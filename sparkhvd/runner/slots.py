@@ -52,7 +52,7 @@ def is_local(master: str) -> bool:
 
 
 def local_slots(master: str, num_cpus: int) -> int | None:
-    """Task threads of a `local` master; None for other masters."""
+    """Count the task threads of a `local` master, or return None for other masters."""
     match = _LOCAL.match(master.strip())
     if match is None:
         return None
@@ -61,7 +61,7 @@ def local_slots(master: str, num_cpus: int) -> int | None:
 
 
 def executor_cores(conf: Mapping[str, str]) -> int | None:
-    """Cores of an executor; None if the configuration does not determine them."""
+    """Read an executor's cores, or return None if the configuration does not determine them."""
     master = conf.get("spark.master", "").strip()
     cores = conf.get("spark.executor.cores")
     cluster = _LOCAL_CLUSTER.match(master)
@@ -78,7 +78,7 @@ def configured_slots(
     task_cpus: int | None = None,
     task_gpus: float | None = None,
 ) -> Slots:
-    """Compute the most slots that a configuration can reach.
+    """Compute the maximum number of slots under a configuration.
 
     Args:
         conf: Spark configuration; only `SLOT_CONF_KEYS` are read.
@@ -144,7 +144,7 @@ def _of_executors(
 
 
 def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
-    """Check the number of ranks; by default choose all configured slots.
+    """Check the number of ranks, or choose all configured slots by default.
 
     Raises:
         InvalidArgumentError: `num_proc` is not a positive whole number, or is None while the slots have no bound.
@@ -176,7 +176,7 @@ def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
 
 
 def threads_per_rank(task_cpus: int, allowed: float, fixed: int | None = None) -> int:
-    """Cores of the rank's task, bounded by the processors of its process; at least 1.
+    """Limit the cores of the rank's task to the processors of its process, but at least to 1.
 
     Args:
         task_cpus: cores of the Spark task.
@@ -273,7 +273,7 @@ class LaunchTicket:
                 log(reason)
 
     def _take(self, slots: int | None) -> str:
-        """Take the slots unless an earlier launch needs them; return "", or the reason to wait."""
+        """Take the slots unless an earlier launch needs them and return "", or the reason to wait."""
         if slots is not None and slots < self.size:
             return f"Waiting for task slots: {slots} of {self.size} registered."
         others = [
@@ -310,7 +310,7 @@ _changed = threading.Condition()
 def launch_ticket(
     application: str, kind: Hashable, size: int, *, is_alone: bool = False, most: int = 0
 ) -> Iterator[LaunchTicket]:
-    """Queue a launch of the application for the duration of the block; see `LaunchTicket`."""
+    """Queue a launch of the application for the duration of the block. See `LaunchTicket`."""
     place = LaunchTicket(application, kind, size, is_alone, most=most)
     with _changed:
         _turns.append(place)

@@ -137,7 +137,7 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
 
 
 def first_cause(failed: Sequence[F], screen: Screen) -> F:
-    """Find the first failure that is not a consequence of another, or else the first failure."""
+    """Find the first failure not caused by another, or else the first failure."""
     return next((one for one in failed if not _is_consequence(one, screen)), failed[0])
 
 
@@ -154,7 +154,7 @@ def ended_how(status: int) -> str:
 
 
 def notify(ended: RankEnded, screen: Screen) -> int:
-    """Print how the first failed rank ended, and its last lines; return the exit status."""
+    """Print how the first failed rank ended, and its last lines, and return the exit status."""
     status, rank = ended.status, ended.rank
     lines = "".join(f"[{rank}] {line}\n" for line in screen.tail(rank))
     sys.stderr.write(
@@ -201,7 +201,7 @@ class ShutdownSequence:
         self._steps.extend([(now, signal.SIGTERM), (now + KILL_S, signal.SIGKILL)])
 
     def interrupt(self, number: int) -> None:
-        """Forward a signal; a second signal kills the ranks."""
+        """Forward a signal. A second signal kills the ranks."""
         if self._steps:
             self._send(signal.SIGKILL)
         else:
@@ -214,16 +214,16 @@ class ShutdownSequence:
         return bool(self._steps)
 
     def next_step_at(self) -> float | None:
-        """Time of the next step; None if no step is left."""
+        """Get the time of the next step, or None if no step is left."""
         return self._steps[0][0] if self._steps else None
 
     def next_step_s(self) -> float | None:
-        """Seconds until the next step; None if no step is left."""
+        """Get the seconds until the next step, or None if no step is left."""
         at = self.next_step_at()
         return None if at is None else max(0.0, at - time.monotonic())
 
     def step(self) -> None:
-        """Run the steps that are due."""
+        """Run all due steps."""
         while self._steps and time.monotonic() >= self._steps[0][0]:
             self._send(self._steps.popleft()[1])
             if not self._steps:
@@ -250,7 +250,7 @@ class Output:
 
 
 class Screen:
-    """Shows ranks' whole lines, prefixed with the rank, from any thread; a context manager."""
+    """Display of ranks' whole lines with rank prefixes, for any thread. A context manager."""
 
     def __init__(self, output: Output, size: int) -> None:
         self._folder = output.folder

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Specification of one attempt, equal for all ranks; travels as JSON inside Spark's closure.
+    """Specification of one attempt, equal for all ranks. Spark's closure carries it as JSON.
 
     Attributes:
         size: number of ranks.
@@ -104,14 +104,14 @@ class TaskSpec:
 
     @classmethod
     def from_json(cls, text: str) -> TaskSpec:
-        """Rebuild a specification from `to_json`; raises ValueError for any other text."""
+        """Rebuild a specification from `to_json`. Any other text raises ValueError."""
         return rebuild(cls, read_json(text))
 
 
 def make_task(
     spec: TaskSpec, program: Payload, shared: bytes, module: str = "sparkhvd.runner.task"
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return the function for `mapInArrow`.
+    """Make the function for `mapInArrow`.
 
     It is a closure on plain data, so it pickles by value and starts even where this package is not installed. It holds
     the job's key, so it must stay below the size at which pyspark writes a function to a file. Hence `program` is a
@@ -147,7 +147,7 @@ def make_task(
 def run_task(
     batches: Iterable[pa.RecordBatch], text: str, program: Payload, shared: bytes
 ) -> Iterator[pa.RecordBatch]:
-    """Run one rank inside a barrier task; yield its outcome and result as rows.
+    """Run one rank inside a barrier task, and yield its outcome and result as rows.
 
     Raises:
         RankError: the rank failed; its text embeds the outcome.
@@ -177,7 +177,7 @@ def run_task(
 
 
 def files_of(shared: bytes) -> SharedFiles | None:
-    """Unpickle the shared files of the driver's closure; None without them."""
+    """Unpickle the shared files of the driver's closure, or return None without them."""
     return pickle.loads(shared) if shared else None  # noqa: S301
 
 
@@ -188,7 +188,7 @@ def _run_rank(
     program: bytes,
     files: SharedFiles | None,
 ) -> tuple[Outcome, bytes]:
-    """Start the rank's trainer, check it with the others and run it; return its outcome and the bytes of its result."""
+    """Start the rank's trainer, check it with the others and run it, and return its outcome and the bytes of its result."""
     hosts = [host_of(info.address) for info in barrier.getTaskInfos()]
     chosen = JobSettings.from_json(spec.settings)
     with contextlib.ExitStack() as stack:
@@ -250,7 +250,7 @@ def _start(
     hosts: Sequence[str],
     output: RankOutput,
 ) -> _Started:
-    """Start the trainer of a rank, with cleanup on the stack; an exception becomes the start's `error`."""
+    """Start the trainer of a rank, with cleanup on the stack. An exception becomes the start's `error`."""
     started = _Started()
     chosen = JobSettings.from_json(spec.settings)
     try:
@@ -310,7 +310,7 @@ def _facts(
 
 @dataclass(frozen=True)
 class _Checked:
-    """Ranks that passed the checks: their endpoints, and their agreed GPUs."""
+    """Checked ranks, with their endpoints and their agreed GPUs."""
 
     endpoints: tuple[Endpoint, ...]
     gpus: list[agreement.RankGpus]
@@ -370,7 +370,7 @@ def _carrier(way: OutputRoute, spec: TaskSpec, rank: int, files: SharedFiles | N
 
 
 def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:
-    """Return the outcome of a rank with a failed check before its start."""
+    """Make the outcome of a rank with a failed check before its start."""
     how = "not started"
     return Outcome(
         rank, OutcomeKind.PREFLIGHT, host=host, attempt=spec.attempt, exit=how, message=message
@@ -404,7 +404,7 @@ def host_of(address: str) -> str:
 
 
 class RankOutput:
-    """Routes a rank's output; a context manager.
+    """Router of a rank's output. A context manager.
 
     Args:
         rank: the rank.
@@ -440,7 +440,7 @@ class RankOutput:
         self._echo(f"[{self._rank}] metrics {entry}", is_sent=is_sent)
 
     def progress(self, text: str) -> None:
-        """Route a line about the training's progress; it is not written to stderr."""
+        """Route a line about the training's progress. It is not written to stderr."""
         if self._sender is not None:
             self._sender.progress(text)
 
@@ -450,7 +450,7 @@ class RankOutput:
                 log(line, timestamp=self._timestamp)
 
     def close(self) -> tuple[tuple[int, str, int, bool], ...]:
-        """Send the last lines to the driver; return records that it may not have received."""
+        """Send the last lines to the driver and return the unacknowledged records."""
         return () if self._sender is None else tuple(self._sender.close())
 
     def __enter__(self) -> RankOutput:

@@ -124,7 +124,7 @@ class Raised:
 
 
 def parse(traceback: str) -> list[Raised]:
-    """Parse the exceptions of a traceback, in the order of their raising; empty if the text is no plain traceback."""
+    """Parse a traceback's exceptions in raising order. Empty if the text is no plain traceback."""
     found: list[Raised] = []
     frames: list[Frame] = []
     text: list[str] = []
@@ -172,7 +172,7 @@ def _with_code(frame: Frame, code: str) -> Frame:
 
 
 def _complete(raised: Raised) -> Raised:
-    """Add code that only this process has: of notebook cells and of an interactive Python."""
+    """Add code known only to this process, from notebook cells and interactive Python."""
     frames = [
         _with_code(frame, linecache.getline(frame.file, frame.line).strip())
         if not frame.code and not frame.library and _is_interactive(frame.file)
@@ -187,7 +187,7 @@ def _is_interactive(file: str) -> bool:
 
 
 def _library(file: str) -> str:
-    """Package of the file; "" for the user's code."""
+    """Find the package of a file, or "" for the user's code."""
     if file.startswith(_OWN):
         return "sparkhvd"
     if cython := _CYTHON.fullmatch(file):
@@ -246,12 +246,15 @@ def brief(text: str) -> str:
 
 
 def also(text: str) -> str:
-    """Return a line about another failed rank, without the engine's advice for programs without a driver."""
+    """Make a line about another failed rank.
+
+    The engine's advice for programs without a driver is left out.
+    """
     return brief("Also: " + _ADVICE.sub(r"\1", text))
 
 
 def module_hint(error: str, message: str) -> str:
-    """Remedy for a module that this process has and the rank lacks; "" for any other error."""
+    """Suggest a remedy for a module missing only on the rank, or return "" for any other error."""
     missing = re.fullmatch(r"No module named '(\w+)'", message)
     if error != ModuleNotFoundError.__name__ or missing is None:
         return ""
@@ -282,9 +285,10 @@ def _count_frames(frames: Iterable[Frame]) -> str:
 
 
 def rebuild(error: str, message: str) -> BaseException | None:
-    """Rebuild an exception from its class and text; None unless the class is Python's or of `sparkhvd.errors`.
+    """Rebuild an exception from its class and text.
 
-    No other class is looked up and nothing is unpickled: the name comes from another process.
+    Return None unless the class is Python's or of `sparkhvd.errors`. No other class is looked up and nothing is
+    unpickled: the name comes from another process.
     """
     kind: object
     home, _, name = error.rpartition(".")

@@ -53,12 +53,12 @@ GPU_ANSWER_S = 120.0
 
 
 def inherited(name: str) -> str | None:
-    """Inherited value of a trainer's variable; None if it is not set."""
+    """Read an inherited variable of a trainer, or None if it is not set."""
     return os.environ.get(name)  # noqa: TID251 - not a setting: the trainer inherits it
 
 
 class Trainer:
-    """Trainer process; a context manager that kills the remaining processes of its group."""
+    """Trainer process. The context manager kills the remaining processes of its group at exit."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Trainer:
         metrics: Callable[[str], object] | None = None,
         progress: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Start the process and send it everything but the job; a zygote forks it only when it gets its job.
+        """Start the process and send it everything but the job. A zygote forks it only when it gets its job.
 
         Args:
             rank: its rank, for the prefix of its output lines.
@@ -176,7 +176,7 @@ class Trainer:
     # --- the caller's side
 
     def send(self, job: JobFrame) -> None:
-        """Send the trainer its job; it starts the function."""
+        """Send the trainer its job. It starts the function."""
         self._start_late()
         self._has_job = True
         with contextlib.suppress(BrokenPipeError):  # it is gone; its outcome has the reason
@@ -185,7 +185,10 @@ class Trainer:
     def gpus(
         self, timeout_s: float = GPU_ANSWER_S, *, view: int = 0
     ) -> tuple[tuple[str, ...], str]:
-        """Wait for the UUIDs of the GPUs that the process sees in a view; also return why they are unknown, or ""."""
+        """Wait for the UUIDs of the process's visible GPUs in a view.
+
+        The second result says why they are unknown, or is "".
+        """
         if not self._asks_gpus:
             return (), ""
         if not self._has_gpus.wait(timeout_s):
@@ -196,7 +199,7 @@ class Trainer:
         return tuple(answer["uuids"]), str(answer["error"])
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the process has ended and its output is read; return True if it has."""
+        """Wait until the process has ended and its output is read, and return True if it has."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ended.is_set():
             left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
@@ -208,7 +211,10 @@ class Trainer:
         return True
 
     def enforce_grace(self) -> None:
-        """Kill a trainer that has not ended 30 s after its report; threads and exit handlers have that time."""
+        """Kill a trainer still running 30 s after its report.
+
+        Threads and exit handlers have that time.
+        """
         if not self._reported.is_set() or self._ended.is_set():
             return
         now = time.monotonic()
@@ -219,7 +225,10 @@ class Trainer:
             self.give_up(f"{EXIT_GRACE_S:.0f} s after its function")
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the function, or kill a trainer that has no job yet; returns at once."""
+        """Raise KeyboardInterrupt in the function, or kill a trainer without a job yet.
+
+        Returns at once.
+        """
         if self._ended.is_set() or self._reported.is_set():
             return
         if self._group is not None and self._has_job:
@@ -229,7 +238,7 @@ class Trainer:
             self.kill()
 
     def _hold_pipe(self) -> None:
-        """Keep the trainer's time to save even if this process is killed, as by a JVM that ends.
+        """Keep the trainer's time to save even if this process is killed, as by an ending JVM.
 
         The end of its pipe kills the trainer, so another process holds the other side open.
         """
@@ -250,7 +259,7 @@ class Trainer:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the trainer and every process of its group; returns at once."""
+        """Kill the trainer and every process of its group. Return at once."""
         with self._start_lock:
             self._is_given_up = True
             late, self._late = self._late, None
@@ -262,7 +271,7 @@ class Trainer:
             self._group.signal(signal.SIGKILL)
 
     def outcome(self, *, host: str = "", attempt: int = 0) -> Outcome:
-        """Outcome of the rank; only after `wait` has returned True."""
+        """Make the outcome of the rank. Call this only after `wait` has returned True."""
         if not self._ended.is_set():
             raise InternalError(f"the outcome of rank {self.rank} was read before its end.")
         base: dict[str, Any] = {
@@ -387,7 +396,7 @@ _OF_PYTHON = frozenset([*_STDLIB, *(f"{folder}/lib-dynload" for folder in _STDLI
 
 @dataclass(frozen=True)
 class TrainerStart:
-    """Everything that the start of a trainer needs.
+    """Everything needed to start a trainer.
 
     Attributes:
         prologue: its first frame.
@@ -408,7 +417,7 @@ class TrainerStart:
     is_late: bool = False
 
     def kept(self) -> TrainerStart:
-        """Return a delayed start with its own copy of the listener."""
+        """Make a delayed start with its own copy of the listener."""
         listener = [fd if fd < 0 else os.dup(fd) for fd in self.ends.listener]
         tcp, unix = listener
         ends = replace(self.ends, listener=(tcp, unix))
@@ -417,7 +426,7 @@ class TrainerStart:
         )
 
     def variables(self) -> dict[str, str]:
-        """Environment in which the process imports."""
+        """Make the environment for the imports of the process."""
         return {**self.environ, **self.prologue.variables()}
 
     def close_listener(self) -> None:
@@ -427,7 +436,7 @@ class TrainerStart:
                 os.close(fd)
 
     def abandon(self) -> None:
-        """Close all descriptors of a delayed start that is no longer needed."""
+        """Close all descriptors of an unneeded delayed start."""
         self.ends.close()
         self.close_listener()
         os.close(self.result)
@@ -435,7 +444,7 @@ class TrainerStart:
 
 
 def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
-    """Create the pipes and the environment of a process; return the pipe to it, and the start."""
+    """Create the pipes and the environment of a process, and return the pipe to it, and the start."""
     spec_read, spec = os.pipe()
     result, result_write = os.pipe()
     log, log_write = os.pipe()
@@ -444,7 +453,7 @@ def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
 
 
 def prepare_zygote(prologue: Prologue) -> None:
-    """Preload in this process's zygote what a trainer with this prologue needs; returns at once."""
+    """Preload modules for a trainer of this prologue in this process's zygote, without waiting."""
     environ = {**_environment(prologue), **prologue.variables()}
     zygote_client.prepare(prologue.preload, environ, prologue.zygote_idle_s)
 
@@ -460,7 +469,7 @@ _OPENMP_SPINS = "3000"
 
 
 def _environment(prologue: Prologue) -> dict[str, str]:
-    """Environment in which the process starts."""
+    """Make the environment for the start of the process."""
     inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
     environ = {**inherited, **_loader_variables(prologue.env)}
     if prologue.keep_freed_memory:
@@ -477,6 +486,6 @@ def _environment(prologue: Prologue) -> dict[str, str]:
 
 
 def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that must be set before the process starts."""
+    """Select the variables to set before the process starts."""
     prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
     return {name: value for name, value in env.items() if name.startswith(prefixes)}

@@ -47,7 +47,7 @@ _FEWEST_DESCRIPTORS, _MAX_DESCRIPTORS = 5, 7
 
 
 class _Forked:
-    """Trainer of this zygote, and the channel to its owner; the channel is None once the owner has closed it."""
+    """Trainer of this zygote, and the channel to its owner. The channel is None once the owner has closed it."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
@@ -56,7 +56,7 @@ class _Forked:
         self.has_ended = False
 
     def end(self) -> None:
-        """Report the exit; the owner must not signal the pid afterwards, and confirms that it may be reaped."""
+        """Report the exit. The owner must not signal the pid afterwards, and confirms that it may be reaped."""
         self.has_ended = True
         self._notify({})
 
@@ -82,7 +82,7 @@ class ForkRequest:
 
 
 class _Server:
-    """Loop that serves owners and watches trainers.
+    """Loop to serve owners and watch trainers.
 
     Args:
         listener: accepts owners.
@@ -282,7 +282,7 @@ def _become_trainer(
 
 
 def _reseed() -> None:
-    """Seed the generators that a fresh process seeds from the system: forks must not draw equal numbers."""
+    """Seed the random generators as in a fresh process: forks must not draw equal numbers."""
     if "numpy" in sys.modules:  # Python reseeds its own generator
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -290,7 +290,7 @@ def _reseed() -> None:
 
 
 def main(listener_fd: int, lifetime: int, family: str, idle_s: float) -> None:
-    """Serve the processes that connect to a socket."""
+    """Serve processes connecting to a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner forwards a terminal's Ctrl-C
     # Trainers have the working directory in their path only if the owner has; Python 3.10 cannot leave it out.
     if not getattr(sys.flags, "safe_path", False):

@@ -112,7 +112,7 @@ class ZygoteClient:
     def _connect(
         self, name: str, is_private: bool, belongs_to: int, environ: Mapping[str, str]
     ) -> socket.socket:
-        """Connect to the name; the process that binds it starts the zygote."""
+        """Connect to the name. If this process binds it, start the zygote first."""
         deadline = time.monotonic() + _LISTEN_S
         while True:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -158,7 +158,7 @@ class ZygoteClient:
         )  # readable only once the zygote has ended: it answers on the channels of trainers
 
     def fork(self, modules: Sequence[str], ends: InheritedPipes) -> ForkedProcess | None:
-        """Fork a trainer; None if that is impossible: then no trainer has started or will.
+        """Fork a trainer, or return None if impossible. After None, no trainer has started or will.
 
         Args:
             modules: to import before.
@@ -224,7 +224,7 @@ class ZygoteClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; a private zygote ends with its last trainer."""
+        """Close the connection. A private zygote ends with its last trainer."""
         if self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
@@ -256,7 +256,7 @@ def _start(
 
 
 class _Kept:
-    """Zygote of this process, and the modules that its trainers have needed."""
+    """Zygote of this process, and the modules needed by its trainers so far."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -267,12 +267,12 @@ class _Kept:
         atexit.register(self._leave)
 
     def share(self, belongs_to: int) -> None:
-        """Share a zygote with the other children of a process, with which it ends."""
+        """Share a zygote with a process's other children. The zygote ends with that process."""
         with self._lock:
             self._shared_by = belongs_to
 
     def find(self, environ: Mapping[str, str], idle_s: float) -> ZygoteClient | None:
-        """Start a zygote for the environment if necessary; None if that is impossible."""
+        """Get a zygote for the environment, started if necessary, or None if impossible."""
         with self._lock, contextlib.suppress(OSError):
             belongs_to = self._shared_by or os.getpid()
             key = _key(environ, belongs_to)
@@ -295,7 +295,7 @@ class _Kept:
             return [name for name in USEFUL_MODULES if name in self._useful or name in modules]
 
     def remember(self, modules: Iterable[str]) -> None:
-        """Preload the modules that a trainer imported, for the next trainer."""
+        """Preload a trainer's imported modules for the next trainer."""
         with self._lock:
             new = set(modules).intersection(USEFUL_MODULES) - self._useful
             self._useful.update(new)
@@ -304,13 +304,13 @@ class _Kept:
             zygote.prepare([name for name in USEFUL_MODULES if name in new])
 
     def pid(self) -> int | None:
-        """Pid of the zygote; None without a usable zygote."""
+        """Get the pid of the zygote, or None without a usable zygote."""
         with self._lock:
             usable = self._zygote is not None and self._zygote.is_usable()
             return self._zygote.pid if usable and self._zygote is not None else None
 
     def descriptor(self) -> int | None:
-        """Descriptor of the zygote's socket; None without a zygote."""
+        """Get the descriptor of the zygote's socket, or None without a zygote."""
         with self._lock:
             return None if self._zygote is None else self._zygote.socket.fileno()
 
@@ -337,7 +337,7 @@ of_this_process = _Kept()
 def fork(
     modules: Sequence[str], environ: Mapping[str, str], ends: InheritedPipes, idle_s: float
 ) -> ForkedProcess | None:
-    """Fork a trainer from this process's zygote; None if the caller must start a fresh process.
+    """Fork a trainer from this process's zygote, or return None to require a fresh process.
 
     Args:
         modules: that the trainer imports early.
@@ -350,7 +350,7 @@ def fork(
 
 
 def prepare(modules: Sequence[str], environ: Mapping[str, str], idle_s: float) -> None:
-    """Preload modules in this process's zygote for a trainer that is forked soon; returns at once.
+    """Preload modules in this process's zygote for an upcoming trainer, without waiting.
 
     Args:
         modules: that the trainer imports early.
@@ -378,7 +378,7 @@ def _has_pidfds() -> bool:
 
 
 def _key(environ: Mapping[str, str], belongs_to: int) -> Key:
-    """Collect facts that are fixed before a fork and that a fresh process would read at its start."""
+    """Collect facts fixed before a fork but read by a fresh process at its start."""
     import resource  # absent on Windows, where a Connect client may import this file
 
     variables = {n: v for n, v in environ.items() if n.startswith(_READ_EARLY)}
@@ -416,6 +416,6 @@ def _started_at(pid: int) -> str:
 
 
 def _pid_of_peer(sock: socket.socket) -> int:
-    """Pid of the process that called `listen` at the other end."""
+    """Get the pid of the caller of `listen` at the other end."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", data)[0])

@@ -125,9 +125,10 @@ def init(
     comm: Comm | None = None,
     process_sets: Sequence[ProcessSet | Sequence[int] | Communicator] | str | None = None,
 ) -> None:
-    """Join the job; every rank must call it. Does nothing while initialised; works again after `shutdown()`.
+    """Join the job. Every rank must call this.
 
-    The GPU that `sparkhvd.runner.run` assigned to this rank becomes torch's current device, unless the script selected another.
+    It does nothing while this process is initialised, and works again after `shutdown()`. The GPU that
+    `sparkhvd.runner.run` assigned to this rank becomes torch's current device, unless the script selected another.
 
     Args:
         comm: the ranks, and how they find each other. None means the job of this process's launcher, or a job of one rank
@@ -173,7 +174,10 @@ def _tell_choices() -> None:
 
 
 def _exists(process_set: ProcessSet | Sequence[int] | Communicator) -> bool:
-    """Whether `init` can register the set now; in an elastic job not with all or with missing ranks."""
+    """Check whether `init` can register the set now.
+
+    In an elastic job it cannot register a set of all ranks or a set with missing ranks.
+    """
     is_elastic = isinstance(context.context().rendezvous, ElasticRendezvous)
     if not is_elastic or is_communicator(process_set):
         return True
@@ -195,7 +199,10 @@ def _sets(
 
 
 def shutdown() -> None:
-    """Leave the job; operations in flight fail here and on the other ranks. Called automatically at exit."""
+    """Leave the job. This is called automatically at exit.
+
+    Operations in flight fail here and on the other ranks.
+    """
     context.shut_down()
 
 
@@ -255,7 +262,7 @@ def metrics(*, show: bool = True) -> Metrics:
 def start_timeline(
     file_path: str | os.PathLike[str], mark_cycles: bool = False, all_ranks: bool = False
 ) -> None:
-    """Start to record a timeline for ui.perfetto.dev; a running timeline ends first.
+    """Start to record a timeline for ui.perfetto.dev. A running timeline ends first.
 
     Args:
         file_path: a file on rank 0, created or overwritten; valid JSON at any moment except in the middle of a write.
@@ -277,7 +284,7 @@ def start_timeline(
 
 
 def stop_timeline() -> None:
-    """End a running timeline; returns when its file is complete."""
+    """End a running timeline and wait until its file is complete."""
     timeline.stop(context.context().engine)
 
 
@@ -310,12 +317,15 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """NCCL's version code in this process's torch; 0 without NCCL, and then GPU tensors are not supported."""
+    """NCCL's version code in this process's torch, or 0 without NCCL.
+
+    GPU tensors are not supported without NCCL.
+    """
     return nccl_version()
 
 
 def cuda_built() -> bool:
-    """Whether this process's torch supports NVIDIA GPUs; sparkhvd itself always does."""
+    """Whether this process's torch supports NVIDIA GPUs. sparkhvd itself always does."""
     return torch.version.cuda is not None
 
 

@@ -16,7 +16,7 @@ _Item = TypeVar("_Item")
 
 
 def to_integer(value: object) -> int | None:
-    """Convert an integer of Python, numpy or torch; None for a bool and for anything else."""
+    """Convert an integer of Python, numpy or torch, or return None for a bool and for anything else."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
@@ -30,14 +30,14 @@ def to_integer(value: object) -> int | None:
 
 
 def to_integers(values: Iterable[object]) -> list[int] | None:
-    """Convert each value as `to_integer` does; None if any of them is not an integer."""
+    """Convert each value as `to_integer` does, or return None if any of them is not an integer."""
     numbers = [to_integer(value) for value in values]
     integers = [number for number in numbers if number is not None]
     return integers if len(integers) == len(numbers) else None
 
 
 def to_factor(what: str, argument: str, value: object) -> float:
-    """Convert a number of Python, numpy or torch to a float, so that it can be a key of the operation cache.
+    """Convert a number of Python, numpy or torch to a float, for the key of the operation cache.
 
     Raises:
         InvalidArgumentError: it is not a number.

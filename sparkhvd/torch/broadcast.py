@@ -111,7 +111,7 @@ def _from_bytes(tensor: Tensor) -> bytes:
 def _broadcast_bytes(
     ctx: Context, name: str, payload: bytes | None, root_rank: int, process_set: int = 0
 ) -> bytes:
-    """Send rank `root_rank`'s `payload` to every rank; other ranks pass None."""
+    """Send rank `root_rank`'s `payload` to every rank. Other ranks pass None."""
     length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
     start_broadcast(ctx, f"{name}.length", length, length, root_rank, process_set).wait()
     content = (
@@ -124,7 +124,7 @@ def _broadcast_bytes(
 
 
 def _allgather_bytes(ctx: Context, name: str, payload: bytes, process_set: int = 0) -> list[bytes]:
-    """Return every rank's `payload`, by rank."""
+    """Gather every rank's `payload`, by rank."""
     content = _to_bytes(payload)
     work = start_allgather(ctx, name, content, process_set)
     work.wait()
@@ -179,7 +179,7 @@ def allgather_object(
 
 
 def pass_object(obj: Any, name: str) -> Any:
-    """Send an object to the next rank and return the previous rank's object; every rank must call this."""
+    """Send an object to the next rank and return the previous rank's object. Every rank must call this."""
     ctx = context()
     place = ctx.engine.topology
     payload = cloudpickle.dumps(obj)
@@ -267,7 +267,7 @@ def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer
 
 
 def _content(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return the state by parameter number, and the options of each group."""
+    """Collect the state by parameter number, and the options of each group."""
     numbers: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -324,7 +324,7 @@ def _describe(value: object, tensors: list[Tensor], where: str) -> list[object]:
 
 
 def _on_gpu(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return a parameter on this rank's GPU, if any."""
+    """Find a parameter on this rank's GPU, if any."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return next((p for p in parameters if p.is_cuda), None)
 

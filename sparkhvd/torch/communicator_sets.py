@@ -22,11 +22,11 @@ _WHAT = "add_process_set(ProcessSet(<communicator>))"
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int] | Communicator) -> ProcessSet:
-    """Register a process set; every rank of the job must call this with the same ranks. Waits for all ranks.
+    """Register a process set. Every rank of the job must call this with the same ranks.
 
-    With MPI communicators every rank passes its own communicator, or MPI.COMM_NULL. Each communicator of a `Split`
-    becomes a set, and the result is the set of this process (the first set for a process without one). The communicator
-    is not used later.
+    Waits for all ranks. With MPI communicators every rank passes its own communicator, or MPI.COMM_NULL. Each
+    communicator of a `Split` becomes a set, and the result is the set of this process (the first set for a process
+    without one). The communicator is not used later.
 
     Args:
         process_set: an unregistered set, its ranks, or a communicator.
@@ -48,7 +48,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Communicator) -> P
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; every rank must call this. The object may be added again.
+    """Remove a process set. Every rank must call this. The object may be added again.
 
     Sets that were registered together, from communicators that differ between ranks, are removed together.
 
@@ -83,7 +83,10 @@ def _add_of_communicators(process_set: ProcessSet, comm: Communicator) -> Proces
 
 
 def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
-    """Return the job ranks of the communicator's processes; empty for a null communicator."""
+    """Gather the job ranks of the communicator's processes.
+
+    The result is empty for a null communicator.
+    """
     if not comm:
         return ()
     mpi.place_of(_WHAT, comm)
@@ -92,7 +95,7 @@ def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
 
 
 def _gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return every rank's `own`, by rank."""
+    """Gather every rank's `own`, by rank."""
     numbers = allgather(torch.tensor([len(own), *own]), name="process_sets.of_communicators")
     left, claims = numbers.tolist(), []
     while left:
@@ -102,7 +105,7 @@ def _gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _agree(claims: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
-    """Return the distinct sets that the ranks claim, sorted by their ranks.
+    """Find the distinct sets in the ranks' claims, sorted by their ranks.
 
     Raises:
         InvalidArgumentError: no rank passed a communicator, or processes of a communicator passed another communicator.

@@ -21,7 +21,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the reduced tensor in its original form."""
+        """Restore the reduced tensor to its original form."""
         raise NotImplementedError
 
 
@@ -45,7 +45,7 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """Convert floating tensors to the 16-bit type; other tensors do not change."""
+        """Convert floating tensors to the 16-bit type. Other tensors do not change."""
         if not tensor.is_floating_point() or tensor.dtype == cls.wire:
             return tensor, None
         return tensor.to(cls.wire), tensor.dtype

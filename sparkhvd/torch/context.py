@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 
 class Follower(Protocol):
-    """Object that uses an engine, and changes to the next engine when the ranks of an elastic job change."""
+    """User of an engine. It moves to the next engine when the ranks of an elastic job change."""
 
     def detach(self) -> None:
-        """Stop using the engine, which may have failed."""
+        """Stop using the engine. The engine may have failed."""
 
     def follow(self, current: Context) -> None:
-        """Use another context's engine from now on; every rank calls this for its followers in the same order."""
+        """Use another context's engine from now on. Every rank calls this for its followers in the same order."""
 
 
 class ContextPart:
-    """State of another module that belongs to a context, such as the rank's GPU; see `Context.part`."""
+    """Another module's state in a context, such as the rank's GPU. See `Context.part`."""
 
     def retire(self) -> None:
-        """Stop using the context, which has closed."""
+        """Stop using the closed context."""
 
 
 _Part = TypeVar("_Part", bound=ContextPart)
@@ -84,7 +84,7 @@ class Context:
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def part(self, kind: type[_Part]) -> _Part:
-        """Return this context's state of a kind; the first call creates it."""
+        """Get or create this context's state of a kind."""
         part = self._parts.get(kind)
         if part is None:
             # If two threads get here, both use the first thread's part.
@@ -92,7 +92,7 @@ class Context:
         return cast("_Part", part)
 
     def number(self, kind: str, process_set: int = 0) -> int:
-        """Return the number of the next operation of a kind in the process set: 0, 1, ..."""
+        """Take the number of the next operation of a kind in the process set: 0, 1, ..."""
         return next(self._counters[kind, process_set])
 
     def name(self, kind: str, name: str | None, process_set: int = 0) -> str:
@@ -124,7 +124,7 @@ class Context:
         return f"{kind}.{self.number(kind, process_set)}"
 
     def close(self) -> None:
-        """Leave the job gracefully; optimizers no longer reduce gradients."""
+        """Leave the job gracefully. Optimizers no longer reduce gradients."""
         self.retire()
         with self.cleanup:
             self.engine.shutdown()
@@ -173,7 +173,7 @@ def is_initialized() -> bool:
 def initialize(
     join: Callable[[contextlib.ExitStack], Rendezvous], *, may_join_later: bool = False
 ) -> bool:
-    """Create the process's context, unless it exists; return True if it was created.
+    """Create the process's context, unless it exists, and return True if it was created.
 
     Args:
         join: connects the ranks; registers on its argument the resources to close at the end of the job.
@@ -205,7 +205,7 @@ def initialize(
 
 
 def _make_engine(rendezvous: Rendezvous) -> Engine:
-    """Connect the ranks and create the engine; an elastic job retries without ranks that fail meanwhile."""
+    """Connect the ranks and create the engine. An elastic job retries without failed ranks."""
     while True:
         connections = rendezvous.connect()
         try:

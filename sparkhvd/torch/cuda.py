@@ -32,7 +32,7 @@ _COPIED_ALONE = frozenset((torch.uint16, torch.uint32, torch.uint64))
 
 
 class Device(Protocol):
-    """The interface to a GPU that collectives use.
+    """Interface to a GPU, for collectives.
 
     Attributes:
         ordinal: number of the GPU, the same in torch and in the driver.
@@ -51,7 +51,7 @@ class Device(Protocol):
         """Return the handle as `stream` does, but leave the check for capture to the submission."""
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return a function whose `with` block makes this thread's current stream current in any thread."""
+        """Make a factory of context managers to use this thread's current stream in any thread."""
 
     def await_stream(self, stream: int) -> None:
         """Let the current stream wait for the pending work of another stream, given by its handle."""
@@ -103,7 +103,7 @@ class CudaDevice:
 
 
 class _CudaMemory:
-    """Registered memory that torch can import; torch keeps this object alive with the storage."""
+    """Registered memory for import by torch. torch keeps this object alive with the storage."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -138,7 +138,10 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target; all sources have one type, and all targets have one type."""
+    """Copy each source into its target.
+
+    All sources have one type, and all targets have one type.
+    """
     if _COPIED_ALONE.isdisjoint((targets[0].dtype, sources[0].dtype)):
         # Make the strides equal: if those of one pair differed, torch would copy every tensor of the list separately.
         torch._foreach_copy_(list(targets), list(map(_as_strided, sources, targets)))
@@ -165,7 +168,7 @@ def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def refuse_capture() -> NoReturn:
-    """Raise the error of a collective on a stream that is being captured into a graph."""
+    """Raise the error of a collective on a stream during graph capture."""
     raise InvalidArgumentError(
         "The current stream is being captured into a CUDA graph, but a graph cannot wait for other ranks, as "
         "collectives must. Run backward and step outside of the capture; torch.cuda.make_graphed_callables captures a "
@@ -174,7 +177,7 @@ def refuse_capture() -> NoReturn:
 
 
 class RankGpu(ContextPart):
-    """The GPU that this rank's operations use.
+    """The GPU of this rank's operations.
 
     Attributes:
         device: the GPU of the rank's first GPU tensor; None before this tensor.
@@ -187,7 +190,7 @@ class RankGpu(ContextPart):
 
 
 def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
-    """Return the rank's device; the rank's first GPU tensor opens it.
+    """Return the rank's device, opened by the rank's first GPU tensor.
 
     Raises:
         InvalidArgumentError: the tensor is on another device, or a library or the device cannot be used.
@@ -242,7 +245,7 @@ def nccl_candidates() -> list[str]:
 
 
 def find_nccl() -> str:
-    """The NCCL library that the engine opens, for use outside of the engine."""
+    """Find the engine's NCCL library, for use outside of the engine."""
     return next(iter((*_loaded(_NCCL), *nccl_candidates())), _NCCL)
 
 
@@ -255,7 +258,7 @@ def _loaded(name: str) -> list[str]:
 
 
 def nccl_version() -> int:
-    """Return the version code of torch's NCCL; 0 if this torch has no CUDA or no NCCL."""
+    """Return the version code of torch's NCCL, or 0 if this torch has no CUDA or no NCCL."""
     if torch.version.cuda is None:
         return 0
     try:

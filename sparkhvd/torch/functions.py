@@ -1,4 +1,4 @@
-"""Horovod's `functions` module, for programs that import `broadcast_parameters` and similar names from it.
+"""Horovod's `functions` module, for imports of `broadcast_parameters` and similar names.
 
 New code imports the names from `sparkhvd.torch`.
 """

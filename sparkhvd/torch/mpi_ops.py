@@ -1,4 +1,4 @@
-"""Horovod's `mpi_ops` module, for programs that import collectives from it.
+"""Horovod's `mpi_ops` module, for imports of collectives from it.
 
 New code imports the names from `sparkhvd.torch`. Three query functions of Horovod exist only here.
 """

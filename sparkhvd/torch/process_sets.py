@@ -1,4 +1,4 @@
-"""Process sets: the ranks that take part in an operation.
+"""Process sets: groups of ranks for operations.
 
 Operations may use a `ProcessSet` from its registration (`init(process_sets=...)` or `add_process_set`) until its
 removal or `shutdown()`. While it is registered it has a number.
@@ -16,7 +16,7 @@ from sparkhvd.torch.context import Context, ContextPart, context, is_initialized
 
 
 class ProcessSet:
-    """Ranks that take part in operations together.
+    """Set of ranks for common operations.
 
     Args:
         ranks_or_comm: the ranks, or a communicator of MPI, whose ranks are read at registration.
@@ -54,7 +54,7 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The engine's number of this set; None while it is not registered."""
+        """The engine's number of this set, or None while it is not registered."""
         if self is global_process_set:
             return 0
         owner = None if self._context is None else self._context()
@@ -62,7 +62,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The global ranks in the set; None if they are not known yet.
+        """The global ranks in the set, or None if they are not known yet.
 
         They are not known for the set of all ranks before `init()`, and for a communicator before its registration.
         """
@@ -71,17 +71,17 @@ class ProcessSet:
         return self._ranks
 
     def size(self) -> int | None:
-        """The number of ranks in the set; None while it is not registered."""
+        """The number of ranks in the set, or None while it is not registered."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def included(self) -> bool | None:
-        """Whether this process is in the set; None while it is not registered."""
+        """Whether this process is in the set, or None while it is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return context().engine.topology.rank in self.ranks
 
     def rank(self) -> int | None:
-        """This process's number inside the set; None while it is not registered.
+        """This process's number inside the set, or None while it is not registered.
 
         Raises:
             InvalidArgumentError: this process is not in it.
@@ -121,7 +121,9 @@ global_process_set = _make_global()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set; every rank of the job must call this with the same ranks. Waits for all ranks.
+    """Register a process set. Every rank of the job must call this with the same ranks.
+
+    Waits for all ranks.
 
     Args:
         process_set: an unregistered set, or its ranks.
@@ -147,7 +149,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def check_new(current: Context, added: ProcessSet) -> None:
-    """Refuse a set that cannot be registered.
+    """Check that a set can be registered.
 
     Raises:
         InvalidArgumentError: the set has no ranks, a repeated rank or a rank that does not exist, or is registered
@@ -175,7 +177,7 @@ def check_new(current: Context, added: ProcessSet) -> None:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; every rank must call this. The object may be added again.
+    """Remove a process set. Every rank must call this. The object may be added again.
 
     Returns:
         False, without any effect, for the set of all ranks and for an unregistered set.
@@ -227,7 +229,7 @@ def members(process_set: ProcessSet) -> list[int]:
 
 
 def num_members(ctx: Context, number: int) -> int:
-    """Return the number of ranks of the registered set with this engine number."""
+    """Count the ranks of the registered set with this engine number."""
     if number == 0:
         return ctx.engine.topology.size
     sets = ctx.part(ProcessSets).by_ranks

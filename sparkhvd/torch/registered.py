@@ -26,13 +26,14 @@ def registered_empty(
     process_set: ProcessSet = global_process_set,
     device: torch.device | str | int | None = None,
 ) -> Tensor:
-    """Create a tensor in memory that the ranks of a host share; every rank must call this with the same size.
+    """Create a tensor in memory shared by the ranks of a host.
 
-    Waits for all ranks. `allreduce_` of this tensor, or of the same part of it on every rank, makes no copies. In all
-    other respects it is an ordinary tensor. Its memory is freed with the last tensor that uses it, and may be used
-    after `shutdown()`. Other ranks write into the memory until an operation on it has finished. If the ranks cannot
-    share memory, the tensor gets ordinary memory. On a GPU the memory belongs to this rank alone and is registered with
-    NCCL. Operations in place may then use the links between GPUs without a copy.
+    Every rank must call this with the same size. Waits for all ranks. `allreduce_` of this tensor, or of the same part
+    of it on every rank, makes no copies. In all other respects it is an ordinary tensor. Its memory is freed with the
+    last tensor that uses it, and may be used after `shutdown()`. Other ranks write into the memory until an operation
+    on it has finished. If the ranks cannot share memory, the tensor gets ordinary memory. On a GPU the memory belongs
+    to this rank alone and is registered with NCCL. Operations in place may then use the links between GPUs without a
+    copy.
 
     Args:
         shape: the length of every dimension.
@@ -71,7 +72,7 @@ def registered_empty(
 
 
 def _gpu(ctx: Context, asked: torch.device | str | int | None) -> Device | None:
-    """Return this rank's GPU; None for memory on the CPU."""
+    """Check the device and return this rank's GPU, or None for memory on the CPU."""
     try:
         place = torch.device("cpu" if asked is None else asked)
     except (RuntimeError, TypeError) as error:

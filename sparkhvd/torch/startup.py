@@ -25,7 +25,7 @@ Join = Callable[[ExitStack], Rendezvous]
 
 
 def way_to_join(comm: Comm | None) -> Join:
-    """Return the function that connects the ranks.
+    """Choose the function to connect the ranks.
 
     Raises:
         InvalidArgumentError: `init` does not support `comm`.
@@ -42,7 +42,7 @@ def way_to_join(comm: Comm | None) -> Join:
 
 
 def check_joined(comm: Comm | None, before: object) -> None:
-    """Refuse a communicator or ranks that differ from the job that this process has joined.
+    """Refuse a communicator or ranks different from this process's job.
 
     Args:
         comm: argument of this call.
@@ -139,7 +139,7 @@ def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
 
 
 def make_current() -> None:
-    """Make the GPU that the launcher assigned to this rank, if any, torch's current device in this thread.
+    """Make the GPU assigned by the launcher, if any, torch's current device in this thread.
 
     The process may see the GPUs of all ranks of its host. Without this call all ranks' tensors would be on the first
     GPU. Like `torch.cuda.set_device` in a script, the call starts CUDA and takes memory of the GPU. So it is skipped
@@ -180,5 +180,5 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return True for 1, 2, 4, 8, ... ranks, the numbers of ranks that Adasum supports."""
+    """Return True for 1, 2, 4, 8, ... ranks, as required by Adasum."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0

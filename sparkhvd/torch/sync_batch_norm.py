@@ -120,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a batch; in training with the statistics of all ranks' rows."""
+        """Normalize a batch, in training with the statistics of all ranks' rows."""
         if not self.training:
             return super().forward(input)
         process_set = _find(self.process_set)
@@ -183,7 +183,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Group(NamedTuple):
-    """The process set over which a layer computes its statistics, and the name of the layer's operations."""
+    """Process set of a layer's statistics, and the name of the layer's operations."""
 
     name: str
     process_set: ProcessSet
@@ -210,7 +210,10 @@ class _NormalizeContext(Protocol):
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalization with given statistics; its gradient treats the statistics as functions of all ranks' inputs."""
+    """Normalization with given statistics.
+
+    Its gradient treats the statistics as functions of all ranks' inputs.
+    """
 
     @staticmethod
     def forward(  # noqa: D102
@@ -286,7 +289,7 @@ def _gradient_sums(
 
 @torch.no_grad()
 def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
-    """Compute the statistics of all ranks' rows; every rank gets the same bits.
+    """Compute the statistics of all ranks' rows, with the same bits on every rank.
 
     Raises:
         InvalidArgumentError: there is only one value per channel; raised on every rank.
@@ -319,7 +322,7 @@ def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
 
 
 def _local_statistics(input: Tensor) -> Tensor:
-    """Return the mean and variance of this rank's rows for each channel, then the number of values per channel."""
+    """Compute this rank's mean and variance by channel, then the number of values per channel."""
     channels = input.shape[1]
     dtype = torch.float32 if input.dtype in HALVES else input.dtype
     if input.numel() == 0:
@@ -346,7 +349,7 @@ def _dense(input: Tensor) -> Tensor:
 
 
 def _find(process_set: ProcessSet) -> ProcessSet:
-    """Return the registered set with the same ranks, if any.
+    """Find the registered set with the same ranks, if any.
 
     A copied layer and a new `init()` have a new object for the same ranks.
     """

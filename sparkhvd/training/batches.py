@@ -29,7 +29,7 @@ from sparkhvd.training.spec import TrainSpec
 
 @dataclass(frozen=True)
 class StepPlan:
-    """An optimizer step; every rank computes the same plan without communication.
+    """Plan of an optimizer step. Every rank computes the same plan without communication.
 
     Attributes:
         number: number of the step, from 0 in each epoch.
@@ -44,7 +44,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Done:
-    """Part of an epoch that was done before the ranks of an elastic job changed.
+    """Part of an epoch completed before the ranks of an elastic job changed.
 
     Attributes:
         rows: number of rows done by all ranks, the first rows in the epoch's order.
@@ -56,7 +56,7 @@ class Done:
 
 
 class Data:
-    """Readers of this rank's training and validation rows; a context manager.
+    """Context manager with the readers of this rank's training and validation rows.
 
     Attributes:
         num_steps: optimizer steps of an epoch.
@@ -74,7 +74,7 @@ class Data:
         pin_memory: bool = False,
         spans: Spans | None = None,
     ) -> None:
-        """Open the data without reading most of it; all ranks must call it, because they may share work.
+        """Open the data without reading most of it. All ranks must call it, because they may share work.
 
         Args:
             spec: spec of the run.
@@ -143,7 +143,10 @@ class Data:
 
     @property
     def num_scheduled(self) -> int:
-        """Number of steps per epoch for a scheduler; in an elastic job the number with the fewest allowed ranks."""
+        """Number of steps per epoch for the scheduler.
+
+        In an elastic job this is the number of steps with the fewest allowed ranks.
+        """
         spec = self._spec
         if not spec.least_ranks or spec.keeps_global_batch:
             return self.num_steps
@@ -170,7 +173,9 @@ class Data:
     def steps(
         self, epoch: int, start_step: int = 0, done: Done = Done()
     ) -> Iterator[tuple[StepPlan, Iterator[Batch]]]:
-        """Yield the steps of an epoch, each with its batches on this rank; consume all batches before the next step.
+        """Yield the steps of an epoch, each with its batches on this rank.
+
+        Consume all batches of a step before the next step.
 
         Args:
             epoch: counts from 0.
@@ -226,7 +231,7 @@ class Data:
                 yield from itertools.islice(batches, self._spec.validation_steps_per_epoch)
 
     def first_batch(self) -> Batch | None:
-        """Read this rank's first training batch that has rows; None if the rank has no rows."""
+        """Read this rank's first nonempty training batch, or return None if it has no rows."""
         with _closing(self.training.epoch(0)) as batches:
             return next((batch for batch in batches if batch.num_rows), None)
 
@@ -240,7 +245,7 @@ class Data:
 
 
 def _closing(batches: Iterator[Batch]) -> contextlib.closing[Any]:
-    """Close the iterator at the end of the block, which ends the reader's background thread."""
+    """Close the iterator at the end of the block to stop the reader's background thread."""
     return contextlib.closing(cast("Any", batches))
 
 
@@ -265,10 +270,10 @@ def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done())
 
 
 def usable_rows(store: Store, manifest: Manifest) -> Rows | None:
-    """Return the numbers of the rows that `handle_invalid="skip"` keeps, or None for all; all ranks must call it.
+    """Find the numbers of the rows kept by `handle_invalid="skip"`, or return None for all rows.
 
-    Materialized data hold only usable rows. For external files each rank checks its share of the files, and all
-    ranks get the same numbers.
+    All ranks must call it. Materialized data hold only usable rows. For external files each rank checks its share of
+    the files, and all ranks get the same numbers.
     """
     skipping = [c for c in manifest.schema.columns if c.invalid[0] == "skip"]
     if manifest.layout != PARQUET or not skipping:

@@ -15,7 +15,7 @@ from sparkhvd.training.user_step import StepFunction, check_signature, check_ste
 
 @dataclass(frozen=True)
 class UserCode:
-    """The user's functions and callbacks; pickled with the model.
+    """The user's functions and callbacks, pickled with the model.
 
     Attributes:
         train_step: (model, batch, ctx) -> loss; None if the Params `loss` and `label_cols` define the step.
@@ -42,7 +42,7 @@ class UserCode:
 
     @property
     def steps(self) -> dict[str, object]:
-        """The user's functions that compute losses in our loop, by name."""
+        """The user's `train_step` and `validation_step` for our training loop, by name."""
         return {"train_step": self.train_step, "validation_step": self.validation_step}
 
     @property
@@ -77,7 +77,7 @@ class UserCode:
         return self.train_step is not None or bool(self.callbacks)
 
     def describe(self) -> dict[str, object]:
-        """Return the names of the functions and callback classes, to compare them with a resumed run's."""
+        """Return the names of functions and callback classes, for comparison with a resumed run."""
         functions = {n: v for n, v in vars(self).items() if callable(v)}
         names = {n: getattr(f, "__qualname__", type(f).__qualname__) for n, f in functions.items()}
         if self.callbacks:

@@ -23,7 +23,9 @@ _CPU = torch.device("cpu")
 
 
 def choose_device(place: RankContext | None, *, looks: bool) -> tuple[torch.device, str]:
-    """Return the device of this rank, and the reason why it cannot use its assigned GPU, or "".
+    """Choose the device of this rank.
+
+    The result is the device, and the reason why the rank cannot use its assigned GPU, or "".
 
     Args:
         place: rank and local rank of this process in its job; None if no runner started it.
@@ -56,7 +58,7 @@ def choose_device(place: RankContext | None, *, looks: bool) -> tuple[torch.devi
 
 
 def agree(device: torch.device, problem: str) -> None:
-    """Check that all ranks compute on devices of one kind; all ranks must call it.
+    """Check that all ranks compute on devices of one kind. All ranks must call it.
 
     Raises:
         InvalidArgumentError: the kinds differ, or a rank cannot use its GPU; raised on all ranks.
@@ -74,7 +76,10 @@ def agree(device: torch.device, problem: str) -> None:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU of a device, to read its load; None for the CPU, or if the load is unavailable."""
+    """Find the GPU of a device, to read its load.
+
+    The result is None for the CPU, or if the load is unavailable.
+    """
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -86,7 +91,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Compile the model by torch.compile; every rank must call this.
+    """Compile the model by torch.compile. Every rank must call this.
 
     The module itself is not changed: its state dict keeps its names, and its `train()` and `eval()` apply.
 
@@ -110,7 +115,7 @@ _LEAST_CAPABILITY = 7
 
 
 def missing_tools(device: torch.device) -> str:
-    """Describe which tool of torch.compile is missing on this machine for this device; "" if none is missing."""
+    """Describe the tool of torch.compile missing on this machine for this device, or return ""."""
     import torch._inductor.config  # the import takes a second and loads 800 modules
 
     cxx = torch._inductor.config.cpp.cxx

@@ -14,7 +14,7 @@ from sparkhvd.training.types import Value
 
 @dataclass(frozen=True)
 class Monitor:
-    """The number by which epochs are compared, and whether less or more is better.
+    """Number to compare epochs by, and whether less or more is better.
 
     Attributes:
         name: key of the number in the history.
@@ -25,7 +25,7 @@ class Monitor:
     mode: str = "min"
 
     def value(self, record: Mapping[str, Value]) -> float:
-        """Return the number from the record of an epoch.
+        """Read the number from the record of an epoch.
 
         Raises:
             InvalidArgumentError: the record does not have it.
@@ -39,7 +39,10 @@ class Monitor:
         return float(value)
 
     def is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
-        """Check whether a value is better than an earlier one by more than `min_delta`; NaN never is."""
+        """Check whether a value is better than an earlier value by more than `min_delta`.
+
+        NaN is never better.
+        """
         if value != value:
             return False
         if than is None:
@@ -65,7 +68,7 @@ class EarlyStopping:
 def best_epoch(
     history: Sequence[Mapping[str, Value]], monitor: Monitor, saved: Collection[int] | None = None
 ) -> int:
-    """Return the first epoch with the best value; the last epoch if every value is NaN.
+    """Find the first epoch with the best value, or the last epoch if every value is NaN.
 
     With `saved` only these epochs are compared, because a custom loop need not save every epoch.
     """
@@ -85,7 +88,7 @@ def _epoch(record: Mapping[str, Value]) -> int:
 def reason_to_stop(
     history: Sequence[Mapping[str, Value]], early_stopping: EarlyStopping | None
 ) -> str:
-    """Return the reason for stopping after these epochs; "" to continue."""
+    """Decide whether to stop after these epochs. Return the reason, or "" to continue."""
     if early_stopping is None:
         return ""
     best: float | None = None

@@ -1,4 +1,4 @@
-"""Elastic training: the loop of ranks that join and leave.
+"""Elastic training: the training loop with a changing set of ranks.
 
 Ranks join and leave at the end of a step. If the rest of an epoch cannot be divided again (data beyond memory, groups, and
 metrics whose states do not add up), ranks join and leave at the end of an epoch. When a rank is lost, the other ranks
@@ -59,7 +59,7 @@ _NEVER_S = 1e9
 
 @held
 def train_elastically(spec: TrainSpec) -> TrainResult:
-    """Train on every rank of an elastic job; all ranks must call it with the same spec. See `train`."""
+    """Train on every rank of an elastic job. All ranks must call it with the same spec. See `train`."""
     hvd.init()
     training = _Training(spec)
     training.profile.sampler.start()
@@ -79,7 +79,7 @@ class _Within:
 
 
 class _Training(State, LoopHooks):
-    """State that a rank keeps when the ranks change."""
+    """State kept by a rank when the ranks change."""
 
     def __init__(self, spec: TrainSpec) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Training(State, LoopHooks):
             raise interrupt
 
     def _is_due(self) -> bool:
-        """Whether to keep a copy of the state now; rank 0 decides for all ranks."""
+        """Decide on rank 0, for all ranks, whether to keep a copy of the state now."""
         self._until_asked -= 1
         if self._until_asked:
             return False
@@ -170,7 +170,7 @@ class _Training(State, LoopHooks):
         self.check_host_updates()
 
     def begin(self, data: Data) -> ResumePoint:
-        """Send rank 0's state to every rank after a change of the ranks; return the position to continue from."""
+        """Send rank 0's state to every rank after a change of the ranks and return the position to continue from."""
         model, held = self.program.model, self._held
         start = find_start(self.spec, self.checkpoints, model, held, self.others)
         if self.state is None:
@@ -206,7 +206,7 @@ class _Training(State, LoopHooks):
         return position
 
     def _profile(self, epochs_done: int) -> dict[str, Any]:
-        """Return the times of the training so far, on rank 0, with the position at which these ranks start."""
+        """Collect rank 0's times of the training so far, with the start position of these ranks."""
         found = self.profile.state() if self._held is not None else self.checkpoints.profile()
         place, member, within = context(), rendezvous(), self._within
         generation = {

@@ -1,4 +1,4 @@
-"""Rows and frozen parameters in memory that the ranks of a host share.
+"""Rows and frozen parameters in memory shared by the ranks of a host.
 
 Each rank reads a part of the rows and copies it into memory that the engine shares among the ranks of the host. Then
 all ranks of the host have all rows. The memory has no name, so the system frees it with the last process that maps it.
@@ -38,7 +38,7 @@ _MARK = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class _Part:
-    """Description of a rank's part, which the ranks exchange before they allocate shared memory.
+    """Description of a rank's part, exchanged by the ranks before they allocate shared memory.
 
     Attributes:
         leaves: (shape, dtype) of each array.
@@ -71,7 +71,7 @@ class HostRows:
 
     @property
     def is_shared(self) -> bool:
-        """Whether any host has several ranks; the same on all ranks."""
+        """Whether any host has several ranks. The value is the same on all ranks."""
         return len(set(self._hosts)) < len(self._hosts)
 
     def gather(
@@ -130,7 +130,7 @@ class HostRows:
 
 
 def read_flags_once(store: Store, manifest: Manifest, usable: Rows | None) -> Flags:
-    """Read the validation column once per host, a part on each rank; all ranks must call it.
+    """Read the validation column once per host, a part on each rank. All ranks must call it.
 
     Args:
         store: store of the files.
@@ -152,7 +152,7 @@ def read_flags_once(store: Store, manifest: Manifest, usable: Rows | None) -> Fl
 
 
 def read_groups_once(store: Store, manifest: Manifest) -> Rows:
-    """Read the group numbers of all rows once per host, a part on each rank; all ranks must call it."""
+    """Read the group numbers of all rows once per host, a part on each rank. All ranks must call it."""
 
     def read(source: Source, part: tuple[int, int]) -> Rows:
         return read_groups(source, manifest, part)
@@ -181,7 +181,10 @@ def _read_once(
 
 
 def _copy(values: Mapping[str, Values], whole: Sequence[Array], before: Sequence[_Part]) -> None:
-    """Copy rows into the shared arrays, after the rows of earlier ranks; shift the starts of ragged rows."""
+    """Copy rows into the shared arrays, after the rows of earlier ranks.
+
+    The starts of ragged rows are shifted.
+    """
     for number, (leaf, target) in enumerate(zip(_leaves(values), whole, strict=True)):
         start = sum(part.leaves[number][0][0] for part in before)
         target[start : start + len(leaf)] = leaf
@@ -203,7 +206,7 @@ def _ragged(value: Values) -> list[Ragged]:
 
 
 def _leaves(values: Mapping[str, Values]) -> Iterator[Array]:
-    """Yield the arrays of rows; their first dimension counts rows or elements."""
+    """Yield the arrays of rows. Their first dimension counts rows or elements."""
     for value in values.values():
         if isinstance(value, np.ndarray):
             yield value
@@ -251,7 +254,7 @@ def _size(places: Sequence[_Place]) -> int:
 
 
 class _Memory:
-    """View of registered memory as arrays; each array keeps the memory alive."""
+    """View of registered memory as arrays. Each array keeps the memory alive."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._bytes = (ctypes.c_uint8 * buffer.num_bytes).from_address(buffer.address)
@@ -274,7 +277,7 @@ SHARED_BYTES = 8 << 20
 
 
 def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None:
-    """Share frozen parameters among the ranks of each host; all ranks must call it, with equal values.
+    """Share frozen parameters among the ranks of each host. All ranks must call it, with equal values.
 
     A parameter stays private on a rank that cannot map the first rank's, such as a rank in another container.
 
@@ -302,7 +305,7 @@ def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None
 
 
 def _frozen(model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Parameter]:
-    """Return the named frozen parameters that do not share their memory with other tensors."""
+    """Select the named frozen parameters with memory of their own."""
     state = model.state_dict(keep_vars=True)
     tensors = {id(t): t for t in state.values() if isinstance(t, Tensor)}
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
@@ -319,7 +322,7 @@ def _frozen(model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Par
 
 
 def _written(frozen: dict[str, nn.Parameter], kept: contextlib.ExitStack) -> str:
-    """Write parameters to a file in memory that `kept` closes; return a path for other processes of this host."""
+    """Write parameters to a file in memory that `kept` closes and return a path for other processes of this host."""
     descriptor = new_memfd("sparkhvd-frozen")
     kept.callback(os.close, descriptor)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -17,9 +17,10 @@ from sparkhvd.training.types import Loss
 
 
 def construct_losses(loss: object, constructors: object, model: nn.Module) -> object:
-    """Return the Param `loss`, or the losses that `loss_constructors` make: one function, or a list with one per label.
+    """Make the losses with `loss_constructors`, or return the Param `loss` without constructors.
 
-    A constructor is called on the driver, with `model=` if it has this argument.
+    The losses are one function, or a list with one per label. A constructor is called on the driver, with `model=` if
+    it has this argument.
 
     Raises:
         InvalidArgumentError: both params are given, or a constructor is not a function or fails.
@@ -50,7 +51,7 @@ def _construct(constructor: object, model: nn.Module) -> object:
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Whether a function, or the `forward` of a module, has an argument of this name; False if unknown."""
+    """Check whether a function or a module's `forward` is known to have an argument `name`."""
     try:
         called = function.forward if isinstance(function, nn.Module) else function
         parameters = inspect.signature(called).parameters
@@ -62,7 +63,7 @@ def _takes(function: Callable[..., object], name: str) -> bool:
 def resolve_losses(
     loss: object, num_labels: int, *, per_row: bool
 ) -> tuple[tuple[Loss, ...], tuple[bool, ...]]:
-    """Return one loss per label, and for each whether it sums over rows.
+    """Resolve `loss` to one loss per label, and find out whether each loss sums over rows.
 
     Args:
         loss: a function or module, or a list with one per label.
@@ -142,7 +143,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class ClassMean:
-    """Loss that is a mean over rows weighted by their classes, with the computation of its denominator.
+    """Mean loss over rows weighted by their classes, with the computation of its denominator.
 
     Attributes:
         loss: the user's loss.
@@ -171,7 +172,7 @@ class ClassMean:
 
     @classmethod
     def of(cls, loss: Loss) -> ClassMean | None:
-        """Wrap a mean of cross-entropy or NLL; None for other losses, and for sums."""
+        """Wrap a mean of cross-entropy or NLL, or return None for sums and other losses."""
         if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
             options = {n: getattr(loss, n) for n in ("reduction", "ignore_index", "weight")}
         elif any(loss is function for function in _FUNCTIONS):
@@ -185,7 +186,7 @@ class ClassMean:
         return cls(loss, options.get("ignore_index", _IGNORED), options.get("weight"))
 
     def count(self, label: Tensor) -> float | None:
-        """Return the denominator of the mean over these labels; None for labels that are probabilities of classes.
+        """Compute the denominator of the mean over labels, or return None for class probabilities.
 
         The mean over probabilities of classes counts all rows.
         """

@@ -27,7 +27,9 @@ from sparkhvd.training.types import State, Stateful
 
 
 class LossState:
-    """Parameters, buffers and states of the losses and metrics of a fit, by names that are equal in every process.
+    """Parameters, buffers and states of a fit's losses and metrics.
+
+    The names are equal in every process.
 
     Attributes:
         parameters: parameters by name, except the model's; includes tensors that require a gradient.
@@ -95,7 +97,7 @@ class LossState:
                 self._holders[full] = found
 
     def _add_module(self, name: str, module: nn.Module) -> dict[str, Tensor]:
-        """Return its parameters by name."""
+        """Add a module, and return its parameters by name."""
         if all(part is not module for _, root in self._roots for part in root.modules()):
             self._roots.append((name, module))
         return {f"{name}.{n}": p for n, p in module.named_parameters()}
@@ -112,7 +114,7 @@ class LossState:
         return bool(self.parameters or self._roots or self._objects)
 
     def holders(self) -> Iterator[tuple[str, object]]:
-        """Yield by name the objects to which losses, metrics and steps refer and which training may change.
+        """Yield by name the mutable objects referenced by losses, metrics and steps.
 
         These are the user's objects, functions with attributes, dicts, lists and sets. Modules, parameters, classes,
         objects with their own state, and objects of libraries are excluded.
@@ -120,7 +122,7 @@ class LossState:
         yield from self._holders.items()
 
     def untrained(self, held: Collection[int]) -> list[str]:
-        """Return the names of trainable parameters that a training loss may use but the optimizer does not have.
+        """Find the names of trainable parameters of training losses missing from the optimizer.
 
         Modules in evaluation mode are skipped.
 
@@ -147,7 +149,7 @@ class LossState:
                     yield f"{root}.{path}" if path else root, part
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the current buffers by name, also buffers that state dicts do not contain."""
+        """Return the current buffers by name, including non-persistent buffers."""
         return {
             f"{name}.{leaf}": value
             for name, part in self.modules()
@@ -156,7 +158,7 @@ class LossState:
         }
 
     def load_buffers(self, values: Mapping[str, Tensor | None]) -> None:
-        """Set buffers to these values; None removes a buffer's value."""
+        """Set buffers to these values. None removes a buffer's value."""
         parts = dict(self.modules())
         with torch.no_grad():
             for name, value in values.items():
@@ -172,7 +174,7 @@ class LossState:
         return next((each.device for each in tensors), torch.device("cpu"))
 
     def extra_states(self) -> State:
-        """Return the extra states of modules, on the CPU."""
+        """Collect the modules' extra states (`get_extra_state`) by name, on the CPU."""
         return {
             name: to_cpu(part.get_extra_state())
             for name, part in self.modules()
@@ -196,7 +198,7 @@ class LossState:
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state for a checkpoint; {} if losses and metrics have no state.
+        """Return the state for a checkpoint, or {} if losses and metrics have no state.
 
         Raises:
             InvalidArgumentError: the state of an object cannot be read back.
@@ -227,7 +229,9 @@ class LossState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any], what: str) -> None:
-        """Load the state of a checkpoint; ignore entries of unknown functions, and keep values without an entry.
+        """Load the state of a checkpoint.
+
+        Entries of unknown functions are ignored, and values without an entry stay.
 
         Raises:
             InvalidArgumentError: a parameter has another shape, or does not exist.
@@ -257,7 +261,10 @@ class LossState:
             self._objects[name].load_state_dict(state["objects"][name])
 
     def rank_state(self) -> State:
-        """Return the state that may differ between ranks inside an epoch, on the CPU; {} if nothing can differ."""
+        """Collect the state with possible differences between ranks inside an epoch.
+
+        Tensors are on the CPU. The result is {} if nothing can differ.
+        """
         state = {
             "buffers": to_cpu(self.buffers()),
             "extra": self.extra_states(),
@@ -272,7 +279,7 @@ class LossState:
     # -- ranks ---------------------------------------------------------------------------------------
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Send rank 0's state to all ranks; all ranks must call it before the first step.
+        """Send rank 0's state to all ranks. All ranks must call it before the first step.
 
         Checkpoints will omit parameters that are not in the optimizer and do not change after this, because the program
         has their values.
@@ -291,12 +298,15 @@ class LossState:
         }
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-        """Return the parameters that an optimizer has, with names that differ from the model's."""
+        """List an optimizer's parameters of losses, under names different from the model's."""
         stepped = _stepped(optimizer)
         return [(f".{name}", p) for name, p in self.parameters.items() if id(p) in stepped]
 
     def share(self) -> None:
-        """Replace all ranks' buffers and states by rank 0's, because each rank's batches changed them; all must call it."""
+        """Broadcast rank 0's buffers and states. All ranks must call it.
+
+        The states differ between ranks, because each rank's batches changed them.
+        """
         if not (self._roots or self._objects):
             return
         state = self.rank_state() if hvd.rank() == 0 else None
@@ -324,9 +334,9 @@ def returned_loss(
     *,
     is_changed: bool = False,
 ) -> object:
-    """Return the losses of a fit with their trained state: one loss, or a list with one per label.
+    """Copy the losses of a fit and load their trained state.
 
-    Losses without state are not copied.
+    The result is one loss, or a list with one per label. Losses without state are not copied.
 
     Args:
         losses: the losses that the user gave.
@@ -373,5 +383,5 @@ def _may_change(value: object) -> bool:
 
 
 def _is_constant(module: nn.Module) -> bool:
-    """Whether a module is a torch loss, whose buffers (class weights) are options and do not change."""
+    """Check whether a module is a torch loss. Its buffers (class weights) are constant options."""
     return type(module).__module__ == "torch.nn.modules.loss"

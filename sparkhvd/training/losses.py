@@ -35,7 +35,10 @@ class Counts:
     sums: Handle[Tensor]
 
     def shares(self, weights: Sequence[float], num_rows: int) -> list[float]:
-        """Return the factor of each label's mean over this rank's batch; the step multiplies the batch by its rows."""
+        """Compute the factor of each label's mean over this rank's batch.
+
+        The step multiplies the batch by its rows.
+        """
         sums = self.sums.wait().tolist()
         pairs = zip(weights, sums, strict=True)
         return [w / num_rows * (self.num_rows / total) if w else 0.0 for w, total in pairs]
@@ -47,7 +50,10 @@ def counts_apart(program: Program) -> bool:
 
 
 def counts_of(spec: TrainSpec, program: Program, labels: Sequence[Tensor]) -> list[float]:
-    """Return the weight of each label's loss in a batch: 1.0 per row without ignored labels or class weights."""
+    """Compute the weight of each label's loss in a batch.
+
+    It is 1.0 per row without ignored labels or class weights.
+    """
     return [_count(spec, program, i, label) for i, label in enumerate(labels)]
 
 

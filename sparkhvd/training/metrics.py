@@ -1,4 +1,7 @@
-"""Metrics of an epoch; each rank adds up its rows, and the ranks combine their sums once per epoch."""
+"""Metrics of an epoch.
+
+Each rank adds up its rows, and the ranks combine their sums once per epoch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ RESERVED = ("loss", *OF_EPOCH)
 
 
 class Logs:
-    """Sums of the numbers that user code has logged on this rank during an epoch, weighted by rows."""
+    """Sums of the numbers logged by user code on this rank in an epoch, weighted by rows."""
 
     def __init__(self) -> None:
         # By name: the sum of values times weights, and the sum of weights. A sum of tensors stays a tensor, because a
@@ -73,7 +76,7 @@ class Logs:
 
 
 def combined(by_rank: Sequence[dict[str, tuple[float, float]]], prefix: str) -> dict[str, float]:
-    """Combine the ranks' (sum, weight) pairs to means by name; a name may be missing on some ranks."""
+    """Combine the ranks' (sum, weight) pairs to means by name. A name may be missing on some ranks."""
     result = {}
     for name in dict.fromkeys(name for sums in by_rank for name in sums):
         pairs = [sums[name] for sums in by_rank if name in sums]
@@ -99,7 +102,7 @@ class MetricState(TypedDict):
 
 
 class TorchMetric(Protocol):
-    """The parts of torchmetrics.Metric that this module uses; torchmetrics need not be installed."""
+    """Parts of torchmetrics.Metric used by this module. torchmetrics need not be installed."""
 
     device: torch.device
     sync_on_compute: bool
@@ -144,7 +147,7 @@ def is_metric_collection(value: object) -> TypeGuard[Mapping[str, object]]:
 
 @dataclass(frozen=True)
 class StateMetric:
-    """A torchmetrics metric of a fit; its state accumulates over batches.
+    """A torchmetrics metric of a fit. Its state accumulates over batches.
 
     Attributes:
         name: key of the metric in the history.
@@ -158,7 +161,7 @@ class StateMetric:
 
     @property
     def kind(self) -> str:
-        """Description of the metric by its class, numbers and texts; the same in every process."""
+        """Description of the metric by class, numbers and texts, the same in every process."""
         parts = []
         for part in _parts(self.metric):
             options = (
@@ -203,7 +206,7 @@ class StateMetric:
                 setattr(part, name, _copied(value, part.device))
 
     def combine(self) -> None:
-        """Merge the states of all ranks, on the CPU; every rank must call it."""
+        """Merge the states of all ranks, on the CPU. Every rank must call it."""
         self.metric.cpu()
         parts = _parts(self.metric)
         states_of_ranks = hvd.allgather_object(
@@ -213,8 +216,9 @@ class StateMetric:
             _merge(part, [state for state in states if state["count"]])
 
     def values(self) -> dict[str, float]:
-        """Return the values by name: `name`, or `name_0`, `name_1`, ... of several elements, or `name_<key>` of a dict.
+        """Compute the values by name.
 
+        The names are `name`, or `name_0`, `name_1`, ... for several elements, or `name_<key>` for a dict. The value is
         NaN if no rank had rows.
         """
         if not any(part._update_count for part in _parts(self.metric)):
@@ -223,12 +227,12 @@ class StateMetric:
 
 
 def column(tensor: Tensor) -> Tensor:
-    """Turn (rows, 1) into (rows,); leave other tensors unchanged."""
+    """Reshape (rows, 1) to (rows,), and leave other tensors unchanged."""
     return tensor[:, 0] if tensor.ndim == 2 and tensor.shape[1] == 1 else tensor
 
 
 def _parts(metric: TorchMetric) -> list[TorchMetric]:
-    """Return the metric and the metrics it wraps, because a wrapper's state is in them."""
+    """List the metric and its wrapped metrics, because a wrapper's state is in them."""
     return [part for part in metric.modules() if is_state_metric(part)]
 
 
@@ -246,7 +250,7 @@ def _copied(value: _StateValue, device: torch.device) -> _StateValue:
 
 
 def _merge(metric: TorchMetric, states: list[MetricState]) -> None:
-    """Set a metric to the merged states of ranks that had rows."""
+    """Set a metric to the merged states of the ranks with rows."""
     metric._computed = None
     metric._update_count = sum(state["count"] for state in states)
     for name, reduction in metric._reductions.items():
@@ -302,9 +306,10 @@ _SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 
 @dataclass
 class F1:
-    """F1 of the positive class; for more classes, or several labels per row, the mean over classes that occur.
+    """F1 of the positive class, or the mean F1 over classes.
 
-    It is 0, with a warning, if no label and no prediction is positive.
+    For more than two classes, or several labels per row, it is the mean over the classes that occur. It is 0, with a
+    warning, if no label and no prediction is positive.
 
     Attributes:
         name: key of the metric in the history.
@@ -322,7 +327,10 @@ class F1:
     kind = "f1"
 
     def fresh(self, device: torch.device | None = None) -> F1:
-        """Make the metric with an empty state; `device` follows the batches."""
+        """Make the metric with an empty state.
+
+        `device` is ignored, because the state follows the device of the batches.
+        """
         del device
         return F1(self.name, self.label, self.link)
 
@@ -344,13 +352,13 @@ class F1:
         self.counts = counts if isinstance(counts, Tensor) else None
 
     def combine(self) -> None:
-        """Add up the counts of all ranks; every rank must call this."""
+        """Add up the counts of all ranks. Every rank must call this."""
         states = hvd.allgather_object(self.state_dict(), name=f"metric.{self.name}")
         counts = [s[0]["values"]["counts"] for s in states if s[0]["count"]]
         self.counts = sum(counts) if counts else None
 
     def values(self) -> dict[str, float]:
-        """The value by name; NaN without rows."""
+        """Compute the value by name, or NaN without rows."""
         if self.counts is None:
             return {self.name: math.nan}
         hits, predicted, labelled = self.counts.double()
@@ -365,7 +373,7 @@ class F1:
 
 
 def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor] | None:
-    """Return the predicted and the labelled class of each row; None for outputs that are not scores of classes."""
+    """Find the predicted and labelled class of each row, or return None without class scores."""
     if output.ndim > 1 and output.shape[1] > 1 and label.ndim < output.ndim:
         return output.argmax(dim=1), label
     if link == SOFTMAX and output.ndim > 1 and output.shape == label.shape:
@@ -375,14 +383,14 @@ def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor
 
 
 def positives_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor]:
-    """Return for each number whether the positive class is predicted, and whether it is labelled."""
+    """Make masks of the predicted and the labelled positives, in the shape of the output."""
     return output > (0.0 if link == SIGMOID else 0.5), label.reshape(output.shape) > 0.5
 
 
 def _counts(name: str, output: Tensor, label: Tensor, link: str) -> Tensor:
-    """Count the rows of each class that are correctly predicted, predicted, labelled; of two classes only the second.
+    """Count the correctly predicted, predicted and labelled rows of each class.
 
-    Does not wait for a GPU.
+    Of two classes only the second is counted. Does not wait for a GPU.
     """
     classes = classes_of(output, label, link)
     if classes is None:
@@ -415,7 +423,9 @@ def _check(name: str, fits: bool, output: Tensor, label: Tensor) -> None:
 
 @dataclass
 class Auc:
-    """Area under the ROC curve of two classes; equal scores count one half. NaN if one class does not occur.
+    """Area under the ROC curve of two classes.
+
+    Pairs of equal scores count one half. The value is NaN if one class does not occur.
 
     Attributes:
         name: key of the metric in the history.
@@ -436,7 +446,10 @@ class Auc:
     kind = "auc"
 
     def fresh(self, device: torch.device | None = None) -> Auc:
-        """Make the metric with an empty state; `device` follows the batches."""
+        """Make the metric with an empty state.
+
+        `device` is ignored, because the state follows the device of the batches.
+        """
         del device
         return Auc(self.name, self.label, self.link)
 
@@ -460,7 +473,7 @@ class Auc:
         self.pieces, self.batches = [(scores, classes)], []
 
     def combine(self) -> None:
-        """Sort the rows of all ranks by score and count correctly ranked pairs; every rank must call this.
+        """Sort the rows of all ranks by score and count correctly ranked pairs. Every rank must call this.
 
         Each rank receives the scores of all ranks in a range. The ranges have similar numbers of rows, unless most
         scores are equal.
@@ -491,14 +504,14 @@ class Auc:
         self.sums[0] += (sums[:, 1] * (sums[:, 2].cumsum(0) - sums[:, 2])).sum()
 
     def values(self) -> dict[str, float]:
-        """The value by name; NaN without rows of both classes."""
+        """Compute the value by name, or NaN without rows of both classes."""
         sums = _ranked(*self._by_class()) if self.sums is None else self.sums
         rightly, positive, negative = sums.tolist()
         pairs = positive * negative
         return {self.name: rightly / pairs if pairs else math.nan}
 
     def _by_class(self) -> tuple[Array, Array]:
-        """Return the scores of this rank's positive rows and of its negative rows, ascending."""
+        """Split this rank's scores into positive and negative rows, each in ascending order."""
         scores, classes = self._rows()
         positive, negative = (scores[classes == number].numpy() for number in (1, 0))
         positive.sort()
@@ -506,7 +519,7 @@ class Auc:
         return positive, negative
 
     def _rows(self) -> Rows:
-        """Return the scores and classes of this rank's rows, on the CPU."""
+        """Collect the scores and classes of this rank's rows on the CPU."""
         rows = [*self.pieces, *self.batches]
         if not rows:
             return torch.empty(0), torch.empty(0, dtype=torch.int8)
@@ -520,7 +533,10 @@ def _joined(rows: list[Rows]) -> Rows:
 
 
 def _scores(name: str, output: Tensor, label: Tensor, link: str) -> Rows:
-    """Return a score and a class for each row; the class is 1 or 0, or negative for an ignored row."""
+    """Compute a score and a class for each row.
+
+    The class is 1 or 0, or negative for an ignored row.
+    """
     classes = classes_of(output, label, link)
     if classes is not None and output.ndim == 2 and output.shape[1] == 2:
         actual = classes[1].reshape(-1)
@@ -592,7 +608,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that is a mean over the rows of an epoch.
+    """Metric computed as a mean over the rows of an epoch.
 
     Attributes:
         name: key of the metric in the history.
@@ -608,7 +624,7 @@ class Metric:
 
     @property
     def kind(self) -> str:
-        """The function's name; equal in every process."""
+        """Name of the function, the same in every process."""
         if isinstance(self.function, str):
             return self.function
         return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
@@ -633,7 +649,7 @@ class Metric:
 
 @contextlib.contextmanager
 def no_broadcast(name: str, labels: str = "") -> Iterator[None]:
-    """Turn torch's warning about a label that broadcasts over the output into an error.
+    """Turn torch's warning about a label broadcast over the output into an error.
 
     Args:
         name: name of the function in the block, for the message.
@@ -763,7 +779,7 @@ def _assigned(metrics: object, num_labels: int) -> Iterator[tuple[str, object, i
 
 
 def _entries(metrics: object) -> list[tuple[str, object]]:
-    """List functions and groups with their names; a group that is not in a dict has the name ""."""
+    """List functions and groups with their names. A group outside a dict has the name ""."""
     if isinstance(metrics, Mapping) or is_metric_collection(metrics):
         return [(str(name), entry) for name, entry in metrics.items()]
     entries = metrics if isinstance(metrics, (list, tuple)) else [metrics]
@@ -893,7 +909,7 @@ class Totals:
         return no_broadcast(f"metric {name!r}", labels) if self._is_first else _unwatched
 
     def combine(self) -> None:
-        """Sum the totals of all ranks, on the CPU; every rank must call this once, after the last batch."""
+        """Sum the totals of all ranks, on the CPU. Every rank must call this once, after the last batch."""
         self.values, self.parts = self.values.cpu(), self.parts.cpu()
         hvd.allreduce_(self.values, name="totals", op=hvd.Sum)
         if len(self.parts):
@@ -904,7 +920,7 @@ class Totals:
             self._logged = hvd.allgather_object(self._logs.sums(), name="totals.logs")
 
     def means(self, prefix: str = "") -> dict[str, float]:
-        """Return the mean loss and the metrics by name; NaN without rows."""
+        """Compute the mean loss and the metrics by name, or NaN without rows."""
         means = self._own_means()
         values = {metric.name: {metric.name: means[metric.name]} for metric in self._means}
         values |= {state.name: state.values() for state in self._states}
@@ -914,12 +930,15 @@ class Totals:
         return result | combined(self._logged, prefix)
 
     def means_so_far(self) -> dict[str, float]:
-        """Return this rank's mean loss, logged numbers and metrics so far, before `combine`; NaN without rows."""
+        """Compute this rank's means so far, before `combine`, or NaN without rows.
+
+        They are the mean loss, the logged numbers and the metrics.
+        """
         logged = [self._logs.sums()] if self._logs is not None else []
         return self._own_means() | combined(logged, "")
 
     def _own_means(self) -> dict[str, float]:
-        """Return the mean loss, and the metrics that are means over rows, by name."""
+        """Compute the mean loss and the mean metrics (`Metric`) by name."""
         total, weight, num_rows, *sums = self.values.tolist()
         loss = total / weight if weight else float("nan")
         if self.parts.any():

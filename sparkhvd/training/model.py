@@ -19,7 +19,7 @@ _generator_lock = threading.Lock()
 
 
 def build_model(model: object, seed: int = 0) -> object:
-    """Call the function that makes the module, if `model` is one; leave other values unchanged.
+    """Make the module if `model` is a function, or return another value unchanged.
 
     The function draws from generators of torch, numpy and random seeded with `seed`; the caller's random numbers are unaffected.
 
@@ -51,7 +51,7 @@ def build_model(model: object, seed: int = 0) -> object:
 
 
 def uncompiled(model: object) -> Any:
-    """Take the module out of the wrapper of torch.compile; leave other values unchanged."""
+    """Unwrap a module from torch.compile, or return another value unchanged."""
     while type(model).__name__ == "OptimizedModule":
         model = model._orig_mod  # type: ignore[attr-defined]
     return model
@@ -68,7 +68,7 @@ def is_lazy(model: nn.Module) -> bool:
 
 
 def check_model(model: object) -> nn.Module:
-    """Check that a model can be trained, and return it; runs on the driver.
+    """Check on the driver that a model can be trained, and return it.
 
     Raises:
         InvalidArgumentError: the model is missing, is not a module, has nothing to train, or its `train` or `eval` does

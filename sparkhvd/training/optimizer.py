@@ -23,7 +23,7 @@ from sparkhvd.training.types import Compression, MakeOptimizer
 def check_optimizer(
     optimizer: object, model_param: object, model: nn.Module, others: LossState | None = None
 ) -> torch.optim.Optimizer:
-    """Check an optimizer, or a function that makes one, against the model; neither is changed.
+    """Check an optimizer or optimizer function against the model, without changing either.
 
     Args:
         optimizer: the Param.
@@ -63,7 +63,7 @@ def check_optimizer(
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """Several optimizers of different parameters that step together, such as `SparseAdam` and `Adam`.
+    """Optimizers of different parameters, stepped together, such as `SparseAdam` and `Adam`.
 
     They share their groups and their state with this object, so that schedulers, checkpoints and `DistributedOptimizer`
     see a single optimizer.
@@ -95,7 +95,7 @@ class OptimizerList(torch.optim.Optimizer):
             self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which the last optimizer steps."""
+        """Add a group to the last optimizer."""
         known = {id(group) for each in self.optimizers for group in each.param_groups}
         if id(param_group) not in known:
             self.optimizers[-1].add_param_group(param_group)
@@ -175,7 +175,10 @@ def looks_twice(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def set_mode(optimizer: object, *, is_training: bool) -> None:
-    """Switch the mode of an optimizer that has modes, such as a schedule-free optimizer with averaged weights."""
+    """Switch an optimizer to train or eval mode, if it has modes.
+
+    An example is a schedule-free optimizer with averaged weights.
+    """
     method = getattr(optimizer, "train" if is_training else "eval", None)
     if callable(method):
         method()
@@ -184,7 +187,7 @@ def set_mode(optimizer: object, *, is_training: bool) -> None:
 def check_clipping(
     model: nn.Module, norm: float | None, value: float | None, others: Sequence[Tensor] = ()
 ) -> None:
-    """Raise an error if clipping is requested for gradients that torch cannot clip.
+    """Raise an error for clipping of sparse or complex gradients, because torch cannot clip them.
 
     Args:
         model: to train.
@@ -255,14 +258,14 @@ def _check_instance(
 
 
 def _light(others: LossState | None) -> list[Tensor]:
-    """Return the parameters of losses as new objects that use the same memory."""
+    """Copy the parameters of losses as new objects with the same memory."""
     return list(light_copy(nn.ParameterList(others.trained)).parameters()) if others else []
 
 
 def build_optimizer(
     optimizer: MakeOptimizer, model: nn.Module, trained: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """Return the optimizer for this model: the instance, or the function's result for the model's parameters.
+    """Call the optimizer function with the model's parameters, or return the optimizer instance.
 
     `trained` are parameters of losses, which are appended to the model's parameters.
     """
@@ -322,7 +325,7 @@ class Overrides:
             )
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an InvalidArgumentError if the optimizer does not have an option that would be set."""
+        """Raise an InvalidArgumentError if the optimizer lacks an option to set."""
         for name, value in (
             ("lr", self.learning_rate),
             ("lr", self.lr_scaling),
@@ -335,7 +338,7 @@ class Overrides:
                 )
 
     def apply(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:
-        """Change the groups of an optimizer; call this before a scheduler is attached."""
+        """Change the groups of an optimizer. Call this before a scheduler is attached."""
         factor = world_size if self.lr_scaling == "linear" else 1
         for group in optimizer.param_groups:
             if self.weight_decay is not None:
@@ -353,7 +356,7 @@ class Overrides:
 
 
 def check_compression(compression: object) -> Compression:
-    """Return the Param `gradient_compression`; `Compression.none` if it is None.
+    """Check the Param `gradient_compression` and return it, or `Compression.none` if it is None.
 
     Raises:
         InvalidArgumentError: the value has no compress() and decompress().

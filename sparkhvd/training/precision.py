@@ -1,4 +1,4 @@
-"""Mixed precision: autocast of forward, and the loss scale that float16 needs."""
+"""Mixed precision: autocast of forward, and the loss scale for float16."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ def check_precision(precision: str, model: nn.Module) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context manager in which `forward` computes in this precision."""
+    """Make a context manager for `forward` in this precision."""
     dtype = PRECISIONS[precision]
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return a loss scaler for float16, whose small gradients would become 0; None for other precisions."""
+    """Make a loss scaler for float16, or return None for other precisions.
+
+    Without it, small gradients would become 0 in float16.
+    """
     if precision != "16-mixed":
         return None
     scaler = torch.amp.GradScaler(device.type)

@@ -65,14 +65,17 @@ def waits(waited_s: Tensor) -> dict[str, float | int]:
 
 
 class RunTimeline:
-    """Timeline of a rank's first steps; the timeline ends with the `with` block at the latest.
+    """Timeline of a rank's first steps. The timeline ends with the `with` block at the latest.
 
     Attributes:
         spans: this rank's records for the timeline.
     """
 
     def __init__(self, store: Store | None = None, run_dir: str = "", num_steps: int = 0) -> None:
-        """Prepare a timeline of `num_steps` steps, which `begin` starts; 0 steps disable it."""
+        """Prepare a timeline of `num_steps` steps.
+
+        `begin` starts the timeline. 0 steps disable it.
+        """
         self.spans = Spans()
         self._store = store
         self._path = f"{run_dir}/{TIMELINE_NAME}"
@@ -81,7 +84,7 @@ class RunTimeline:
         self._is_open = False
 
     def begin(self) -> None:
-        """Start the timeline, after `init`; every rank must call this."""
+        """Start the timeline, after `init`. Every rank must call this."""
         if not self._left:
             return
         engine = context().engine
@@ -94,14 +97,14 @@ class RunTimeline:
             self._give_up(str(e))
 
     def step(self) -> None:
-        """Count a finished step, and end the timeline after the last; every rank must call this after each step."""
+        """Count a finished step, and end the timeline after the last. Every rank must call this after each step."""
         if self._is_open:
             self._left -= 1
             if not self._left:
                 self.end()
 
     def end(self) -> None:
-        """End the timeline, if any; every rank must call it."""
+        """End the timeline, if any. Every rank must call it."""
         if not self._is_open:
             return
         self._is_open = False
@@ -216,7 +219,7 @@ class Profile:
         self._samples: list[list[list[float]]] = []  # by rank
 
     def resume(self, saved: Mapping[str, Any], num_epochs: int) -> None:
-        """Continue from the `state` of an interrupted run, {} for a new run; a damaged state is ignored."""
+        """Continue from the `state` of an interrupted run, {} for a new run. A damaged state is ignored."""
         self.generations = list(saved.get("generations", ()))
         try:
             counts = torch.tensor(saved["steps"]["counts"], dtype=torch.float64)
@@ -228,11 +231,11 @@ class Profile:
             self._steps, self._every, self._epochs = counts, every, epochs
 
     def meet_others(self) -> None:
-        """Reset the loads of the ranks after a change of the ranks; every rank must call this."""
+        """Reset the loads of the ranks after a change of the ranks. Every rank must call this."""
         self._hosts, self._samples = [], []
 
     def lap(self, name: str) -> None:
-        """End a phase that began at the last call of `lap`, or when this object was created."""
+        """End the phase since the last call of `lap`, or since the creation of this object."""
         now, now_ns = time.perf_counter(), time.monotonic_ns()
         seconds, self._began = now - self._began, now
         self.phases[name] = seconds
@@ -254,7 +257,7 @@ class Profile:
         self._began = time.perf_counter()
 
     def step(self) -> None:
-        """Count the step that ends now, including its waits and the time since the previous step."""
+        """Count a step at its end, including its waits and the time since the previous step."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self.phases.setdefault("first step", seconds)
@@ -272,7 +275,7 @@ class Profile:
         data_wait_s: float = math.nan,
         gradient_wait_s: float = math.nan,
     ) -> dict[str, float | int]:
-        """Gather the times of an epoch; every rank must call it.
+        """Gather the times of an epoch. Every rank must call it.
 
         Args:
             epoch: the epoch, counted from 1.
@@ -316,7 +319,7 @@ class Profile:
         return torch.stack(rows)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a resumed run as JSON values: epochs, a histogram of steps, and the loads of ranks."""
+        """Return the JSON state for a resumed run: epochs, step histogram, and loads of ranks."""
         counts = {"first_s": _FIRST_S, "per_octave": _PER_OCTAVE, "counts": self._steps.tolist()}
         load = [
             {"host": host, **_columns(samples)}
@@ -328,7 +331,7 @@ class Profile:
     def gather(
         self, device: torch.device, buckets: Sequence[Mapping[str, str | int]]
     ) -> dict[str, Any]:
-        """Gather the state with counters, phases and device of every rank on rank 0; every rank must call this.
+        """Gather the state with counters, phases and device of every rank on rank 0. Every rank must call this.
 
         Args:
             device: device of this rank.
@@ -355,7 +358,7 @@ class Profile:
 
 
 def _columns(samples: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
-    """Return the samples as a list for each number's name; None stands for an unknown number."""
+    """Convert the samples to one list per field of `Sample`, with None for unknown numbers."""
     columns = zip(*samples, strict=True) if samples else ((),) * _WIDTH
     return {
         name: [None if math.isnan(value) else round(value, 3) for value in column]
@@ -385,7 +388,7 @@ class StepReporter:
     """
 
     def __init__(self, epoch: int, epochs: int, num_steps: int) -> None:
-        """Begin an epoch, counted from 1, with this many steps; 0 if unknown."""
+        """Begin an epoch, counted from 1. `num_steps` is 0 if the number of steps is unknown."""
         self._epoch, self._epochs, self._num_steps = epoch, epochs, num_steps
         self._rank = hvd.rank()
         self._interval_s = _OTHERS_INTERVAL_S if self._rank else _INTERVAL_S

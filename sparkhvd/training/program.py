@@ -64,14 +64,14 @@ class Program:
     user: UserCode = field(default_factory=UserCode)
 
     def others(self) -> LossState:
-        """Find the state of losses and metrics; `model` must be a module."""
+        """Find the state of losses and metrics. `model` must be a module."""
         user = self.user
         trains = not user.computes_loss
         return LossState(self.losses, self.metrics, self.model, user.steps, trains=trains)
 
 
 def dump_program(program: Program) -> tuple[bytes, str]:
-    """Pickle a program; return the bytes and their SHA-256.
+    """Pickle a program and return the bytes and their SHA-256.
 
     Raises:
         InvalidArgumentError: a part cannot be pickled; the message names the param.
@@ -86,7 +86,7 @@ def dump_program(program: Program) -> tuple[bytes, str]:
 
 @contextlib.contextmanager
 def naming_unpicklable(name: str, value: object) -> Iterator[None]:
-    """Replace an error of pickle or copy in the block by an error that names the part of a Param's value.
+    """Name the failing part of a Param's value in pickle and copy errors of the block.
 
     Raises:
         InvalidArgumentError: a part of the value cannot be pickled or copied.
@@ -109,7 +109,10 @@ def _not_sent(name: str, part: object, error: Exception) -> InvalidArgumentError
 
 
 def _fails(value: object) -> bool:
-    """Whether a value cannot be pickled; assumes that tensors can, and does not copy a module's tensors."""
+    """Check whether a value cannot be pickled, without copying a module's tensors.
+
+    Tensors are assumed to be picklable.
+    """
     try:
         if not isinstance(value, Tensor):
             dump_shell(value if isinstance(value, nn.Module) else nn.Module(), value)
@@ -119,7 +122,7 @@ def _fails(value: object) -> bool:
 
 
 def _stored_apart(model: object) -> nn.Module:
-    """Return the module whose tensors are not in the pickle: a large model, or an empty module for a small model."""
+    """Return a large model, to store its tensors outside the pickle, or an empty module."""
     if not isinstance(model, nn.Module):
         return nn.Module()
     tensors = model.state_dict(keep_vars=True).values()
@@ -154,7 +157,7 @@ def store_program(store: Store, run_dir: str, data: bytes, model: object) -> Wei
 
 
 def _unpicklable(program: Program) -> tuple[str, object]:
-    """Return the name and value of the Param that cannot be pickled."""
+    """Find the name and value of the unpicklable Param."""
     if (found := _unpicklable_of_parameters(program.model)) is not None:
         return found
     parts = {f.name: getattr(program, f.name) for f in fields(program)}
@@ -173,7 +176,7 @@ def _unpicklable(program: Program) -> tuple[str, object]:
 
 
 def _unpicklable_of_parameters(model: object) -> tuple[str, object] | None:
-    """Return the hook or attributes of a parameter that cannot be pickled, with a name for the message."""
+    """Find an unpicklable hook or attribute of a parameter, with a name for the message."""
     for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
         hooks = hooks_of(parameter)
         for value in (vars(parameter), *(hooks.backward + hooks.accumulated if hooks else ())):

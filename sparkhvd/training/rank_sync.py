@@ -1,4 +1,4 @@
-"""Synchronization of ranks: seeds of an epoch, buffers that training changes, and errors that all ranks raise."""
+"""Synchronization of ranks: seeds of an epoch, changed buffers, and errors on all ranks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ def seed_everything(seed: int, epoch: int, rank: int) -> None:
 
 @functools.cache
 def _may_have_devices() -> bool:
-    """Whether torch may have a device besides the CPU; without, seeding can avoid 0.7 ms in `manual_seed`."""
+    """Check whether torch may have a device besides the CPU.
+
+    Without other devices, seeding can avoid 0.7 ms in `manual_seed`.
+    """
     accelerator = getattr(torch, "accelerator", None)  # torch 2.6
     return accelerator is None or bool(accelerator.is_available())
 
 
 def raise_on_all_ranks(message: str, cause: Exception | None = None) -> NoReturn:
-    """Raise InvalidArgumentError on every rank; every rank must call it with the same message."""
+    """Raise InvalidArgumentError on every rank. Every rank must call it with the same message."""
     # Wait for all ranks first. If a rank exited now, a slower rank would report the loss of that rank, not this
     # message.
     with contextlib.suppress(CollectiveError):
@@ -65,11 +68,11 @@ class BufferSync:
         self._before: dict[str, tuple[int, int]] = {}
 
     def begin_epoch(self) -> None:
-        """Find out in the next step which buffers change."""
+        """Prepare to search for changed buffers in the next step."""
         self._names = None
 
     def before_step(self) -> None:
-        """Broadcast rank 0's buffers; every rank must call it."""
+        """Broadcast rank 0's buffers. Every rank must call it."""
         if hvd.size() == 1 or self._names == []:
             return
         buffers = self._buffers()
@@ -82,7 +85,7 @@ class BufferSync:
             self._names = None if names else []
 
     def after_step(self) -> None:
-        """Find the buffers that the first step of an epoch has changed; every rank must call it."""
+        """Find the buffers changed by the first step of an epoch. Every rank must call it."""
         if hvd.size() == 1 or self._names is not None:
             return
         kinds = {}
@@ -92,7 +95,7 @@ class BufferSync:
         self._names = [name for name, is_changed in _common(kinds) if is_changed]
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that `forward` may read in training."""
+        """Select the buffers possibly read by `forward` in training."""
         return {
             f"{path}.{name}".lstrip("."): buffer
             for path, module in self._model.named_modules()
@@ -108,7 +111,7 @@ def _kind(buffer: Tensor) -> tuple[Any, ...]:
 
 
 def _common(kinds: Mapping[str, tuple[Any, ...]]) -> list[tuple[str, bool]]:
-    """Return the buffers with the same shape and dtype on all ranks, and for each whether a rank has changed it.
+    """Find the buffers of equal shape and dtype on all ranks, and whether a rank changed each.
 
     Every rank must call it, also without buffers, because `forward` may register buffers only on ranks with rows.
     """

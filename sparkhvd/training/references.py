@@ -1,4 +1,4 @@
-"""Search for all objects to which a user's loss, metric or step function refers."""
+"""Search for all objects referenced by a user's loss, metric or step function."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _Part = tuple[str, object]
 
 
 class Reference(NamedTuple):
-    """An object to which a callable refers.
+    """Object referenced by a callable.
 
     Attributes:
         path: names of attributes, keys and variables from the callable to the object, the same in every process; "" for
@@ -59,11 +59,12 @@ class Reference(NamedTuple):
 
 
 def references(root: object, left_out: Collection[int] = ()) -> Iterator[Reference]:
-    """Yield the callable, then its parts, then the objects to which its code refers; each object once.
+    """Yield the callable, then its parts, then the objects referenced by its code.
 
-    The search follows closures, default arguments, globals that a pickle holds by value, attributes, slots, and entries of lists
-    and dicts, but not sets, which have no order. A module is yielded without the parts registered with torch: its parameters,
-    buffers and modules. The search ends at a fixed depth and number of objects.
+    Each object is yielded once. The search follows closures, default arguments, globals that a pickle holds by value,
+    attributes, slots, and entries of lists and dicts, but not sets, which have no order. A module is yielded without
+    the parts registered with torch: its parameters, buffers and modules. The search ends at a fixed depth and number of
+    objects.
 
     Args:
         root: the callable.
@@ -93,7 +94,10 @@ def references(root: object, left_out: Collection[int] = ()) -> Iterator[Referen
 
 
 def _free(path: str, name: str, taken: set[str]) -> str:
-    """Join a name to a path; add a number if the result is taken, as for the keys 1 and "1" of a dict."""
+    """Join a name to a path, with a number if the result is taken.
+
+    Example: the keys 1 and "1" of a dict.
+    """
     if not name:
         return path
     numbers = (f"{_joined(path, name)}_{i}" for i in itertools.count(2))
@@ -219,7 +223,7 @@ def _is_method(value: object) -> bool:
 
 
 def _names(value: object) -> Iterator[_Part]:
-    """Yield the objects to which the code of a function, or of a class's methods, refers by name."""
+    """Yield the objects named in the code of a function or of a class's methods."""
     if isinstance(value, types.MethodType):
         yield "", value.__func__
     elif isinstance(value, type):
@@ -242,7 +246,7 @@ def _names(value: object) -> Iterator[_Part]:
 
 
 def named_globals(function: types.FunctionType) -> dict[str, object]:
-    """Return the globals that a function and its nested functions use, by name."""
+    """Find the globals used by a function and its nested functions, by name."""
     names = _global_names(function.__code__) & {*function.__globals__}
     return {name: function.__globals__[name] for name in names}
 

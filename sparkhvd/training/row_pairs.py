@@ -81,10 +81,10 @@ def unpaired(
     outputs: Sequence[Tensor],
     labels: Sequence[Tensor],
 ) -> str:
-    """Try losses and metrics on made-up rows; return a description of functions that do not pair rows, or "".
+    """Try losses and metrics on made-up rows, and describe functions that do not pair rows.
 
-    The functions are copied and random numbers restored, so nothing changes. A function that raises is skipped; the
-    training reports its error.
+    The result is "" if all functions pair rows. The functions are copied and random numbers restored, so nothing
+    changes. A function that raises is skipped; the training reports its error.
 
     Args:
         losses: one per label.
@@ -150,7 +150,7 @@ def check_ends(
 
 
 def takes_only_integers(loss: Loss, num_outputs: int, dtype: torch.dtype) -> bool:
-    """Whether a loss needs integer labels, which are class indices: it raises for floats and accepts int64.
+    """Check whether a loss needs class indices as labels: it raises for floats and accepts int64.
 
     Two rows of zeros are tried on a copy of the loss. The result is False if the loss raises for both types or cannot
     be copied.
@@ -208,7 +208,7 @@ def _of_metric(metric: AnyMetric, output: Tensor, label: Tensor) -> _Tried:
 
 
 def _problem(tried: _Tried) -> str:
-    """Return a description of how a function fails to pair rows, or ""."""
+    """Describe how a function fails to pair rows, or return ""."""
     # Try on the CPU, because on a GPU a made-up label out of range would make CUDA unusable.
     tried = replace(tried, output=tried.output.cpu(), label=tried.label.cpu())
     num_rows = _num_rows(tried.output, tried.label)
@@ -239,7 +239,10 @@ def _text(name: str, output: Tensor, label: Tensor) -> str:
 
 
 def _is_torchs(loss: object) -> bool:
-    """Whether a loss is torch's own, which needs no check because the loop gives it matching shapes."""
+    """Check whether a loss is torch's own.
+
+    torch's losses need no check, because the loop gives them matching shapes.
+    """
     while isinstance(loss, (functools.partial, ClassMean)):
         loss = loss.func if isinstance(loss, functools.partial) else loss.loss
     kind = loss if isinstance(loss, types.FunctionType) else type(loss)
@@ -247,7 +250,10 @@ def _is_torchs(loss: object) -> bool:
 
 
 def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
-    """Whether a function pairs rows; False if it depends on the labels, but never on their assignment to rows."""
+    """Check whether a function pairs rows.
+
+    The result is False if the function depends on the labels, but never on their assignment to rows.
+    """
     depends = False
     for made, examples, draw, generator in _made_up(tried, num_rows):
         given, other = (draw(examples, generator) for _ in range(2))
@@ -268,7 +274,7 @@ def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
 
 
 def _crossing(call: Function, tried: _Tried, num_rows: int) -> str:
-    """Return the name of an operation that makes all pairs of rows and changes the result, or ""."""
+    """Find an operation that makes all pairs of rows and changes the result, or return ""."""
     for made, examples, draw, generator in _made_up(tried, num_rows):
         given = draw(examples, generator)
         watched = _Watched(num_rows, made, given, mends=False)
@@ -293,7 +299,10 @@ class _Watched(TorchDispatchMode):
     """
 
     def __init__(self, num_rows: int, output: Tensor, label: Tensor, *, mends: bool) -> None:
-        """Start watching; `mends` reshapes both operands of such operations to the smaller shape."""
+        """Start watching.
+
+        `mends` reshapes both operands of a crossing operation to the smaller shape.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_rows = num_rows
         self._mends = mends
@@ -350,12 +359,12 @@ def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def _is_shared(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are views of the same tensor; pairs of its rows are intended."""
+    """Check whether two tensors are views of the same tensor. Pairs of its rows are intended."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _narrow(tensor: Tensor, beside: Sequence[Tensor]) -> Tensor:
-    """Remove the axes after the rows that the other tensors do not have."""
+    """Remove axes of size 1 after the rows, down to the other tensors' number of axes."""
     least = min(each.ndim for each in beside if each.ndim)
     while tensor.ndim > least and tensor.shape[1] == 1:
         tensor = tensor.squeeze(1)
@@ -363,7 +372,7 @@ def _narrow(tensor: Tensor, beside: Sequence[Tensor]) -> Tensor:
 
 
 def _caller(function: Function) -> Function:
-    """Copy a function; if its state is small, each call of the copy starts from the initial state."""
+    """Copy a function. With a small state, each call of the copy starts from the initial state."""
     made, num_bytes = _copied(function)
     if num_bytes > _SMALL_BYTES:
         return made
@@ -371,11 +380,11 @@ def _caller(function: Function) -> Function:
 
 
 class _LeftAlone(Exception):
-    """Raised for a function that cannot be copied, and so is not tried."""
+    """Raised if a function cannot be copied and so is not tried."""
 
 
 def _copied(function: Function) -> tuple[Function, int]:
-    """Copy a function with everything it refers to and could change; return the copy and the bytes of its tensors.
+    """Copy a function with everything it refers to and could change, and return the copy and the bytes of its tensors.
 
     Raises:
         _LeftAlone: it cannot be copied.
@@ -396,7 +405,7 @@ def _copied(function: Function) -> tuple[Function, int]:
 def _copied_function(
     function: types.FunctionType, home: str, memo: dict[int, Any]
 ) -> types.FunctionType:
-    """Copy a function with its closure, the globals it names, and the functions of its module that it calls."""
+    """Copy a function with its closure, named globals, and called functions of its module."""
     if id(function) in memo:
         found: types.FunctionType = memo[id(function)]
         return found
@@ -415,7 +424,7 @@ def _copied_function(
 
 
 def _value(call: Function, output: Tensor, label: Tensor, tried: _Tried) -> float | None:
-    """Call a function and return its number, or the mean of its numbers; None if it raises or returns no numbers.
+    """Call a function and return its number, or the mean of its numbers, or return None if it raises or returns no numbers.
 
     Raises:
         InvalidArgumentError: torch warns that it broadcasts.
@@ -462,7 +471,7 @@ def _randomness_kept() -> Iterator[None]:
 
 
 def _num_rows(output: Tensor, label: Tensor) -> int:
-    """Choose a number of rows that differs from all other axes; 0 if rows cannot be made up."""
+    """Choose a row count different from all other axes, or return 0 if rows cannot be made up."""
     if not output.is_floating_point() or not (len(output) and len(label)):
         return 0
     elements = max(math.prod(t.shape[1:]) for t in (output, label))
@@ -512,7 +521,7 @@ def _draws(output: Tensor, label: Tensor) -> Iterator[tuple[Draw, Draw]]:
 def _rows_differ(
     example: Tensor, generator: torch.Generator, draw: Callable[..., Tensor]
 ) -> Tensor:
-    """Draw numbers that differ between rows more than within rows."""
+    """Draw numbers with larger differences between rows than within rows."""
     per_row = (len(example), *[1] * (example.ndim - 1))
     drawn = (
         draw(per_row, generator=generator) + draw(tuple(example.shape), generator=generator)

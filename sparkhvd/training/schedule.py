@@ -24,7 +24,7 @@ _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 class Schedule:
-    """Steps the scheduler per epoch or per optimizer step; does nothing without a scheduler.
+    """Stepping of an optional scheduler, per epoch or per optimizer step.
 
     Attributes:
         scheduler: made by the user's function, or None.
@@ -71,7 +71,10 @@ class Schedule:
             )
 
     def spread(self, num_steps: int) -> None:
-        """Adapt to the current ranks' number of optimizer steps; the number of scheduler steps per epoch stays."""
+        """Adapt to the current ranks' number of optimizer steps.
+
+        The number of scheduler steps per epoch stays the same.
+        """
         self._moves, self._due = self._steps_per_epoch / num_steps, 0.0
         self._most = self._epochs * self._steps_per_epoch
 
@@ -87,7 +90,7 @@ class Schedule:
                 self.scheduler.step()
 
     def after_epoch(self, record: Record) -> None:
-        """Step a scheduler with interval "epoch"; `record` must be the same on all ranks."""
+        """Step a scheduler with interval "epoch". `record` must be the same on all ranks."""
         if self._is_per_step or self.scheduler is None:
             return
         if isinstance(self.scheduler, _Plateau):
@@ -128,7 +131,7 @@ def _wants_total(function: MakeScheduler) -> bool:
 def describe_scheduler(
     function: MakeScheduler | None, optimizer: torch.optim.Optimizer
 ) -> dict[str, object] | None:
-    """Describe class and arguments of the scheduler that the function makes; None without a function.
+    """Describe class and arguments of the function's scheduler, or return None without a function.
 
     The optimizer is not changed, and its parameters are not copied. A function that cannot be called here is
     described by its name.

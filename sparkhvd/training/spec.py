@@ -19,7 +19,7 @@ from sparkhvd.training.types import History
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Input of a rank; kept small, because it is part of the closure that Spark sends.
+    """Input of a rank. It is small, because it is part of Spark's closure.
 
     Attributes:
         store: holds data, checkpoints and metrics.
@@ -134,7 +134,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a rank; the driver uses rank 0's. All ranks have the same result except times.
+    """Result of a rank. The driver uses rank 0's. All ranks have the same result except times.
 
     Attributes:
         history: one record per epoch: epoch, loss, metrics, val_..., rows_per_s, seconds, data_wait_s (the time that rank 0

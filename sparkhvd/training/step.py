@@ -106,7 +106,7 @@ class Step:
     def run_batches(
         self, batches: Iterable[Batch], plan: StepPlan, totals: Totals, where: str
     ) -> bool:
-        """Run a step after the buffers are synchronized; arguments and result as for `run`."""
+        """Run a step after the buffers are synchronized. Arguments and result are as for `run`."""
         prepared = self.prepared(batches, plan)
         if self.needs_closure:
             return self.run_closure(list(prepared), plan, totals, where)
@@ -121,7 +121,10 @@ class Step:
         totals: Totals,
         where: str,
     ) -> bool:
-        """Step an optimizer that evaluates the loss several times, such as LBFGS; arguments as for `run`."""
+        """Step an optimizer with several loss evaluations, such as LBFGS.
+
+        The arguments are as for `run`.
+        """
         counted: list[tuple[Tensor | float, float]] = []
 
         def closure() -> float:
@@ -146,7 +149,7 @@ class Step:
         totals: Totals | None,
         where: str,
     ) -> float:
-        """Run forward and backward, and reduce the gradients; return the factor that `apply` needs."""
+        """Run forward and backward, and reduce the gradients, and return the factor that `apply` needs."""
         self.optimizer.zero_grad()
         weight, problem = 0.0, ""
         loss: Tensor | None = None
@@ -196,7 +199,7 @@ class Step:
         sums.wait()
 
     def early_columns(self, batch: Batch) -> Columns | None:
-        """Make the columns of a training batch; None without rows, or if `first_forward` will report an error."""
+        """Make the columns of a training batch, or return None without rows, or if `first_forward` will report an error."""
         if not batch.num_rows:
             return None
         try:
@@ -207,14 +210,17 @@ class Step:
             return None
 
     def result(self, batch: Batch, columns: Columns | None) -> Forward | None:
-        """Run `forward` on this rank's rows; return None without rows."""
+        """Run `forward` on this rank's rows and return None without rows."""
         if self.is_weighted is None:
             return self.first_forward(batch, columns)
         with naming_lookups(self.model, batch.columns):
             return self.forward(batch, columns) if batch.num_rows else None
 
     def forward(self, batch: Batch, columns: Columns | None = None) -> Forward:
-        """Run the model and the loss on this rank's rows; `columns` are the batch's columns if already made."""
+        """Run the model and the loss on this rank's rows.
+
+        `columns` are the batch's columns if already made.
+        """
         is_training = torch.is_grad_enabled()
         if columns is None:
             columns = self.columns(batch, is_training=is_training)
@@ -243,7 +249,7 @@ class Step:
         return result
 
     def check_pairs(self, result: Forward) -> None:
-        """Warn about a loss or metric that does not pair rows, if the driver could not try the model."""
+        """Warn about losses and metrics with unpaired rows, if the driver cannot try the model."""
         if self.spec.checks_pairs and hvd.rank() == 0:
             program, labels = self.program, result.labels
             self.warning = unpaired(program.losses, program.metrics, result.outputs, labels)
@@ -258,7 +264,7 @@ class Step:
         return functions.apply(batch.columns, expected, is_training=is_training)
 
     def metrics(self, *, is_training: bool) -> Sequence[AnyMetric]:
-        """The metrics of a pass over the data; empty if the user's function computes the outputs."""
+        """Return the metrics of a pass, or () if the user's function computes the outputs."""
         return () if self.user.takes(is_training=is_training) else self.program.metrics
 
     def totals(self, logs: Logs | None, *, is_training: bool) -> Totals:
@@ -281,7 +287,7 @@ class Step:
             raise
 
     def send_weight(self, weight: float, problem: str) -> hvd.Handle[Tensor] | None:
-        """Start summing the weights of all ranks; None if no rank needs the sum."""
+        """Start summing the weights of all ranks, or return None if no rank needs the sum."""
         if not (self.is_weighted or self.spec.terminate_on_nan):
             return None
         values = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
@@ -290,7 +296,7 @@ class Step:
     def factor(
         self, sums: hvd.Handle[Tensor] | None, plan: StepPlan, problem: str, where: str
     ) -> float:
-        """Return the factor for the reduced gradients, which is the same on all ranks.
+        """Compute the factor for the reduced gradients. It is the same on all ranks.
 
         Args:
             sums: result of `send_weight`.
@@ -318,7 +324,7 @@ class Step:
         return f"terminate_on_nan: the loss is {float(result.loss.detach())}"
 
     def apply(self, factor: float) -> bool:
-        """Step with the reduced gradients times `factor`; return True if the optimizer stepped."""
+        """Step with the reduced gradients times `factor` and return True if the optimizer stepped."""
         if not factor:
             return False
         self.scale_and_clip(factor)
@@ -345,7 +351,10 @@ class Step:
             self.optimizer.clip_grad_norm_(self.spec.gradient_clip_norm)
 
     def first_forward(self, batch: Batch, columns: Columns | None) -> Forward | None:
-        """Run the first batch of a run; if it fails on some rank, every rank raises the error before any step."""
+        """Run the first batch of a run.
+
+        If it fails on some rank, every rank raises the error before any step.
+        """
         result, problem = None, ""
         cause: Exception | None = None
         if batch.num_rows:
@@ -391,7 +400,10 @@ def _broadcast(output: Tensor, label: Tensor) -> bool:
 
 
 def _check_logits(spec: TrainSpec, program: Program, index: int, label: Tensor) -> None:
-    """Raise an error for labels outside of 0 to 1 with one logit, which BCE-with-logits would silently accept."""
+    """Raise an error for labels outside 0 to 1 with one logit.
+
+    BCE-with-logits would silently accept these labels.
+    """
     is_logit = link_of(program.losses[index]) == SIGMOID
     if is_logit and ((label < 0) | (label > 1)).any():  # NaN is not refused
         raise InvalidArgumentError(
@@ -402,7 +414,7 @@ def _check_logits(spec: TrainSpec, program: Program, index: int, label: Tensor) 
 
 
 def _check_first(spec: TrainSpec, program: Program, result: Forward) -> None:
-    """Raise an error for a loss without a gradient, and for a loss that broadcasts a label against its output."""
+    """Raise an error for a loss without a gradient, or with a label broadcast to its output."""
     if not result.loss.requires_grad:
         raise InvalidArgumentError(
             "loss returned a number that does not depend on the model's trainable parameters, so there is no "

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Move the state of an optimizer to the devices of its parameters; call this after the parameters have moved."""
+    """Move the state of an optimizer to the devices of its parameters. Call this after the parameters have moved."""
     # Reload the state only if necessary: it creates new groups, but an optimizer that wraps another shares its groups.
     is_moved = any(p.device != _CPU for group in optimizer.param_groups for p in group["params"])
     if optimizer.state and is_moved:
@@ -28,7 +28,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def move_losses(losses: Iterable[object], device: torch.device) -> None:
-    """Move losses that are modules, or that hold a module as `loss` or `function`, to the device."""
+    """Move loss modules, also in `loss` and `function` attributes, to the device."""
     for loss in losses:
         for part in (loss, getattr(loss, "loss", None), getattr(loss, "function", None)):
             if isinstance(part, nn.Module):
@@ -40,7 +40,10 @@ def move_losses(losses: Iterable[object], device: torch.device) -> None:
 
 
 def _has_parameters(value: object) -> bool:
-    """Whether a value is or has a trained tensor, which must stay the same object, so that `LossState` moves it."""
+    """Check whether a value is or has a trained tensor.
+
+    A trained tensor must stay the same object, so `LossState` moves it.
+    """
     tensors = (each for _, each, _ in references(value) if isinstance(each, Tensor))
     return any(each.requires_grad for each in tensors)
 

@@ -1,4 +1,4 @@
-"""Process-wide torch settings that change results, copied from the driver to ranks and to workers of `transform`.
+"""Process-wide torch settings, copied from the driver to ranks and workers of `transform`.
 
 Only values other than torch's default are sent, so an unchanged session sends nothing. Settings that this version of
 torch does not have are skipped. Settings that do not change results are not copied: threads, the mode of autograd
@@ -50,7 +50,10 @@ def _attribute(path: str, *defaults: object) -> _Setting:
 
 
 def _library(kind: str) -> _Setting:
-    """Describe the choice of a library; torch has a single function that gets it (as an enumeration) and sets it."""
+    """Describe the choice of a library.
+
+    A single function of torch gets it (as an enumeration) and sets it.
+    """
     choose = operator.attrgetter(f"backends.cuda.preferred_{kind}_library")
     return _Setting(
         f"backends.cuda.preferred_{kind}_library",
@@ -93,7 +96,7 @@ def _checks_sparse_tensors() -> _Setting:
 
 
 def _flushes_denormals() -> bool:
-    """Find out whether denormal numbers become 0; torch has no function that returns this setting."""
+    """Test whether denormal numbers become 0. torch has no function to read this setting."""
     return float(torch.tensor(2e-38, dtype=torch.float32, device="cpu") * 0.5) == 0.0
 
 
@@ -166,7 +169,10 @@ _UNKNOWN = object()
 
 
 def settings_here() -> dict[str, Any]:
-    """Return this process's settings that differ from torch's defaults; warn about settings that cannot be copied."""
+    """Collect this process's settings other than torch's defaults.
+
+    Warn about settings that cannot be copied.
+    """
     for text in _only_here():
         warnings.warn(text, stacklevel=2)
     values = {setting.name: _value(setting) for setting in _SETTINGS}
@@ -186,7 +192,7 @@ def _value(setting: _Setting) -> Any:
 
 
 def _only_here() -> Iterator[str]:
-    """Yield a warning for each setting of this process or thread that cannot be copied."""
+    """Yield a warning for each setting limited to this process or thread."""
     device = torch.get_default_device()
     if device.type != "cpu":
         yield (

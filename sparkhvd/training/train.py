@@ -70,7 +70,7 @@ from sparkhvd.training.user_step import StepContext, UserStep
 
 @held
 def train(spec: TrainSpec) -> TrainResult:
-    """Train on every rank of a job; all ranks must call it with the same spec.
+    """Train on every rank of a job. All ranks must call it with the same spec.
 
     Raises:
         InvalidArgumentError: outputs, labels or loss do not fit each other (on all ranks, before the first step), a
@@ -142,7 +142,7 @@ def train(spec: TrainSpec) -> TrainResult:
 
 
 def returned_epoch(spec: TrainSpec, history: History, checkpoints: Checkpoints) -> int:
-    """Return the epoch whose weights `fit` returns; all ranks must call it."""
+    """Find the epoch of the weights returned by `fit`. All ranks must call it."""
     if not spec.return_best:
         return len(history)
     saved = checkpoints.saved_epochs() if hvd.rank() == 0 else None
@@ -151,7 +151,7 @@ def returned_epoch(spec: TrainSpec, history: History, checkpoints: Checkpoints) 
 
 
 def connect(spec: TrainSpec) -> torch.device:
-    """Choose this rank's device and connect to the other ranks; return the device."""
+    """Choose this rank's device and connect to the other ranks, and return the device."""
     if (place := context()) is not None:
         torch.set_num_threads(place.num_threads)
     device, problem = choose_device(place, looks=spec.looks_for_gpu)
@@ -203,7 +203,7 @@ def tried_widths(
 
 
 class LoopHooks:
-    """Hooks on every rank at the end of steps and epochs; no effect by default."""
+    """Hooks on every rank at the end of steps and epochs, without effect by default."""
 
     def end_step(self, history: History, plan: StepPlan, totals: Totals, seconds: float) -> None:
         """Run after a step of the optimizer.
@@ -219,7 +219,7 @@ class LoopHooks:
         """Run after an epoch, before its checkpoint."""
 
     def after_checkpoint(self) -> None:
-        """Run after the checkpoint of an epoch was taken; it may be written later."""
+        """Run after the checkpoint of an epoch was taken. It may be written later."""
 
 
 def train_epochs(
@@ -231,7 +231,7 @@ def train_epochs(
     position: ResumePoint,
     hooks: LoopHooks | None = None,
 ) -> str:
-    """Train from `position`, adding records to its history; return the reason to stop early, or ""."""
+    """Train from `position`, adding records to its history, and return the reason to stop early, or ""."""
     hooks = hooks or LoopHooks()
     spec, history, moment = step.spec, position.history, callbacks.ctx.moment
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
@@ -324,7 +324,7 @@ def train_epoch(
     position: ResumePoint,
     hooks: LoopHooks,
 ) -> Record:
-    """Train one pass over the rows, or the rest of a pass; return the record of the epoch."""
+    """Train one pass over the rows, or the rest of a pass, and return the record of the epoch."""
     epoch, moment = len(position.history), callbacks.ctx.moment
     logs = callbacks.ctx.logs if step.program.user.can_log else None
     totals = step.totals(logs, is_training=True)
@@ -369,7 +369,7 @@ def train_epoch(
 
 
 def validate(step: Step, data: Data) -> dict[str, float]:
-    """Compute loss and metrics over the validation rows, if any; the model does not change."""
+    """Compute loss and metrics over the validation rows, if any. The model does not change."""
     if data.validation is None:
         return {}
     step.model.eval()
@@ -388,7 +388,7 @@ def validate(step: Step, data: Data) -> dict[str, float]:
 
 
 def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict[str, int]:
-    """Count the rows that decoders skipped in a pass; {} for programs that never skip rows.
+    """Count the rows skipped by decoders in a pass, or return {} if the program never skips rows.
 
     Args:
         step: steps of the run.

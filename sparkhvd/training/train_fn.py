@@ -43,7 +43,7 @@ from sparkhvd.training.user_step import batch_dtypes, batch_tensors
 
 
 class Loader:
-    """This rank's batches of an epoch, as dicts of tensors; iterate it once per epoch.
+    """This rank's batches of an epoch, as dicts of tensors. Iterate over it once per epoch.
 
     Every rank has the same number of steps, and over all ranks every row is used exactly once (with `drop_last` a partial last
     step is dropped). Each iteration is the next epoch, in its own order; `set_epoch` selects another epoch. In the last step a
@@ -73,11 +73,14 @@ class Loader:
         self.num_rows = reader.num_rows
 
     def __len__(self) -> int:
-        """The number of steps of an epoch; the same on every rank."""
+        """Return the number of steps of an epoch, the same on every rank."""
         return self._reader.num_steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, counted from 0; later iterations continue from it."""
+        """Set the epoch of the next iteration, counted from 0.
+
+        Later iterations continue from it.
+        """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise InvalidArgumentError(
                 f"set_epoch: epoch is {epoch!r}; it must be a whole number of at least 0."
@@ -86,9 +89,10 @@ class Loader:
             self._epoch, self._start_step = epoch, 0
 
     def __iter__(self) -> Iterator[TensorBatch]:
-        """Yield the batches of an epoch; a training epoch seeds torch, numpy and random from (seed, epoch, rank).
+        """Yield the batches of an epoch.
 
-        The first iteration of a run interrupted inside an epoch yields the rest of that epoch.
+        A training epoch seeds torch, numpy and random from (seed, epoch, rank). The first iteration of a run
+        interrupted inside an epoch yields the rest of that epoch.
         """
         profile = self._ctx._profile
         profile.begin_epoch()
@@ -104,7 +108,9 @@ class Loader:
         return batch_dtypes(self._ctx._spec, self._schema)
 
     def ahead(self, *, as_stored: bool = False) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
-        """Yield the batches of an epoch for a loop that prefetches, each with a function that makes it current.
+        """Yield the batches of an epoch for a prefetching loop.
+
+        Each batch comes with a function that makes it the current batch.
 
         Args:
             as_stored: leave batches on the CPU, and numbers in their stored types.
@@ -157,7 +163,7 @@ class TrainFnContext(Context):
         position: ResumePoint,
         kept: State,
     ) -> None:
-        """Begin at a position; `kept` are the saved states of the objects that an interrupted run kept."""
+        """Begin at a position. `kept` holds the states of objects kept by an interrupted run."""
         super().__init__(spec, state, moment)
         history = position.history
         moment.epoch = len(history)
@@ -182,7 +188,10 @@ class TrainFnContext(Context):
         self.seed = spec.seed
 
     def _begin(self, batch: Batch, epoch: int | None) -> None:
-        """Record the current batch of a loader; `epoch` counts from 0 and is None for a validation batch."""
+        """Record the current batch of a loader.
+
+        `epoch` counts from 0 and is None for a validation batch.
+        """
         self._has_batch = True
         self.num_rows, self.num_global_rows = batch.num_rows, sum(batch.rows_per_rank)
         if self._skips:  # each rank knows only its own number of rows
@@ -206,7 +215,10 @@ class TrainFnContext(Context):
 
     @property
     def loss_weight(self) -> float:
-        """Factor for the mean loss of this rank's last batch, with which the ranks' average is the mean over all rows."""
+        """Factor for the mean loss of this rank's last batch.
+
+        With it, the ranks' average is the mean over all rows.
+        """
         return self._share
 
     def backward(self, loss: Tensor) -> None:
@@ -220,7 +232,7 @@ class TrainFnContext(Context):
                 (loss * self._share).backward()
 
     def log(self, record: Mapping[str, object]) -> None:
-        """Add the record of an epoch to the history: numbers and texts by name; every rank must call it.
+        """Add the record of an epoch to the history: numbers and texts by name. Every rank must call it.
 
         Rank 0's record is used. "epoch" is added, counted from 1, and "seconds" if missing. A "val_loss" allows selection of
         the best epoch.
@@ -244,10 +256,11 @@ class TrainFnContext(Context):
             self._checkpoints.write_history(self.history)
 
     def keep(self, name: str, part: Stateful) -> None:
-        """Save an object's state, such as your own optimizer's, in checkpoints; load the state of an interrupted run.
+        """Save an object's state in checkpoints, and load the state of an interrupted run.
 
-        Every rank must call it, before the first checkpoint. Each checkpoint calls `state_dict()` on every rank, and
-        holds the result of rank 0. A state may hold tensors, numbers, texts, and dicts and lists of them.
+        The object may be your own optimizer, for example. Every rank must call it, before the first checkpoint. Each
+        checkpoint calls `state_dict()` on every rank, and holds the result of rank 0. A state may hold tensors,
+        numbers, texts, and dicts and lists of them.
         """
         self._kept[name] = part
         if name in self._known:
@@ -264,7 +277,7 @@ class TrainFnContext(Context):
             self._saver.after_step(self.history, self._steps_done, None, seconds)
 
     def save_checkpoint(self) -> None:
-        """Write the current model, optimizer, scheduler and history; every rank must call it.
+        """Write the current model, optimizer, scheduler and history. Every rank must call it.
 
         An interrupted run resumes from the last checkpoint with `start_epoch` = its number of records. The checkpoint is named by
         the number of records, so a second one without a new record replaces the first.
@@ -283,7 +296,7 @@ class TrainFnContext(Context):
 
 
 def _checked_record(record: object, epoch: int, seconds: float) -> Record | str:
-    """Return the record for the history, or an error message."""
+    """Make the record for the history, or return an error message."""
     if not isinstance(record, dict):
         return f"ctx.log: the record is {type(record).__name__}; it must be a dict of numbers and texts."
     values: dict[str, Value] = {}
@@ -296,7 +309,7 @@ def _checked_record(record: object, epoch: int, seconds: float) -> Record | str:
 
 
 def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
-    """Run the user's function on this rank; afterwards the newest checkpoint holds its final model.
+    """Run the user's function on this rank. Then the newest checkpoint holds its final model.
 
     Raises:
         RuntimeError: the function raised an error, which is the cause of this error.

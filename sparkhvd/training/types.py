@@ -45,7 +45,7 @@ class Stateful(Protocol):
     """Object with a state in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state for a checkpoint."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Restore a state."""

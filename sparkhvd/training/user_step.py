@@ -41,7 +41,7 @@ StepFunction = Callable[[nn.Module, TensorBatch, "StepContext"], object]
 
 
 class StepFunctions(Protocol):
-    """Attributes of `UserCode` that this module uses: the user's functions that compute losses."""
+    """Attributes of `UserCode` used by this module: the user's step functions."""
 
     @property
     def train_step(self) -> StepFunction | None:
@@ -60,13 +60,13 @@ class StepContext(Context):
     """
 
     def __init__(self, spec: TrainSpec, state: TrainingState, moment: TrainingClock) -> None:
-        """Begin without rows; the loop sets the number of rows for each batch."""
+        """Begin without rows. The loop sets the number of rows for each batch."""
         super().__init__(spec, state, moment)
         self.num_rows = 0
         self.logs = Logs()
 
     def log(self, name: str, value: SupportsFloat) -> None:
-        """Log a mean over this rank's rows; the record of the epoch gets the mean over all rows.
+        """Log a mean over this rank's rows. The record of the epoch gets the mean over all rows.
 
         From `validation_step` the name in the record begins with `val_`.
 
@@ -79,7 +79,7 @@ class StepContext(Context):
 def model_loss(
     names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: StepContext
 ) -> Tensor:
-    """Call a model that computes the loss itself from labels among its arguments, and return the loss.
+    """Call a model with labels among its arguments, and return the model's own loss.
 
     Args:
         names: names of the arguments.
@@ -114,7 +114,7 @@ class UserStep:
     def __init__(
         self, spec: TrainSpec, schema: DataSchema, functions: StepFunctions, ctx: StepContext
     ) -> None:
-        """Wrap the user's functions; `schema` describes the columns of the batches."""
+        """Wrap the user's functions. `schema` describes the columns of the batches."""
         self.spec = spec
         self.schema = schema
         self.functions = functions
@@ -155,7 +155,7 @@ class UserStep:
 
 
 def check_step_function(name: str, function: object) -> None:
-    """Check a `train_step` or `validation_step`; runs on the driver.
+    """Check a `train_step` or `validation_step` on the driver.
 
     Raises:
         InvalidArgumentError: the function cannot be called with (model, batch, ctx).
@@ -183,7 +183,7 @@ def batch_tensors(
     *,
     as_stored: bool = False,
 ) -> TensorBatch:
-    """Make the batch for user code; `as_stored` leaves numbers in their stored types.
+    """Make the batch for user code. `as_stored` leaves numbers in their stored types.
 
     With `inputs`, features are joined to arguments of `forward` and have the arguments' names. Otherwise they have the
     names of their columns, and the shape of `input_shapes` if given. Labels, sample weights and group numbers have the
@@ -273,7 +273,10 @@ def _check_first(model: nn.Module, loss: Tensor) -> None:
 def _first_call(
     name: str, function: StepFunction, model: nn.Module, batch: TensorBatch, ctx: StepContext
 ) -> object:
-    """Call a function for the first time; describe the batch in errors, and raise an error if the loss broadcasts."""
+    """Call a function for the first time, and describe the batch in errors.
+
+    A loss that broadcasts raises an error.
+    """
     try:
         with warnings.catch_warnings():
             # Torch only warns about a loss of (B, 1) and (B,), which would only learn the mean of the labels.
@@ -298,7 +301,7 @@ def _first_call(
 
 
 def _loss_in(result: tuple[Any, ...], num_rows: int) -> object:
-    """Return the loss in a tuple: the first entry if it is a number, otherwise the only number."""
+    """Find the loss in a tuple: the first entry if it is a number, otherwise the only number."""
     first = result[0]
     # A tensor with one element is a loss of any shape, unless it may be the output of a single row.
     if isinstance(first, Tensor) and first.numel() == 1 and (not first.dim() or num_rows > 1):

@@ -13,7 +13,7 @@ from sparkhvd.interfaces import address_on, address_towards, interfaces, own_add
 pytestmark = pytest.mark.pure
 
 
-def test_interfaces_are_those_of_the_system() -> None:
+def test_interfaces_match_the_operating_systems_list() -> None:
     families = (socket.AF_INET, socket.AF_INET6)
     known = {
         (name, each.address)
@@ -40,7 +40,7 @@ def test_a_choice_is_by_name_or_network_in_its_order(choice: str, address: str) 
     assert address_on(choice) == address
 
 
-def test_wrong_choices_are_told() -> None:
+def test_wrong_interface_choices_raise_a_clear_error() -> None:
     with pytest.raises(
         PreflightError,
         match=r"no interface of this choice that is up \(no interface matches\).*lo \(127",
@@ -50,6 +50,6 @@ def test_wrong_choices_are_told() -> None:
         address_on("10.0.0.0/99")
 
 
-def test_the_own_address_is_that_of_a_choice_or_of_the_way_to_another_host() -> None:
+def test_own_address_follows_the_chosen_interface_or_the_route() -> None:
     assert own_address("lo", "192.0.2.77") == "127.0.0.1"
     assert address_towards("127.0.0.1") == "127.0.0.1"

@@ -13,7 +13,7 @@ from sparkhvd.spark import check_session
 pytestmark = pytest.mark.pure
 
 
-def test_a_session_that_has_been_stopped_is_refused() -> None:
+def test_a_stopped_session_is_refused() -> None:
     session = object.__new__(SparkSession)
     session._sc = SimpleNamespace(_jsc=object())  # type: ignore[assignment]
     check_session(session)

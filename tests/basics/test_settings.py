@@ -14,7 +14,7 @@ from sparkhvd.settings import JobSettings, RankSettings, Settings, conf_keys, ma
 pytestmark = pytest.mark.pure
 
 
-def test_defaults_hold_when_nothing_is_given() -> None:
+def test_settings_default_without_variables() -> None:
     assert Settings.resolve({}) == Settings()
 
 
@@ -36,7 +36,7 @@ def test_agreeing_sources_and_none_do_not_warn() -> None:
         assert Settings.resolve({"SPARKHVD_SPIN_US": ""}).spin_us == Settings().spin_us
 
 
-def test_horovod_names_are_aliases_and_ours_come_first() -> None:
+def test_horovod_variables_are_aliases_that_sparkhvd_variables_override() -> None:
     environ = {"HOROVOD_FUSION_THRESHOLD": "1000", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "12.5"}
     assert Settings.resolve(environ).bucket_bytes == 1000
     assert Settings.resolve(environ).stall_shutdown_s == 12.5
@@ -79,7 +79,9 @@ def test_booleans_are_read(text: str, value: bool) -> None:
         ),
     ],
 )
-def test_bad_value_is_named_with_what_was_expected(environ: dict[str, str], message: str) -> None:
+def test_error_names_a_bad_value_and_the_expected_type(
+    environ: dict[str, str], message: str
+) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Settings.resolve(environ)
     assert str(caught.value) == message
@@ -151,7 +153,7 @@ def test_variables_of_executors_in_the_conf_count_between_conf_and_environment()
     assert set(conf) <= set(conf_keys())
 
 
-def test_later_variables_win_but_not_over_what_was_given_in_code() -> None:
+def test_later_variables_override_earlier_ones_but_not_values_given_in_code() -> None:
     earlier = Settings(spin_us=7, slots=5)
     found = earlier.overridden({"SPARKHVD_SPIN_US": "8", "SPARKHVD_SLOTS": "", "OTHER": "x"})
     assert found == Settings(spin_us=8)  # an empty variable restores the default
@@ -160,7 +162,7 @@ def test_later_variables_win_but_not_over_what_was_given_in_code() -> None:
     assert kept == earlier
 
 
-def test_a_rank_reads_what_its_function_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_variables_set_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARKHVD_SPIN_US", "3")  # of the host: not the job's
     monkeypatch.setenv("SPARKHVD_PORT_RANGE", "5-9")
     job = JobSettings(Settings(spin_us=7, slots=5), ("slots",))

@@ -321,7 +321,7 @@ def test_the_conf_reaches_a_client_of_connect(of_a_client: tuple[Path, str]) -> 
     assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output
 
 
-def test_a_client_is_told_of_a_table_that_is_read_past_its_log(
+def test_a_client_warns_of_a_table_read_without_its_log(
     of_a_client: tuple[Path, str],
 ) -> None:
     folder, output = of_a_client

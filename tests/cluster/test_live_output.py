@@ -164,7 +164,7 @@ def test_a_flood_of_a_rank_is_counted(tmp_path: Path) -> None:
 
 
 @soak("runner/test_live")
-def test_a_client_that_has_started_its_own_server_shows_a_line_once(tmp_path: Path) -> None:
+def test_a_client_with_its_own_server_shows_each_line_once(tmp_path: Path) -> None:
     body = """
 from sparkhvd import run
 
@@ -209,7 +209,7 @@ def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Pat
 
 
 @soak("runner/test_reach")
-def test_a_client_of_connect_without_a_store_listens_and_says_so_where_nobody_comes(
+def test_a_connect_client_without_a_store_listens_and_reports_missing_connections(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     output = run_client(cluster.remote, with_folder(RUN, tmp_path), tmp_path)

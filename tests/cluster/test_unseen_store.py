@@ -200,7 +200,7 @@ def test_credentials_are_not_in_the_log_of_the_server(
 
 
 @soak("test_a_client_trains_on_files_that_only_executors_see, here; estimator/test_runs")
-def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
+def test_clients_resume_runs_of_other_clients_in_an_unseen_store(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     """Two ranks on two slots, then one rank, whose epochs are seen as they happen; then no store is given."""
@@ -223,7 +223,7 @@ def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
 
 
 @soak("a coordinator in a task, by a client that sees the store: test_elastic")
-def test_ranks_that_come_and_go_find_each_other_in_a_store_that_the_client_does_not_see(
+def test_elastic_ranks_meet_in_a_store_unseen_by_the_client(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     given = 'GIVEN = FOLDER + "/come-and-go"\nNUM_PROC = (1, 2)\n'
@@ -264,7 +264,7 @@ print("AGAIN", store.exists("a"))
 
 
 @soak("test_a_client_trains_on_files_that_only_executors_see, here")
-def test_a_store_that_no_slot_is_free_to_ask_is_an_error_in_time(
+def test_an_unseen_store_without_a_free_slot_raises_in_time(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     output = unseen_store.run(NO_SLOT, tmp_path)

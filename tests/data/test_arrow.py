@@ -72,7 +72,7 @@ def test_scalars_take_the_stored_dtype(source: pa.Array, dtype: str) -> None:
         np.testing.assert_array_equal(values, np.array(source.to_pylist(), dtype))
 
 
-def test_lists_become_rows_also_when_sliced() -> None:
+def test_sliced_lists_become_rows() -> None:
     array = pa.array([[9, 9, 9], [1, 2, 3], [4, 5, 6]], pa.list_(pa.int32()))[1:]
     values, found = column_to_numpy(array, column("array", "int64"))
     np.testing.assert_array_equal(values, [[1, 2, 3], [4, 5, 6]])
@@ -154,7 +154,7 @@ def test_fill_values_need_not_fit_the_source(
         np.testing.assert_array_equal(np.ravel(values), np.array([first, expected], dtype))
 
 
-def test_numbers_that_no_int64_holds_are_counted_beside_a_fill_value() -> None:
+def test_int64_overflows_are_counted_despite_a_fill_value() -> None:
     array = pa.array([2**64 - 1, None, 3], pa.uint64())
     filled = replace(column("scalar", "int64"), invalid=("fill", -1))
     assert column_to_numpy(array, filled)[1] == InvalidRowCounts(overflows=1)
@@ -184,7 +184,7 @@ def test_rows_without_entries_have_entries_of_any_shape() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("source", ["int64", "uint64"])
-def test_integers_are_exact_just_where_torch_says_so(dtype: str, source: str) -> None:
+def test_integers_are_usable_exactly_where_torch_represents_them(dtype: str, source: str) -> None:
     powers = [2**n for n in range(64 if source == "uint64" else 63)]
     values = sorted({p + d for p in powers for d in (-1, 0, 1)} | {3 * p for p in powers[:-2]})
     stored = "float32" if dtype == "bfloat16" else dtype
@@ -199,7 +199,7 @@ def test_integers_are_exact_just_where_torch_says_so(dtype: str, source: str) ->
     assert usable.tolist() == exact
 
 
-def test_decimals_that_int64_holds_are_exact() -> None:
+def test_decimals_within_int64_are_exact() -> None:
     numbers = [2**53 + 1, -(2**63), 0]
     values, found = column_to_numpy(decimals(*numbers), column("scalar", "int64"))
     assert found.is_clean
@@ -296,7 +296,7 @@ def test_an_error_of_nan_says_how_to_keep_it() -> None:
     assert line.endswith("Every value must be a number: drop or replace them.")
 
 
-def test_joined_integers_are_told_with_an_example_in_fit_and_transform() -> None:
+def test_error_of_inexact_integers_gives_an_example_in_fit_and_transform() -> None:
     joined = replace(column("scalar", "int64"), source="bigint", cast_to="float32")
     rows = pa.array([3, 2**24 + 1])
     found = column_to_numpy(rows, joined)[1]
@@ -355,7 +355,7 @@ def test_findings_add_and_survive_json() -> None:
     assert dict(b.shapes) == {(1,): 2, (2,): 2}
 
 
-def test_arrays_from_numpy_equal_those_of_arrow() -> None:
+def test_arrays_from_numpy_equal_arrow_arrays() -> None:
     for dtype in ("int8", "int32", "int64", "float64"):
         values = np.arange(10, dtype=dtype)
         assert numpy_to_array(values[2:]).equals(pa.array(values[2:]))
@@ -377,7 +377,7 @@ print([m for m in ("pandas", "pyarrow.compute", "torch", "pyspark") if m in sys.
 """
 
 
-def test_good_data_import_nothing_slow() -> None:
+def test_valid_data_import_no_slow_module() -> None:
     # pandas and pyarrow.compute would cost every Python worker half a second.
     done = subprocess.run([sys.executable, "-c", _WORKER], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

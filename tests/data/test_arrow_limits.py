@@ -67,7 +67,7 @@ def test_vectors_of_known_width_are_bounded_without_a_look_at_every_row(
     assert 0.8 * (1 << 20) < max(size for _, size in found) <= 1.1 * (1 << 20)
 
 
-def test_a_row_beyond_the_bound_comes_alone(spark: SparkSession) -> None:
+def test_a_row_beyond_the_bound_forms_its_own_batch(spark: SparkSession) -> None:
     df = spark.range(0, 5, 1, 1).selectExpr("array_repeat(id * 1D, 20000) AS x")
     with bounded_batches(df, batch_bytes=100_000):
         assert [rows for rows, _ in sizes(df)] == [1] * 5

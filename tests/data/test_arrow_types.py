@@ -78,7 +78,7 @@ def test_a_batch_without_vectors_passes() -> None:
     ],
     ids=str,
 )
-def test_types_are_those_of_pyspark(kind: pa.DataType) -> None:
+def test_types_equal_pysparks(kind: pa.DataType) -> None:
     from pyspark.sql.pandas.types import from_arrow_type
 
     mine, theirs = spark_type(kind), from_arrow_type(kind)
@@ -89,7 +89,7 @@ def test_types_are_those_of_pyspark(kind: pa.DataType) -> None:
     assert [f.name for f in inner[0]] == [f.name for f in inner[1]]
 
 
-def test_types_beyond_those_of_spark() -> None:
+def test_arrow_types_unknown_to_spark_are_mapped() -> None:
     tensors = (
         pa.fixed_shape_tensor(pa.float32(), (2, 3)) if hasattr(pa, "fixed_shape_tensor") else None
     )

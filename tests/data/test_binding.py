@@ -116,14 +116,14 @@ def test_inputs_by_name() -> None:
         ({"x": []}, r"inputs\['x'\] is empty"),
     ],
 )
-def test_inputs_that_do_not_fit_are_named(inputs: dict[str, Any], message: str) -> None:
+def test_invalid_inputs_raise_a_clear_error(inputs: dict[str, Any], message: str) -> None:
     schema = schema_of(column("a"), column("b", 2), column("c", None, "int64"))
     with pytest.raises(InvalidArgumentError, match=message):
         bind_inputs(Two(), schema, inputs=inputs)
 
 
 @pytest.mark.parametrize("shape", [[-1, 1, 2, 2], [1, 2, 2], [-1, 1, 2, -1]])
-def test_input_shapes_may_hold_the_batch(shape: list[int]) -> None:
+def test_input_shapes_may_include_the_batch_dimension(shape: list[int]) -> None:
     schema = schema_of(column("v", 4))
     (x,), _ = bind_inputs(One(), schema, input_shapes=[shape]).apply(batch_of(schema))
     assert x.shape == (ROWS, 1, 2, 2)
@@ -151,13 +151,13 @@ def test_input_shapes_give_one_argument_per_column() -> None:
         ({"x": [4]}, "give inputs= too"),
     ],
 )
-def test_input_shapes_that_do_not_fit_are_named(shapes: Any, message: str) -> None:
+def test_invalid_input_shapes_raise_a_clear_error(shapes: Any, message: str) -> None:
     schema = schema_of(column("v", 4), column("i", None, "int64"))
     with pytest.raises(InvalidArgumentError, match=message):
         bind_inputs(Two(), schema, input_shapes=shapes)
 
 
-def test_input_shapes_are_checked_at_the_first_batch_when_widths_come_later() -> None:
+def test_input_shapes_of_unknown_width_are_checked_at_the_first_batch() -> None:
     unknown = Column("v", "vector", "float32", None, "vector", "float32")
     binding = bind_inputs(One(), schema_of(unknown), input_shapes=[[-1, 2, 2]])
     assert binding.apply({"v": np.zeros((3, 4), np.float32)})[0][0].shape == (3, 2, 2)
@@ -205,7 +205,7 @@ def test_integers_of_two_arguments_must_fit_the_narrower() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_other_kinds_of_modules_tell_their_arguments() -> None:
+def test_arguments_of_scripted_compiled_and_variadic_modules_are_found() -> None:
     schema = schema_of(column("a", 4), column("b", 4))
 
     class Optional(One):
@@ -265,7 +265,7 @@ def dice(output: Tensor, label: Tensor) -> Tensor:
     return 1 - (output * of_label).mean()
 
 
-def test_own_loss_compares_the_shapes_that_label_shapes_states() -> None:
+def test_a_custom_loss_may_broadcast_shapes_given_by_label_shapes() -> None:
     schema = schema_of(column("x", 4), labels=(column("m", 6),))
     output = torch.zeros(ROWS, 2, 6, requires_grad=True).sigmoid()
     binding = bind_labels(schema, dice, label_shapes={"m": [1, 6]})
@@ -407,7 +407,7 @@ def test_a_step_without_rows_matches_too() -> None:
         ([[-1, 6], [-1]], [(ROWS, 6), (ROWS,)]),
     ],
 )
-def test_label_shapes_are_what_a_loss_of_the_users_own_gets(
+def test_a_custom_loss_gets_labels_of_the_given_shapes(
     shapes: Any, expected: list[tuple[int, ...]]
 ) -> None:
     schema = schema_of(column("x", 4), labels=(column("y", 6), column("z")))
@@ -451,7 +451,7 @@ def embedded(output: Tensor, label: Tensor) -> Tensor:
         embedded,
     ],
 )
-def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_floats(
+def test_torch_errors_on_float_labels_get_a_label_dtypes_hint(
     function: Callable[..., Tensor],
 ) -> None:
     schema = schema_of(column("x"), labels=(column("k"),))
@@ -467,7 +467,7 @@ def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_floats(
 
 
 @pytest.mark.parametrize("function", [F.binary_cross_entropy, F.huber_loss, F.kl_div])
-def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_integers(
+def test_torch_errors_on_integer_labels_get_a_label_dtypes_hint(
     function: Callable[..., Tensor],
 ) -> None:
     schema = schema_of(column("x"), labels=(column("k", dtype="int64"),))
@@ -537,7 +537,7 @@ class FromOne(nn.CrossEntropyLoss):
         return super().forward(input, target - 1)
 
 
-def test_a_loss_that_numbers_classes_in_its_own_way_is_left_to_it() -> None:
+def test_class_ranges_of_custom_losses_are_not_checked() -> None:
     schema = schema_of(column("x"), labels=(column("k", dtype="int64"),))
     binding = bind_labels(schema, FromOne(), ranges={"k": (1, 4)})
     binding.match([torch.zeros(2, 4)], [torch.ones(2, dtype=torch.int64)])
@@ -558,7 +558,7 @@ def test_arguments_for_labels_are_known_by_their_names() -> None:
     assert label_arguments(Forecaster(), names) == ("future_values", "labels")
 
 
-def test_numbers_beside_outputs_are_no_outputs_unless_a_loss_compares_them() -> None:
+def test_scalars_beside_outputs_are_ignored_unless_a_loss_uses_them() -> None:
     rows, number = torch.ones(3, 2), torch.ones(())
     assert [o.shape for o in outputs_of((rows, number))] == [rows.shape]
     assert len(outputs_of((rows, number), skips_numbers=False)) == 2

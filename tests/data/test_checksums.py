@@ -54,7 +54,7 @@ def test_checksums_of_blocks_do_not_depend_on_how_the_bytes_came(add: Any) -> No
         assert found.tolist() == expected
 
 
-def test_a_table_tells_what_was_written_or_that_it_is_damaged() -> None:
+def test_a_checksum_table_matches_the_content_or_is_detected_as_damaged() -> None:
     file = io.BytesIO()
     sink = SummingSink(file)
     for size in (0, 1, BLOCK_BYTES, 70_000, 5):

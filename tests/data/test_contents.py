@@ -221,7 +221,7 @@ def test_a_holder_renews_and_notices_that_it_was_taken_over(
     assert holder(store).process.host == "far"  # not deleted by the one before
 
 
-def test_a_process_is_told_from_a_later_one_of_the_same_number() -> None:
+def test_a_process_is_distinguished_from_a_later_process_with_its_pid() -> None:
     here = ProcessIdentity.current()
     assert here.is_alive() is True
     assert replace(here, started="1").is_alive() is False

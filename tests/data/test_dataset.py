@@ -50,7 +50,7 @@ def df(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, columns).repartition(3)
 
 
-def test_other_processes_read_what_a_driver_has_prepared(df: DataFrame, tmp_path: Path) -> None:
+def test_other_processes_read_data_prepared_by_a_driver(df: DataFrame, tmp_path: Path) -> None:
     store = tmp_path / "store"
     columns = ["id", "half", "pair", "vector", "even", "text"]
     dataset = prepare(

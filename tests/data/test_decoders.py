@@ -56,7 +56,7 @@ def functions(**decoders: Any) -> RowFunctions:
 
 @pytest.mark.parametrize("shuffle_bytes", [1 << 30, 400])
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_batches_hold_what_the_functions_made(
+def test_batches_contain_the_results_of_decoders_and_collate_functions(
     tmp_path: Path, shuffle_bytes: int, num_workers: int
 ) -> None:
     store, manifest = make(tmp_path)

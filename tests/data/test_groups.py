@@ -49,7 +49,7 @@ def batches_of(plan: GroupPlan, rank: int, start_step: int = 0) -> list[list[int
     start=st.floats(0, 1),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_row_comes_once_and_a_group_stays_on_its_rank_and_together(
+def test_every_row_is_read_once_and_each_group_stays_on_one_rank(
     lengths: list[int],
     size: int,
     batch_size: int,

@@ -178,7 +178,7 @@ def of_three(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Key
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_ranks_of_a_host_read_and_hold_rows_once(
+def test_ranks_of_a_host_read_and_store_rows_once(
     folder: Path, size: int, of_two: dict[Key, list[Any]], of_three: dict[Key, list[Any]]
 ) -> None:
     results = of_two if size == 2 else of_three
@@ -194,7 +194,7 @@ def test_the_ranks_of_a_host_read_and_hold_rows_once(
 
 
 def flagged_epochs(folder: str, manifest: Manifest, is_shared: bool) -> dict[str, Any]:
-    """Read the training and the validation rows that a column tells; return them, and the bytes that were read."""
+    """Read the training and the validation rows that a column selects; return them, and the bytes that were read."""
     import sparkhvd.torch as hvd
     from sparkhvd.training.host_memory import HostRows, read_flags_once
 
@@ -230,7 +230,7 @@ def flagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_rows_that_a_validation_column_divides_are_read_once(
+def test_rows_split_by_a_validation_column_are_read_once(
     of_two: dict[Key, list[Any]], flagged: Path
 ) -> None:
     alone, together = (of_two["flagged", is_shared] for is_shared in MODES)

@@ -168,7 +168,7 @@ def some_broken(tmp_path: Path, count: int, broken: set[int]) -> tuple[Store, Ma
     return made(tmp_path, paths)
 
 
-def test_rows_with_broken_images_are_left_out_and_all_others_stay_where_they_are(
+def test_rows_with_broken_images_are_skipped_without_moving_other_rows(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken = {0, 3, 4, 5, 7, 16, 17}
@@ -215,7 +215,7 @@ def test_other_errors_than_of_an_image_are_never_left_out(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_threads_decode_what_one_decodes(tmp_path: Path, dtype: str) -> None:
+def test_several_decoding_threads_equal_a_single_thread(tmp_path: Path, dtype: str) -> None:
     paths = []
     for number in range(10):
         path = tmp_path / f"{number}.png"

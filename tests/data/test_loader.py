@@ -1,4 +1,4 @@
-"""A data set's loader: rows of all ranks at a step, whatever their number, and going on at any row."""
+"""A data set's loader: rows of all ranks at a step, whatever their number, and resuming at any row."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def place_of(loader: Loader) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_rows_come_in_one_order_for_any_number_of_ranks(dataset: Dataset, shuffle: bool) -> None:
+def test_the_order_of_rows_is_equal_for_any_number_of_ranks(
+    dataset: Dataset, shuffle: bool
+) -> None:
     wanted = [rows(ranks(dataset, 1, 1, shuffle=shuffle, seed=3)) for _ in range(1)][0]
     assert sorted(wanted) == list(range(ROWS))
     assert (wanted == list(range(ROWS))) != shuffle
@@ -81,7 +83,7 @@ def test_each_iteration_is_an_epoch_and_the_next_has_another_order(dataset: Data
     assert rows(loaders) == second
 
 
-def test_an_epoch_goes_on_at_any_row_with_other_ranks_and_batches(dataset: Dataset) -> None:
+def test_an_epoch_resumes_at_any_row_with_other_ranks_and_batches(dataset: Dataset) -> None:
     chooser = random.Random(11)
     wanted = rows(ranks(dataset, 1, 1, seed=5))
     for _ in range(30):
@@ -115,7 +117,7 @@ def test_drop_last_ends_an_epoch_behind_its_last_full_step(dataset: Dataset) -> 
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_beyond_memory_an_epoch_goes_on_with_other_ranks(dataset: Dataset, shuffle: bool) -> None:
+def test_an_epoch_beyond_memory_resumes_with_other_ranks(dataset: Dataset, shuffle: bool) -> None:
     options = {"shuffle_bytes": 2000, "seed": 1, "shuffle": shuffle}
     wanted = steps(ranks(dataset, 2, 10, **options))
     loaders = ranks(dataset, 2, 10, **options)
@@ -161,7 +163,7 @@ def test_beyond_memory_an_epoch_goes_on_with_other_ranks(dataset: Dataset, shuff
         ({"shuffle": False}, {"shuffle": False, "shuffle_bytes": 2000}),
     ],
 )
-def test_an_epoch_goes_on_in_the_order_in_which_it_was_begun(
+def test_an_epoch_resumes_only_in_its_original_order(
     dataset: Dataset, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     begun, other = dataset.loader(0, 2, 10, **before), dataset.loader(0, 2, 10, **after)
@@ -264,7 +266,7 @@ def test_subsets_follow_the_validation_column(tmp_path: Path) -> None:
         dataset.loader(0, 1, 9, validation=0.5)
 
 
-def test_subsets_by_a_fraction_are_those_of_all_loaders_with_the_seed(dataset: Dataset) -> None:
+def test_loaders_with_one_seed_agree_on_fractional_subsets(dataset: Dataset) -> None:
     training = ranks(dataset, 2, 50, seed=3, validation=0.25)
     held_out = rows([dataset.loader(0, 1, 80, seed=3, validation=0.25, subset="validation")])
     assert len(held_out) == len(set(held_out)) == round(0.25 * len(dataset))
@@ -308,7 +310,7 @@ def test_rank_and_size_come_from_the_launcher(
         dataset.loader(rank=1)
 
 
-def test_a_state_that_does_not_tell_its_windows_is_refused_by_other_ranks(dataset: Dataset) -> None:
+def test_other_ranks_refuse_a_state_without_windows(dataset: Dataset) -> None:
     """Earlier versions wrote such states, which could lose and double rows elsewhere."""
     loaders = ranks(dataset, 2, 10, shuffle_bytes=2000)
     for _ in zip(*[iter(each) for each in loaders], range(3), strict=False):
@@ -325,9 +327,7 @@ def test_a_state_that_does_not_tell_its_windows_is_refused_by_other_ranks(datase
     [{"row": 3, "before": [[2, 3, 100]]}, {"size": 0}, {"batch_size": None}, {"size": "2"}],
     ids=str,
 )
-def test_a_state_that_contradicts_itself_is_invalid(
-    dataset: Dataset, wrong: dict[str, Any]
-) -> None:
+def test_an_inconsistent_state_is_refused(dataset: Dataset, wrong: dict[str, Any]) -> None:
     loader = dataset.loader(0, 2, 10, shuffle_bytes=2000)
     with pytest.raises(InvalidArgumentError, match="Give what state_dict"):
         loader.load_state_dict({**loader.state_dict(), **wrong})
@@ -376,7 +376,7 @@ def test_wrong_arguments_are_refused_when_the_loader_is_made(
     assert dataset.loader(np.int64(0), np.int32(1), np.int64(3), seed=-1).batch_size == 3
 
 
-def test_batches_are_tuples_in_the_order_of_columns_where_that_is_asked(dataset: Dataset) -> None:
+def test_tuple_batches_follow_the_order_of_columns(dataset: Dataset) -> None:
     options = {"columns": ["id", X.name], "shuffle": False}
     with (
         dataset.loader(0, 1, 10, **options) as plain,

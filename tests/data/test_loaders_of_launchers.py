@@ -1,4 +1,4 @@
-"""Loaders in ranks of torchrun, of `run_local` and of plain Python: the same rows in the same order, and going on at any row."""
+"""Loaders in ranks of torchrun, of `run_local` and of plain Python: the same rows in the same order, and resuming at any row."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _by_command(
         *((by_torchrun, size) for size in (1, 2, 4, 8)),
     ],
 )
-def test_rows_come_in_one_order_under_any_launcher_also_behind_any_row(
+def test_every_launcher_gives_the_same_order_from_any_row(
     tmp_path: Path, launch: Launch, size: int
 ) -> None:
     store = Store.create(tmp_path / "store")

@@ -44,7 +44,7 @@ def rows_of(store: Store, manifest: Manifest) -> dict[str, np.ndarray]:
         return source.read([c.name for c in manifest.schema.columns])
 
 
-def test_every_kind_of_column_comes_back_in_order(
+def test_every_type_of_column_is_read_back_in_order(
     spark: SparkSession, store: Store, tmp_path: Path
 ) -> None:
     rows = [
@@ -99,7 +99,7 @@ def test_every_kind_of_column_comes_back_in_order(
     np.testing.assert_array_equal(read_packed(tmp_path / "store" / DATA_DIR)["vec"], expected)
 
 
-def test_all_problems_are_told_at_once_with_their_counts(
+def test_one_error_lists_all_problems_with_counts(
     spark: SparkSession, store: Store, tmp_path: Path
 ) -> None:
     df = spark.range(0, 1000, 1, 3).select(
@@ -131,7 +131,9 @@ def test_all_problems_are_told_at_once_with_their_counts(
     assert not (tmp_path / "store" / DATA_DIR).exists()
 
 
-def test_widths_that_differ_between_tasks_only_are_found(spark: SparkSession, store: Store) -> None:
+def test_widths_that_differ_only_between_tasks_are_detected(
+    spark: SparkSession, store: Store
+) -> None:
     df = spark.range(0, 4, 1, 2).select(
         F.when(F.col("id") < 2, F.array(F.lit(1.0)))
         .otherwise(F.array(F.lit(1.0), F.lit(2.0)))
@@ -240,7 +242,9 @@ class MeasuredStore(Store):
         Path(folder, "grown").write_text(str(peak_bytes() - before))
 
 
-def test_a_writer_holds_a_part_of_its_data_only(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_writer_keeps_only_part_of_its_data_in_memory(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     # 80 KB per row, in one task: 400 MB as Spark has them.
     rows = amount(5000, 20_000)
     df = spark.range(0, rows, 1, 1).selectExpr("array_repeat(id * 1D, 10000) AS x", "id AS label")
@@ -252,7 +256,7 @@ def test_a_writer_holds_a_part_of_its_data_only(spark: SparkSession, tmp_path: P
     assert 20 << 20 < grown < 256 << 20, f"{grown >> 20} MiB"
 
 
-def test_a_store_that_the_driver_does_not_see_is_an_error(
+def test_a_store_invisible_to_the_driver_raises(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     df = spark.range(10).select("id", F.lit(1).alias("label"))
@@ -291,7 +295,7 @@ def test_small_partitions_of_a_local_master_are_one_file_in_their_order(
 
 
 @pytest.mark.parametrize("text", ["twice(id)", "explode(array(id, id))", "id"])
-def test_partitions_stay_where_their_rows_may_be_costly(
+def test_partitions_with_possibly_costly_rows_are_not_merged(
     spark: SparkSession, store: Store, text: str
 ) -> None:
     spark.udf.register("twice", lambda n: 2 * n, "long")

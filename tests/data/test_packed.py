@@ -51,7 +51,7 @@ def make(
     return manifest, values
 
 
-def test_rows_come_back_from_several_files_and_row_groups(store: Store, tmp_path: Path) -> None:
+def test_rows_are_read_back_from_several_files_and_row_groups(store: Store, tmp_path: Path) -> None:
     manifest, values = make(store, [250, 0, 1, 100])
     assert [f.row_groups for f in manifest.files] == [(100, 100, 50), (), (1,), (100,)]
     assert Manifest.load(store, "data/k/app") == manifest
@@ -68,7 +68,7 @@ def test_one_file_reads_by_itself(store: Store, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["a.x"], data(250)["a.x"])
 
 
-def test_read_packed_says_what_it_needs(store: Store, tmp_path: Path) -> None:
+def test_read_packed_refuses_other_files_with_a_clear_error(store: Store, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"neither a folder with a _manifest\.json"):
         read_packed(tmp_path)
     manifest, _ = make(store, [5])
@@ -119,7 +119,9 @@ def test_a_rewritten_file_is_decoded(
         np.testing.assert_array_equal(source.read(["y"], rows)["y"], rows)
 
 
-def test_own_files_are_read_without_decoding(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_written_by_sparkhvd_are_read_without_decoding(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest, values = make(store, [250_000], group_rows=100_000)
 
     def refuse(*_: object) -> None:
@@ -130,7 +132,7 @@ def test_own_files_are_read_without_decoding(store: Store, monkeypatch: pytest.M
         np.testing.assert_array_equal(source.read(["y"])["y"], values["y"])
 
 
-def test_a_file_that_is_not_the_manifests_is_refused(store: Store) -> None:
+def test_a_file_that_differs_from_the_manifest_is_refused(store: Store) -> None:
     manifest, _ = make(store, [250])
     write_packed(store, manifest.files[0].path, [X, Y], data(9))
     with (

@@ -96,7 +96,7 @@ def test_a_path_without_parquet_is_an_error(tmp_path: Path) -> None:
         ("metadata/v1.metadata.json", "an Iceberg table"),
     ],
 )
-def test_tables_whose_log_tells_the_rows_are_refused(tmp_path: Path, log: str, kind: str) -> None:
+def test_folders_of_tables_with_a_log_are_refused(tmp_path: Path, log: str, kind: str) -> None:
     write(tmp_path / "data" / "deleted.parquet")
     assert open_dataset(tmp_path).files
     (tmp_path / log).parent.mkdir(parents=True)
@@ -117,9 +117,7 @@ def test_tables_whose_log_tells_the_rows_are_refused(tmp_path: Path, log: str, k
         ("metadata/00003-0f1e2d3c.gz.metadata.json", "an Iceberg table"),
     ],
 )
-def test_parts_of_tables_whose_log_tells_the_rows_are_refused(
-    tmp_path: Path, log: str, kind: str
-) -> None:
+def test_subfolders_of_tables_with_a_log_are_refused(tmp_path: Path, log: str, kind: str) -> None:
     table, link = tmp_path / "table", tmp_path / "link"
     write(table / "data" / "day=0" / "deleted.parquet")
     link.symlink_to(table / "data" / "day=0")
@@ -139,7 +137,7 @@ def test_parts_of_tables_whose_log_tells_the_rows_are_refused(
         )
 
 
-def test_levels_above_that_may_not_be_read_are_passed_over(
+def test_unreadable_parent_folders_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "a.parquet")
@@ -159,7 +157,7 @@ def test_levels_above_that_may_not_be_read_are_passed_over(
     assert open_dataset("memory://lake/team/t/day=0").files
 
 
-def test_a_footer_that_is_damaged_is_named(tmp_path: Path) -> None:
+def test_error_names_a_file_with_a_damaged_footer(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     length = int.from_bytes(data[-8:-4], "little")
@@ -186,7 +184,7 @@ def test_a_file_without_rows_may_have_any_types(tmp_path: Path) -> None:
         manifest_of(tmp_path, "x")
 
 
-def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+def test_error_names_files_with_incompatible_columns(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", x=pa.array([1, 2], pa.int32()), y=[1.0, 2.0])
     write(tmp_path / "b.parquet", x=pa.array([3, 4], pa.int64()), y=[1.0, 2.0], more=[1, 2])
     assert manifest_of(tmp_path, "x", "y").num_rows == 4
@@ -200,7 +198,7 @@ def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     assert "'c.parquet' has column 'y' 0 times" in str(raised.value)
 
 
-def test_footers_tell_nulls_before_any_row_is_read(tmp_path: Path) -> None:
+def test_footers_reveal_nulls_before_any_row_is_read(tmp_path: Path) -> None:
     for number in range(3):
         values = [1.0] * 1000 + [None] * number
         write(tmp_path / f"{number}.parquet", x=values, y=[[1.0]] * len(values))
@@ -218,7 +216,7 @@ def test_footers_tell_nulls_before_any_row_is_read(tmp_path: Path) -> None:
         manifest_of(tmp_path / "t", "t")
 
 
-def test_footers_tell_the_ranges_of_integers(tmp_path: Path) -> None:
+def test_footers_give_the_ranges_of_integers(tmp_path: Path) -> None:
     schema = {"k": pa.int32(), "words": pa.list_(pa.int64()), "y": pa.float64()}
     parts = [
         {
@@ -264,7 +262,7 @@ def test_footers_do_not_refuse_rows_that_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("empty", [2, 400])  # 400: beyond the rows that the driver learns from
-def test_rows_without_entries_do_not_tell_the_shape_of_entries(tmp_path: Path, empty: int) -> None:
+def test_empty_rows_do_not_determine_the_shape_of_entries(tmp_path: Path, empty: int) -> None:
     kind = pa.list_(pa.list_(pa.float32()))
     write(tmp_path / "a.parquet", x=pa.array([[]] * empty, kind))
     write(tmp_path / "b.parquet", x=pa.array([[[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]]], kind))
@@ -323,7 +321,7 @@ def test_any_file_system_of_fsspec_works(tmp_path: Path) -> None:
     assert [f.path for f in below.files()] == ["k=7/a.parquet"]
 
 
-def test_packed_files_are_told_from_ordinary_ones(tmp_path: Path) -> None:
+def test_packed_files_are_refused_as_ordinary_parquet(tmp_path: Path) -> None:
     from sparkhvd.data.columns.schema import Column
     from sparkhvd.data.packed import write_packed
 

@@ -109,7 +109,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(
     max_examples=amount(30, 2_000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-def test_every_row_comes_once_whatever_the_files_and_ranks(folder: Path, case: Case) -> None:
+def test_every_row_is_read_once_for_any_files_and_ranks(folder: Path, case: Case) -> None:
     place = folder / "sharded"
     shutil.rmtree(place, ignore_errors=True)
     write(place, case.rows_per_file, case.group_rows)
@@ -143,7 +143,7 @@ def test_every_row_comes_once_whatever_the_files_and_ranks(folder: Path, case: C
 
 @given(data=st.data())
 @settings(max_examples=amount(20, 1_000), deadline=None)
-def test_any_rows_in_any_sequence_of_reads_are_those_of_the_files(
+def test_reads_of_any_rows_in_any_sequence_equal_the_files(
     folder: Path, data: st.DataObject
 ) -> None:
     place = folder / "any"
@@ -168,7 +168,7 @@ def test_any_rows_in_any_sequence_of_reads_are_those_of_the_files(
                 assert found["text"].row(at).tobytes() == f"<{row}>".encode()
 
 
-def test_every_kind_of_column_is_what_arrow_has(tmp_path: Path) -> None:
+def test_every_type_of_column_equals_arrow(tmp_path: Path) -> None:
     rows = 50
     numbers = np.arange(rows)
     tensor = pa.fixed_shape_tensor(pa.float64(), [2, 3])
@@ -288,7 +288,7 @@ def test_lists_of_a_fixed_length_with_nulls_are_counted(tmp_path: Path) -> None:
     assert "column 'x' (array<float>): 1 of 302 rows are null or hold a null." in str(raised.value)
 
 
-def test_row_groups_are_shuffled_whole_where_data_are_beyond_memory(tmp_path: Path) -> None:
+def test_row_groups_are_shuffled_whole_if_data_exceed_memory(tmp_path: Path) -> None:
     write(tmp_path, [400, 250], 50)
     store, manifest = manifest_of(tmp_path)
     with Reader(
@@ -323,7 +323,7 @@ def test_reading_in_order_decodes_each_row_once(
     assert sum(decoded) == 500
 
 
-def test_a_file_of_the_same_size_that_changes_during_the_fit_is_an_error(tmp_path: Path) -> None:
+def test_a_same_size_change_of_a_file_during_the_fit_raises(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"x": [1.0, 2.0], "id": [1, 2]}), path)
     store, manifest = manifest_of(tmp_path)
@@ -338,7 +338,7 @@ def test_a_file_of_the_same_size_that_changes_during_the_fit_is_an_error(tmp_pat
 
 
 @pytest.mark.parametrize("is_flipped", [False, True])
-def test_a_page_that_is_damaged_is_a_store_error_that_says_where(
+def test_a_damaged_page_raises_a_store_error_with_its_location(
     tmp_path: Path, is_flipped: bool
 ) -> None:
     path = tmp_path / "a.parquet"
@@ -367,7 +367,7 @@ def test_a_page_that_is_damaged_is_a_store_error_that_says_where(
         list(reader.epoch(0))
 
 
-def test_a_file_that_changes_during_the_fit_is_an_error(tmp_path: Path) -> None:
+def test_a_file_changed_or_deleted_during_the_fit_raises(tmp_path: Path) -> None:
     write(tmp_path, [100, 100], 50)
     store, manifest = manifest_of(tmp_path)
     pq.write_table(table(100, 120), tmp_path / "part-001.parquet", row_group_size=50)
@@ -408,7 +408,7 @@ def bad(folder: Path, **columns: Any) -> tuple[Any, Manifest]:
         ({"x": [[1, 2], [1, None], None, [1, 2]]}, "(array<double>): 2 of 4 rows are null"),
     ],
 )
-def test_values_that_cannot_be_used_are_counted_in_their_file(
+def test_error_counts_unusable_values_per_file(
     tmp_path: Path, columns: dict[str, Any], expected: str
 ) -> None:
     store, manifest = bad(tmp_path, **columns)
@@ -461,7 +461,7 @@ def test_nan_is_kept_in_files_read_in_place(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["k"], [[np.nan, 1], [2, np.nan], [3, np.inf]])
 
 
-def test_a_manifest_comes_back_from_the_store(tmp_path: Path) -> None:
+def test_a_manifest_survives_json(tmp_path: Path) -> None:
     write(tmp_path / "k=1" / "name=a b", [10], 4)
     _, manifest = manifest_of(tmp_path, feature_cols=["x", "k"])
     again = Manifest.from_json(manifest.to_json())

@@ -85,9 +85,7 @@ def test_rows_are_taken_sliced_and_padded_like_lists() -> None:
     large=st.booleans(),
 )
 @settings(max_examples=amount(50, 2000), deadline=None)
-def test_lists_of_any_length_are_what_arrow_has(
-    rows: list[list[int]], start: int, large: bool
-) -> None:
+def test_lists_of_any_length_equal_arrow(rows: list[list[int]], start: int, large: bool) -> None:
     kind = pa.large_list(pa.int32()) if large else pa.list_(pa.int32())
     values, found = column_to_numpy(pa.array(rows, kind)[start:], ragged_column("int64"))
     assert found.is_clean
@@ -97,7 +95,7 @@ def test_lists_of_any_length_are_what_arrow_has(
 
 @given(rows=st.lists(st.binary(max_size=5), max_size=8), start=st.integers(0, 8))
 @settings(max_examples=amount(50, 2000), deadline=None)
-def test_bytes_are_what_arrow_has(rows: list[bytes], start: int) -> None:
+def test_bytes_equal_arrow(rows: list[bytes], start: int) -> None:
     for kind in (pa.binary(), pa.large_binary()):
         column = Column("b", "binary", "uint8", (-1,), "binary", "float32", has_decoder=True)
         values, found = column_to_numpy(pa.array(rows, kind)[start:], column)
@@ -197,7 +195,7 @@ def test_nulls_and_nan_take_the_value_that_the_user_gave() -> None:
     assert found.nulls == 1
 
 
-def test_usable_rows_are_neither_null_nor_hold_a_null_or_nan() -> None:
+def test_usable_rows_contain_no_null_or_nan() -> None:
     nan = float("nan")
     column = Column("c", "array", "float32", None, "", "float32")
     lists = pa.array([[1.0], [1.0, None], None, [nan], [], [2.0, 3.0]])
@@ -304,7 +302,7 @@ def check(found: dict[str, Any], rows: dict[str, list[Any]], numbers: list[int])
 @settings(
     max_examples=amount(50, 3000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-def test_every_kind_of_row_comes_back_from_files(
+def test_every_type_of_row_is_read_back_from_files(
     shared_store: Store, table: dict[str, Any]
 ) -> None:
     manifest, rows = make(shared_store, table)
@@ -357,7 +355,7 @@ def test_a_rewritten_file_is_decoded(
         check(source.read(["s", "id", "b", "v"], np.array([1, 2, 5])), rows, [1, 2, 5])
 
 
-def test_own_files_are_read_without_decoding(
+def test_files_written_by_sparkhvd_are_read_without_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

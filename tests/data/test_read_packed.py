@@ -57,7 +57,7 @@ def test_one_file_gives_its_rows(tmp_path: Path) -> None:
     assert found["text"].tolist() == WORDS[1:]
 
 
-def test_files_that_are_not_packed_are_named(tmp_path: Path) -> None:
+def test_files_other_than_packed_files_raise_a_clear_error(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1.0]}), tmp_path / "plain.parquet")
     with pytest.raises(InvalidArgumentError, match="is Parquet, but not packed"):
         read_packed(tmp_path / "plain.parquet")

@@ -223,7 +223,7 @@ def test_epochs_differ_and_repeat(store: Store) -> None:
             assert ids(epoch_of(one, 1)) == ids(epoch_of(other, 1))
 
 
-def test_plan_tells_the_rows_of_the_batches(store: Store) -> None:
+def test_plan_predicts_the_rows_of_batches(store: Store) -> None:
     manifest = make(store, [300, 200])
     for shuffle_bytes in (1 << 30, 100 * ROW_BYTES):
         for subset in ("all", "train"):
@@ -468,7 +468,7 @@ def test_damaged_data_are_an_error_that_names_them(
     assert reader_threads() == []
 
 
-def test_a_read_that_never_returns_is_not_waited_for(
+def test_a_read_that_never_returns_times_out(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opening a pipe without a writer blocks, as a mount does whose server is gone."""
@@ -492,7 +492,7 @@ def test_a_read_that_never_returns_is_not_waited_for(
     assert not stuck.is_alive()
 
 
-def test_a_slow_read_that_another_epoch_began_is_waited_for(
+def test_an_epoch_waits_for_a_slow_read_of_another_epoch(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparkhvd.data.reading.reader.STOP_S", 0.1)

@@ -76,7 +76,7 @@ def test_the_same_plan_is_materialized_once(
     assert again.reason == "same plan, files and columns"
 
 
-def test_data_of_a_table_that_changes_during_the_write_are_not_reused(
+def test_data_of_a_table_changed_during_the_write_are_not_reused(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = iter(range(9))
@@ -123,9 +123,7 @@ def test_another_plan_type_time_zone_or_data_key_is_another_key(spark: SparkSess
         ),
     ],
 )
-def test_rows_in_the_plan_that_spark_does_not_tell_apart_have_no_key(
-    spark: SparkSession, rows: str, others: str
-) -> None:
+def test_plans_with_inline_rows_have_no_key(spark: SparkSession, rows: str, others: str) -> None:
     both = [spark.sql(f"SELECT * FROM VALUES {v} AS t(id, c, label)") for v in (rows, others)]
     assert both[0].semanticHash() == both[1].semanticHash()  # else this test shows nothing
     for df in both:
@@ -148,7 +146,7 @@ def test_options_of_a_scan_are_part_of_the_key(spark: SparkSession) -> None:
     assert text() == before
 
 
-def test_columns_beyond_those_that_spark_prints_are_part_of_the_key(spark: SparkSession) -> None:
+def test_columns_truncated_in_spark_output_are_part_of_the_key(spark: SparkSession) -> None:
     def text(value: float) -> str:
         many = [F.col("id").alias(f"c{i}") for i in range(30)]
         return plan_facts(spark.range(2).select(*many, F.lit(value).alias("last"))).plan
@@ -227,7 +225,7 @@ def test_options_of_file_formats_are_part_of_the_plan(spark: SparkSession, tmp_p
     assert plan_facts(scanned(spark, path, schemas[0])).plan == plan_facts(frames[0]).plan
 
 
-def test_the_mode_that_an_expression_was_made_in_is_part_of_the_plan(spark: SparkSession) -> None:
+def test_the_ansi_mode_of_an_expression_is_part_of_the_plan(spark: SparkSession) -> None:
     def text() -> str:
         df = spark.range(3).selectExpr("cast(cast(id as string) as int) as a")
         spark.conf.unset("spark.sql.ansi.enabled")
@@ -286,7 +284,7 @@ def test_a_source_is_read_again_only_if_it_changed(
     assert not longer.reused
     assert labels(store, longer) == [0, 0, 0.5, 0.5, 1, 1.5]
 
-    # Same plan and same path: only size and time tell.
+    # Same plan and same path: only size and time differ.
     numbers(spark, 4).withColumn("label", F.lit(9.0)).write.mode("overwrite").parquet(path)
     changed = prepared(spark.read.parquet(path), store)
     assert not changed.reused
@@ -297,7 +295,7 @@ def test_a_source_is_read_again_only_if_it_changed(
     ("log", "reader"),
     [("_delta_log/0.json", "format('delta')"), ("metadata/v1.metadata.json", "format('iceberg')")],
 )
-def test_a_table_that_is_read_past_its_log_is_told_once(
+def test_reading_a_table_without_its_log_warns_once(
     spark: SparkSession, store: Store, tmp_path: Path, log: str, reader: str
 ) -> None:
     table = tmp_path / "a table"
@@ -331,7 +329,7 @@ def test_a_file_rewritten_in_place_is_read_again(
 
     size = write(1.0)
     first = prepared(spark.read.parquet(str(file.parent)), store)
-    # The same name and the same size: only the time tells.
+    # The same name and the same size: only the time differs.
     assert write(2.0) == size
     spark.catalog.refreshByPath(str(file.parent))
     again = prepared(spark.read.parquet(str(file.parent)), store)
@@ -510,7 +508,7 @@ def test_a_lease_is_renewed_every_hour(spark: SparkSession, store: Store) -> Non
     assert after.renewed == before.renewed + 4000
 
 
-def test_data_that_cannot_be_used_leave_nothing(spark: SparkSession, store: Store) -> None:
+def test_unusable_data_leave_no_files(spark: SparkSession, store: Store) -> None:
     df = spark.range(5).select("id", F.lit(None).cast("double").alias("label"))
     with pytest.raises(InvalidArgumentError, match="5 of 5 rows are null"):
         prepared(df, store)
@@ -518,7 +516,7 @@ def test_data_that_cannot_be_used_leave_nothing(spark: SparkSession, store: Stor
     assert not any(store == s for s, _ in ownership._owned.directories)
 
 
-def test_a_file_that_went_missing_or_that_a_reader_found_damaged_is_made_again(
+def test_data_with_a_missing_or_damaged_file_are_written_again(
     spark: SparkSession, store: Store
 ) -> None:
     found = prepared(numbers(spark), store)

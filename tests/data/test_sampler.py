@@ -76,7 +76,7 @@ def test_every_row_once_and_equal_steps(
     shuffle=st.booleans(),
 )
 @settings(max_examples=amount(150), deadline=None)
-def test_ranks_together_see_what_one_process_sees(
+def test_ranks_together_read_the_batches_of_one_process(
     num_rows: int, size: int, batch_size: int, shuffle: bool
 ) -> None:
     options = {"seed": 3, "epoch": 2, "shuffle": shuffle}
@@ -162,7 +162,7 @@ def test_blocks_let_each_rank_read_its_part_only() -> None:
     assert len(np.unique(batch_rows(plan, 0, 0) // 50)) > 3
 
 
-def test_order_depends_on_seed_and_epoch_and_nothing_else() -> None:
+def test_order_depends_only_on_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return rank_rows(epoch_plan(100, size=1, batch_size=7, seed=seed, epoch=epoch), 0).tolist()
 
@@ -197,7 +197,7 @@ def test_split_of_one_row_is_an_error() -> None:
         split_validation(1, 0.5, 0)
 
 
-def test_plan_refuses_what_makes_no_sense() -> None:
+def test_plan_refuses_invalid_arguments() -> None:
     with pytest.raises(InvalidArgumentError, match="both must be at least 1"):
         epoch_plan(10, size=0, batch_size=1)
     with pytest.raises(InvalidArgumentError, match="Step 5 does not exist: the epoch has 5 steps"):

@@ -119,7 +119,7 @@ def test_dtypes_can_be_overridden_by_name_or_position() -> None:
     assert check(["int"], label_dtypes={"label": "float64"}).labels[0].dtype == "float64"
 
 
-def test_missing_column_names_near_ones_and_all() -> None:
+def test_error_of_a_missing_column_lists_similar_and_all_names() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         check(["vectr"])
     assert str(caught.value) == (
@@ -390,7 +390,7 @@ def test_handle_invalid_differs_by_column() -> None:
     assert [c.invalid for c in columns] == [("skip",), ("skip",), ("error",)]
 
 
-def test_nan_is_kept_where_a_column_can_hold_it() -> None:
+def test_nan_is_kept_only_in_float_columns() -> None:
     keep = {"double": "keep", "label": "keep"}
     columns = check(["double", "int"], handle_invalid=keep, label_dtypes={"label": "float64"})
     assert [c.invalid for c in columns.columns] == [("keep",), ("error",), ("keep",)]
@@ -405,7 +405,7 @@ def test_nan_is_kept_where_a_column_can_hold_it() -> None:
     assert [c.invalid for c in raw.columns] == [("keep",), ("error",)]
 
 
-def test_a_data_set_speaks_of_its_own_arguments(tmp_path: Path) -> None:
+def test_errors_of_prepare_name_its_own_arguments(tmp_path: Path) -> None:
     df: Any = SimpleNamespace(columns=list(FIELDS), schema=SCHEMA, sparkSession=None)
     says = "column 'text' is of type string, which cannot become a tensor. Name it in decoded="
     with pytest.raises(InvalidArgumentError, match=says):

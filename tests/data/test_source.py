@@ -28,7 +28,7 @@ def parquet(folder: Path, session: Any = None) -> ParquetFiles:
     return ParquetFiles(open_dataset(folder), session)
 
 
-def test_parquet_is_read_where_it_is_and_only_a_manifest_is_written(tmp_path: Path) -> None:
+def test_parquet_is_read_in_place_and_only_a_manifest_is_written(tmp_path: Path) -> None:
     source: DataSource = parquet(tmp_path / "data")
     store = Store.create(tmp_path / "store")
     schema = check_schema(source.schema, feature_cols=["x"], label_cols=[], data_name=source.name)

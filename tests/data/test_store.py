@@ -43,7 +43,7 @@ def any_store(request: pytest.FixtureRequest) -> Store:
     return found
 
 
-def test_create_makes_the_folder_and_leaves_nothing_in_it(tmp_path: Path) -> None:
+def test_create_makes_an_empty_folder(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path / "a" / "b"))
     assert (tmp_path / "a" / "b").is_dir()
     assert os.listdir(tmp_path / "a" / "b") == []
@@ -73,7 +73,7 @@ def test_create_refuses_an_unknown_scheme() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "  ", "/", "file://host/path", "s3:bucket"])
-def test_create_refuses_what_names_no_folder(given: str) -> None:
+def test_create_refuses_paths_that_name_no_folder(given: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"Store\.create"):
         Store.create(given)
 
@@ -99,7 +99,7 @@ def test_errors_and_repr_hide_secrets() -> None:
     assert repr(store) == "Store('s3://bucket/prefix', storage_options=<hidden>)"
 
 
-def test_bytes_come_back(any_store: Store) -> None:
+def test_written_bytes_are_read_back(any_store: Store) -> None:
     assert not any_store.exists("runs/1/a")
     any_store.write_bytes("runs/1/a", b"one")
     any_store.write_bytes("runs/1/a", b"two")
@@ -110,7 +110,7 @@ def test_bytes_come_back(any_store: Store) -> None:
         assert source.read() == b"wo"
 
 
-def test_reading_what_is_not_there_raises(any_store: Store) -> None:
+def test_reading_a_missing_file_raises(any_store: Store) -> None:
     with pytest.raises(FileNotFoundError):
         any_store.read_bytes("runs/none")
 
@@ -174,7 +174,7 @@ class Moves(pafs.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
         ([True, False, True], b"old", ["a"]),
     ],
 )
-def test_a_rename_that_fails_loses_nothing(
+def test_a_failed_rename_loses_no_file(
     tmp_path: Path, refused: list[bool], content: bytes, files: list[str]
 ) -> None:
     (tmp_path / "a").write_bytes(b"old")
@@ -188,7 +188,7 @@ def test_a_rename_that_fails_loses_nothing(
     assert sorted(os.listdir(tmp_path)) == files
 
 
-def test_a_file_that_could_not_be_moved_back_is_named(tmp_path: Path) -> None:
+def test_error_names_a_file_that_could_not_be_moved_back(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
     filesystem = pafs.PyFileSystem(Moves([True, False, True, True]))
     with (
@@ -222,14 +222,14 @@ def test_readers_never_see_a_mixture_while_writers_race(store: Store) -> None:
             thread.join()
 
 
-def test_a_store_pickles_with_what_it_has_opened_left_behind(store: Store) -> None:
+def test_a_store_pickles_without_its_open_files(store: Store) -> None:
     store.write_bytes("models/x", b"m")
     copy = pickle.loads(pickle.dumps(store))
     assert copy == store
     assert copy.read_bytes("models/x") == b"m"
 
 
-def test_deleting_what_others_delete_too_is_done(any_store: Store) -> None:
+def test_deleting_a_missing_path_succeeds(any_store: Store) -> None:
     any_store.write_bytes("runs/1/a", b"x")
     any_store.delete("runs/1/a/below a file")
     any_store.delete("runs/none/at/all")
@@ -246,7 +246,7 @@ def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
     assert any_store.list("data") == []
 
 
-def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
+def test_concurrent_owners_of_one_key_lose_no_lease(store: Store) -> None:
     """Delete a directory, and the key's folder if that is empty, while another owner has just begun in it."""
     rounds, ended, lost = 300, threading.Event(), []
 
@@ -275,7 +275,7 @@ def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
     assert lost == []
 
 
-def test_foreign_files_in_the_data_folder_break_nothing(any_store: Store) -> None:
+def test_foreign_files_in_the_data_folder_are_tolerated(any_store: Store) -> None:
     any_store.write_bytes("data/.DS_Store", b"x")
     any_store.write_bytes("data/k/README", b"x")
     any_store.write_bytes(
@@ -289,7 +289,7 @@ def test_foreign_files_in_the_data_folder_break_nothing(any_store: Store) -> Non
     assert sweep(any_store, now=6.0 + LEASE_S) == ["data/k/a"]
 
 
-def test_data_without_a_lease_go_when_nothing_in_them_changed_for_a_day(store: Store) -> None:
+def test_data_without_a_lease_expire_after_a_day_without_changes(store: Store) -> None:
     store.write_bytes("data/k/cut off/part-0.parquet", b"x")
     now = time.time()
     assert store.clean(now=now + LEASE_S - 60) == sweep(store, now=now + LEASE_S - 60) == []
@@ -354,7 +354,7 @@ def test_options_of_a_local_folder_are_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_only_folders_that_were_made_here_are_forgotten(tmp_path: Path) -> None:
+def test_only_empty_folders_created_by_this_store_are_removed(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "a" / "b" / "c")
     (tmp_path / "a" / "of another").mkdir()
     with pytest.warns(UserWarning, match="the empty folder on this machine is removed"):
@@ -383,7 +383,7 @@ def as_user(number: int) -> Iterator[None]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_data_that_a_user_may_not_see_keep_nobody_else_from_working() -> None:
+def test_data_hidden_from_a_user_do_not_stop_other_work() -> None:
     old = time.time() - 2 * LEASE_S
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -437,7 +437,7 @@ def test_clean_deletes_kept_and_abandoned_data_only(store: Store) -> None:
     assert store.exists("models/abc")
 
 
-def test_a_new_store_is_private_and_one_that_is_there_keeps_its_permissions(tmp_path: Path) -> None:
+def test_a_new_store_is_private_and_an_existing_store_keeps_its_permissions(tmp_path: Path) -> None:
     Store.create(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     (tmp_path / "shared").mkdir(mode=0o755)

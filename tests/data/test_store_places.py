@@ -38,9 +38,7 @@ QUOTED = "sw0rdfish%2F%2B%3D"
 
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.usefixtures("mounts")
-def test_a_mount_that_neither_appends_nor_seeks_holds_a_store(
-    tmp_path: Path, renames: bool
-) -> None:
+def test_a_store_works_on_a_mount_without_append_or_seek(tmp_path: Path, renames: bool) -> None:
     with sequential_mount(tmp_path / "folder", tmp_path / "mount", renames=renames) as mount:
         for mode in ("ab", "r+b"):
             (mount / "probe").write_bytes(b"x")
@@ -83,7 +81,7 @@ def test_databricks_folders_are_written_in_one_pass() -> None:
 @pytest.mark.parametrize(
     "given", ["/Volumes/no/such/volume/store", "dbfs:/Volumes/no/such/volume/store"]
 )
-def test_create_makes_no_volume(given: str) -> None:
+def test_create_does_not_create_a_databricks_volume(given: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create(given)
     assert str(caught.value) == (
@@ -139,7 +137,7 @@ def classic_session() -> object:
 
 @pytest.mark.parametrize("below", ["", "store"])
 @pytest.mark.usefixtures("mounts")
-def test_a_store_that_is_mounted_no_more_is_not_made_again(tmp_path: Path, below: str) -> None:
+def test_an_unmounted_store_is_not_recreated(tmp_path: Path, below: str) -> None:
     with tmpfs(tmp_path / "mount", 1 << 20) as place:
         store = Store.create(place / below)
         store.write_bytes("runs/r/a", b"x")
@@ -160,13 +158,13 @@ def test_a_store_that_is_mounted_no_more_is_not_made_again(tmp_path: Path, below
             late.read_bytes("runs/r/a")
 
 
-def test_a_store_that_was_not_made_is_not_there(tmp_path: Path) -> None:
+def test_writing_to_a_store_that_was_not_created_raises(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"is not on this host\. If its file system was unmounted"):
         Store(str(tmp_path / "no")).write_bytes("a", b"x")
     assert os.listdir(tmp_path) == []
 
 
-def test_hdfs_without_hadoops_library_says_what_to_set() -> None:
+def test_hdfs_without_hadoops_library_names_variables_to_set() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create("hdfs://namenode:8020/store")
     text = str(caught.value)
@@ -196,7 +194,7 @@ def test_hdfs_without_hadoops_library_says_what_to_set() -> None:
         ("abfss://container@account.dfs.core.windows.net/p", {"sas_token": SECRET}, None),
     ],
 )
-def test_neither_url_nor_repr_nor_error_holds_a_secret(
+def test_url_repr_and_errors_contain_no_secret(
     url: str, options: dict[str, object], shown: str | None
 ) -> None:
     store = Store(url, options)
@@ -212,7 +210,7 @@ def test_neither_url_nor_repr_nor_error_holds_a_secret(
     "password", [SECRET, "/word", "12/word", "12?word", "1#word", "wo[rd", "a@b/word"]
 )
 @pytest.mark.parametrize("scheme", ["s3", "ftp"])
-def test_a_password_that_is_not_quoted_is_refused_and_hidden(scheme: str, password: str) -> None:
+def test_an_unquoted_password_is_refused_and_hidden(scheme: str, password: str) -> None:
     url = f"{scheme}://AKIA:{password}@bucket/p"
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create(url)
@@ -248,11 +246,11 @@ def test_a_password_that_is_not_quoted_is_refused_and_hidden(scheme: str, passwo
         ),
     ],
 )
-def test_options_of_a_url_stand_beside_those_given(url: str, said: dict[str, object]) -> None:
+def test_options_are_read_from_a_url(url: str, said: dict[str, object]) -> None:
     assert addresses.url_options(url.partition(":")[0], url) == said
 
 
-def test_a_server_that_cannot_be_reached_is_named_by_every_call() -> None:
+def test_every_call_names_an_unreachable_server() -> None:
     store = Store("ftp://localhost:1/p")
     calls = (store.list, store.files, lambda: store.exists("a"), lambda: store.delete("a"))
     for call in (*calls, lambda: store.delete_unfinished("a"), store.data_directories):
@@ -269,7 +267,7 @@ def test_urls_with_a_port_or_an_at_sign_are_taken() -> None:
         assert Store(url).url == url
 
 
-def test_a_secret_that_begins_with_another_is_hidden_whole() -> None:
+def test_a_secret_that_starts_with_another_is_hidden_completely() -> None:
     options = {f"key{i}": "AKIAKEY" + "rest-of-it" * i for i in range(8)}
     assert Store("s3://bucket/p", options).hide("sent AKIAKEY" + "rest-of-it" * 7) == "sent ***"
 
@@ -317,7 +315,7 @@ def test_no_param_shows_a_password() -> None:
     assert TorchEstimator(store="/a/path").getStore() == "/a/path"
 
 
-def test_an_error_that_would_tell_a_secret_does_not_chain() -> None:
+def test_an_error_with_a_secret_is_not_chained() -> None:
     url = f"ftp://user:{QUOTED}@localhost:1/p"
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create(url)

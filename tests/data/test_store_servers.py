@@ -65,7 +65,7 @@ def test_a_served_store_reads_writes_lists_and_deletes(served: Store) -> None:
     assert served.list("runs", recursive=True) == []
 
 
-def test_a_writer_that_gives_up_neither_shows_its_half_nor_deletes_what_another_wrote(
+def test_an_aborted_writer_neither_publishes_nor_deletes_files(
     served: Store,
 ) -> None:
     with pytest.raises(KeyboardInterrupt), served.open_output("models/a") as sink:  # noqa: PT012
@@ -107,7 +107,7 @@ def test_an_interrupted_upload_is_whole(s3: S3) -> None:
     assert store.read_bytes("a") == data
 
 
-def test_an_option_leaves_what_the_url_says(s3: S3) -> None:
+def test_options_and_url_parameters_combine(s3: S3) -> None:
     given = {name: quote(str(value), safe="") for name, value in s3.options().items()}
     query = f"endpoint_override={given['endpoint_override']}&scheme={given['scheme']}"
     url = f"s3://{given['access_key']}:{given['secret_key']}@bucket/url?{query}"
@@ -129,7 +129,7 @@ def test_ordinary_parquet_is_read_from_a_served_store(served: Store) -> None:
     np.testing.assert_array_equal(found["day"], rows // 1000)
 
 
-def test_rows_and_checkpoints_come_back_from_a_served_store(served: Store) -> None:
+def test_rows_and_checkpoints_are_read_back_from_a_remote_store(served: Store) -> None:
     column = Column("x", "scalar", "float32", (), "float", "float32")
     values = np.arange(200_000, dtype=np.float32)
     file = write_packed(
@@ -159,7 +159,7 @@ def test_rows_and_checkpoints_come_back_from_a_served_store(served: Store) -> No
     assert served.runs() == ()
 
 
-def test_a_server_that_is_gone_is_named_without_the_key(s3: S3) -> None:
+def test_error_names_a_gone_server_without_its_key(s3: S3) -> None:
     with cable(s3.port) as line:
         store = Store.create("s3://bucket/gone", **s3.options(line.port))
         store.write_bytes("runs/r/a", b"x")
@@ -176,7 +176,7 @@ def test_a_server_that_is_gone_is_named_without_the_key(s3: S3) -> None:
             Store.create("s3://bucket/gone", **s3.options(line.port))
 
 
-def test_a_bucket_that_is_not_there_and_options_that_nobody_takes_are_said(s3: S3) -> None:
+def test_a_missing_bucket_and_unknown_options_raise_a_clear_error(s3: S3) -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"Store\.create\('s3://none/p'\): the folder cannot be written"
     ):

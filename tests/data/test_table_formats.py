@@ -164,7 +164,7 @@ def every_type(number: int) -> pa.Table:
     return pa.Table.from_pylist([{**row, "d": tenth, "e": tenth, "z": moment}], EVERY_TYPE)
 
 
-def test_values_that_a_column_cannot_hold_leave_out_no_file_of_delta(tmp_path: Path) -> None:
+def test_out_of_range_filter_values_skip_no_delta_file(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         deltalake.write_deltalake(tmp_path / "t", every_type(number), mode="append")
     for where, kept in EVERY_LITERAL.items():
@@ -176,7 +176,7 @@ def test_values_that_a_column_cannot_hold_leave_out_no_file_of_delta(tmp_path: P
     assert rows_of(tmp_path / "u", ["id"], where="p IS NOT NULL") == [(2.0,)]
 
 
-def test_rows_of_tables_tell_their_digests_apart(tmp_path: Path) -> None:
+def test_digests_distinguish_tables_by_their_rows(tmp_path: Path) -> None:
     found = set()
     for number in (1, 2, 3):
         deltalake.write_deltalake(tmp_path / f"{number}", every_type(number))
@@ -250,7 +250,7 @@ def test_deletion_vectors_and_column_mapping_of_delta(tmp_path: Path) -> None:
     ]
 
 
-def test_a_feature_that_is_not_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_error_names_an_unsupported_table_feature(tmp_path: Path) -> None:
     mapped_table(tmp_path / "t", "name", ["variantType"])
     with pytest.raises(InvalidArgumentError, match=r"variantType.*fit\(spark\.table\("):
         rows_of(tmp_path / "t", ["x"])
@@ -359,7 +359,7 @@ def test_every_snapshot_of_an_iceberg_table(catalog: Any, version: str) -> None:
     assert [row[0] for row in found] == [float(i) for i in range(10)]
 
 
-def test_values_that_a_column_cannot_hold_leave_out_no_file_of_iceberg(catalog: Any) -> None:
+def test_out_of_range_filter_values_skip_no_iceberg_file(catalog: Any) -> None:
     table = catalog.create_table("db.t", schema=EVERY_TYPE)
     for number in (1, 2, 3):
         table.append(every_type(number))
@@ -504,7 +504,7 @@ def test_only_new_files_are_read_again(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_live_row_comes_once_over_the_ranks(tmp_path: Path, ranks: int) -> None:
+def test_ranks_together_read_every_live_row_once(tmp_path: Path, ranks: int) -> None:
     mapped_table(tmp_path / "t", "id")
     dataset, schema = tables.dataset_of(tmp_path / "t", ["x"])
     manifest = read_manifest(dataset, schema)
@@ -519,7 +519,7 @@ def test_every_live_row_comes_once_over_the_ranks(tmp_path: Path, ranks: int) ->
     assert sorted(seen) == sorted(row[0] for row in delta_rows(tmp_path / "t", ["x"]))
 
 
-def test_known_files_that_are_gone_are_an_error(tmp_path: Path) -> None:
+def test_known_files_that_were_deleted_raise(tmp_path: Path) -> None:
     folder, store = tmp_path / "t", Store.create(tmp_path / "store")
     deltalake.write_deltalake(folder, rows(0, 10))
     deltalake.write_deltalake(folder, rows(10, 10), mode="append")
@@ -870,7 +870,7 @@ def test_a_filter_reads_back_from_its_text() -> None:
         "x = " + "9" * 5000,
     ],
 )
-def test_values_that_have_no_text_are_refused(where: Any) -> None:
+def test_filter_values_without_a_text_form_are_refused(where: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="where="):
         filters.parse(where)
 
@@ -879,7 +879,7 @@ def test_values_that_have_no_text_are_refused(where: Any) -> None:
     "where",
     ["a >", "a ! 1", "a IN ()", "(a = 1", "a = 1 2", "", "a LIKE 'x'", [("a", "?", 1)], [], 5],
 )
-def test_what_is_no_filter_is_refused(where: Any) -> None:
+def test_malformed_filters_are_refused(where: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="where="):
         filters.parse(where)
     with pytest.raises(InvalidArgumentError, match="are nested more than"):

@@ -109,7 +109,7 @@ def job(request: pytest.FixtureRequest, fork_server: ForkServer, store: Any) -> 
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_ranks_leave_come_back_and_change_their_order(job: Job, kind: str, tmp_path: Path) -> None:
+def test_ranks_leave_rejoin_and_change_their_order(job: Job, kind: str, tmp_path: Path) -> None:
     if kind == "file":
         job.place = str(tmp_path / "store")
     job.start()
@@ -238,7 +238,7 @@ def test_subgroups_and_groups_of_gloo_follow(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", [4], indirect=True)
-def test_ddp_goes_on_with_other_ranks_as_one_process_on_all_rows(job: Job) -> None:
+def test_ddp_with_changing_ranks_equals_one_process_on_all_rows(job: Job) -> None:
     steps = itertools.count()
 
     def train(who: Sequence[int], hook: str) -> None:
@@ -273,7 +273,7 @@ def test_ddp_goes_on_with_other_ranks_as_one_process_on_all_rows(job: Job) -> No
     "hook",
     ["", *left_to_soak("without a hook: the same works", "ddp_hook", "powersgd_hook")],
 )
-def test_ddp_goes_on_after_a_loss_anywhere_in_a_step(job: Job, hook: str) -> None:
+def test_ddp_continues_after_losing_a_rank_anywhere_in_a_step(job: Job, hook: str) -> None:
     job.start()
     job.join([0, 1, 2, 3])
     job.all("wrap", [[hook]] * 4)
@@ -305,7 +305,7 @@ def test_no_error_of_a_backward_pass_is_lost(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", [4], indirect=True)
-def test_hsdp_goes_on_without_a_replica_and_names_lost_shards(job: Job) -> None:
+def test_hsdp_continues_without_a_replica_and_names_lost_shards(job: Job) -> None:
     job.start()
     job.join([0, 1, 2, 3])
     job.all("shard")

@@ -97,7 +97,7 @@ def test_the_navigation_has_every_page() -> None:
     assert set(listed) == set(DOCUMENTS) - tables
 
 
-def test_links_out_of_the_folder_are_led_to_the_copies_of_the_site() -> None:
+def test_links_out_of_the_docs_folder_lead_to_copies_in_the_site() -> None:
     text = "[a](../examples/digits.py) [b](results) [c](inputs.md#groups) ![d](x.svg)\n```\n[e](../x)\n```\n"
     assert moved("docs/inputs.md", text) == (
         "[a](source/examples/digits.py) [b](results/README.md) [c](inputs.md#groups) ![d](x.svg)\n"
@@ -115,7 +115,7 @@ def test_links_out_of_the_folder_are_led_to_the_copies_of_the_site() -> None:
         assert origin(place(path)) == path
 
 
-def test_pyspark_is_what_the_environment_brings() -> None:
+def test_pyspark_is_an_optional_dependency() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     needed, optional = re.findall(
         r"^(?:dependencies|spark) = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL

@@ -60,7 +60,7 @@ def sparkhvd_names(text: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
-def test_blocks_compile_and_name_what_exists(page: str) -> None:
+def test_blocks_compile_and_refer_to_existing_names(page: str) -> None:
     for block in python_blocks(page):
         compile(block.text, f"{page}:{block.line}", "exec")
         for module, name in sparkhvd_names(block.text):

@@ -74,7 +74,7 @@ def test_each_param_is_in_the_table_of_its_group() -> None:
 
 
 @pytest.mark.parametrize("row", EVERY, ids=lambda row: row[0])
-def test_defaults_and_fates_are_those_of_the_code(row: list[str]) -> None:
+def test_defaults_and_horovod_status_match_the_code(row: list[str]) -> None:
     name, default, fate, meaning = row
     estimator = TorchEstimator()
     param = estimator.getParam(plain(name))
@@ -94,7 +94,7 @@ def test_all_of_horovods_are_there() -> None:
     assert {p.name for p in TorchEstimator().params} | set(ALIASES) >= HOROVODS
 
 
-def test_other_names_are_those_of_the_code() -> None:
+def test_aliases_match_the_code() -> None:
     assert {plain(a): plain(b) for a, b in table("names")} == ALIASES
     text = PAGE.read_text()
     assert [camel for camel in ACCESSORS if f"`set{camel}`" not in text] == []

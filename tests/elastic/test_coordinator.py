@@ -42,7 +42,9 @@ def question(join_token: JoinToken) -> JoinRequest:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"x" * 49, os.urandom(4096), b"GET / HTTP/1.0\r\n\r\n"])
-def test_connections_without_the_key_disturb_nobody(join_token: JoinToken, garbage: bytes) -> None:
+def test_connections_without_the_key_do_not_disturb_the_coordinator(
+    join_token: JoinToken, garbage: bytes
+) -> None:
     place = (join_token.coordinator.address, join_token.coordinator.port)
     others = [socket.create_connection(place) for _ in range(70)]
     try:
@@ -105,7 +107,7 @@ def test_a_member_that_sends_nonsense_takes_no_part_any_more(join_token: JoinTok
     link.close()
 
 
-def test_a_coordinator_that_is_gone_is_named_at_once(join_token: JoinToken) -> None:
+def test_a_gone_coordinator_raises_immediately(join_token: JoinToken) -> None:
     with Listener.bind("127.0.0.1", Settings()) as listener:
         gone = listener.endpoint()
     began = time.monotonic()

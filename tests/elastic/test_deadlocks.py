@@ -28,7 +28,7 @@ def finish(job: ElasticJob, gone: set[int], size: int) -> list[dict[str, Any]]:
     return results
 
 
-def test_too_few_that_were_told_of_removals_alone_sync_with_those_who_come() -> None:
+def test_survivors_of_a_removal_below_the_minimum_sync_with_new_ranks() -> None:
     """The survivors of a graceful leave need no state, and the rank that they wait for does."""
     with elastic_job(TARGET, 3, limits=limits(3, least=3)) as job:
         tell(job.members, pause=0.03)
@@ -41,7 +41,7 @@ def test_too_few_that_were_told_of_removals_alone_sync_with_those_who_come() -> 
         assert [job.next_change().change.sync for _ in range(2)] == [True, True]
 
 
-def test_ranks_that_were_told_different_news_do_the_same() -> None:
+def test_ranks_with_different_updates_act_alike() -> None:
     """One rank gets an update of removals alone, one of new hosts, and one none."""
     with elastic_job(TARGET, 3) as job:
         for member, news in zip(job.members, ({"update": 1}, {"update": 2}, {}), strict=True):
@@ -61,7 +61,7 @@ def test_all_ranks_of_a_host_die_at_once() -> None:
 
 
 @pytest.mark.parametrize("where", ["reset", "sync", "synced", "commit"])
-def test_a_death_while_the_others_go_on_after_another_one(where: str) -> None:
+def test_training_survives_a_death_during_recovery_from_another(where: str) -> None:
     """Rank 0 dies, and rank 1, which is the next rank 0, when they have just met, or send the state."""
     with elastic_job(TARGET, 4) as job:
         tell(job.members[:1], die=(1, 2))
@@ -71,7 +71,7 @@ def test_a_death_while_the_others_go_on_after_another_one(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["sync", *left_to_soak("sync, here", "synced", "commit")])
-def test_a_new_rank_that_dies_at_its_start_keeps_nobody_waiting(where: str) -> None:
+def test_a_new_rank_that_dies_at_its_start_blocks_no_rank(where: str) -> None:
     with elastic_job(TARGET, 2) as job:
         tell(job.members, pause=0.05)
         for member in job.members:
@@ -92,7 +92,7 @@ def test_a_rank_that_ends_well_too_early_does_not_end_the_others() -> None:
         assert error["kind"] == "SystemExit"
 
 
-def test_process_sets_whose_ranks_are_lost_do_not_end_the_others() -> None:
+def test_ranks_survive_the_loss_of_ranks_in_process_sets() -> None:
     with elastic_job(TARGET, 3) as job:
         tell(job.members[:2], sets=[[1], [0, 2]])
         tell(job.members[2:], sets=[[1], [0, 2]], die=(1, 2))

@@ -38,7 +38,7 @@ def limits(first: int, **more: Any) -> Limits:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_survivors_of_a_kill_go_on_in_their_processes(tcp_only: bool) -> None:
+def test_survivors_of_a_kill_continue_in_their_processes(tcp_only: bool) -> None:
     with elastic_job(f"{BODIES}:go_on", 4, tcp_only=tcp_only) as job:
         first = generation_of(job.members, 1)
         pids = {each["members"][each["rank"]]: each["pid"] for each in first}
@@ -80,7 +80,7 @@ def last_generation(job: ElasticJob, members: set[int]) -> int:
 
 
 @pytest.mark.timeout(60)
-def test_a_member_that_dies_while_the_others_meet_is_another_change() -> None:
+def test_a_death_during_the_rendezvous_causes_another_change() -> None:
     with elastic_job(f"{BODIES}:go_on", 2) as job:
         generation_of(job.members, 1)
         (late,) = job.start(1, f"{BODIES}:die_when_it_meets")
@@ -111,7 +111,7 @@ def test_a_stopped_member_is_left_out_and_learns_of_it_when_it_wakes() -> None:
     with elastic_job(f"{BODIES}:go_on", 3, limits=limits(3, patience_s=1.0)) as job:
         generation_of(job.members, 1)
         job.members[1].kill(signal.SIGSTOP)
-        # Nothing tells the others that it is there no more; a death does.
+        # A stop does not notify the others; a death does.
         job.members[2].kill(signal.SIGKILL)
         said = generation_of([job.members[0]], 2)
         assert said[0]["members"] == [0]
@@ -124,7 +124,7 @@ def test_a_stopped_member_is_left_out_and_learns_of_it_when_it_wakes() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_member_that_is_stopped_while_the_others_meet_is_left_out() -> None:
+def test_a_member_stopped_during_the_rendezvous_is_left_out() -> None:
     with elastic_job(f"{BODIES}:go_on", 2, limits=limits(2, patience_s=1.0)) as job:
         generation_of(job.members, 1)
         (late,) = job.start(1, f"{BODIES}:stop_when_it_meets")
@@ -148,7 +148,7 @@ def test_the_end_of_the_coordinator_ends_the_members_that_ask() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_removed_members_end_well_and_the_others_go_on() -> None:
+def test_removed_members_exit_cleanly_and_the_others_continue() -> None:
     with elastic_job(f"{BODIES}:go_on", 3) as job:
         generation_of(job.members, 1)
         job.coordinator.remove(1, "its host is not there any more")

@@ -70,7 +70,7 @@ class Job:
         return decision
 
 
-def test_a_process_that_comes_learns_whether_a_generation_runs() -> None:
+def test_a_new_process_learns_whether_a_generation_runs() -> None:
     job = Job(2)
     job.membership.receive(0, Arrival(), 0.0)
     assert job.messages() == {0: Running(0)}
@@ -86,7 +86,7 @@ def test_a_process_that_comes_learns_whether_a_generation_runs() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 8])
-def test_the_last_one_that_has_the_state_leaves_when_others_have_it(most: int) -> None:
+def test_the_last_holder_of_the_state_leaves_when_others_have_it(most: int) -> None:
     first = min(most, 2)
     job = Job(first, most=most)
     job.begin()
@@ -115,7 +115,7 @@ def test_the_last_one_that_has_the_state_leaves_when_others_have_it(most: int) -
 
 
 @pytest.mark.parametrize("why", ["failed", "removed", "over"])
-def test_a_process_that_comes_in_vain_learns_it_at_once(why: str) -> None:
+def test_a_new_process_that_cannot_join_is_refused_immediately(why: str) -> None:
     job = Job(2)
     job.begin()
     job.membership.expect(2)
@@ -143,7 +143,7 @@ def test_first_generation_waits_for_the_members_that_start() -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_first_generation_begins_without_a_member_that_ends_or_is_late(ends: bool) -> None:
+def test_first_generation_begins_without_an_ended_or_late_member(ends: bool) -> None:
     job = Job(first=3, least=2)
     for number in range(2):
         job.membership.receive(number, ask(number), 0.0)
@@ -229,7 +229,7 @@ def test_members_that_should_leave_do_so_at_a_commit_without_a_sync() -> None:
     assert messages[0] == messages[2] == Decision(2, (0, 2), tuple(map(endpoint, (0, 2))), False)
 
 
-def test_the_last_one_that_has_the_state_stays_while_nobody_is_coming() -> None:
+def test_the_last_holder_of_the_state_stays_until_another_joins() -> None:
     job = Job(first=2, most=2)
     job.begin()
     for number in range(2):
@@ -266,7 +266,7 @@ def test_rank_0_is_a_member_with_the_newest_state() -> None:
     assert job.decided().members == (1, 2, 0, 7)
 
 
-def test_a_job_whose_state_is_gone_ends_instead_of_starting_over() -> None:
+def test_a_job_that_lost_its_state_ends_instead_of_restarting() -> None:
     job = Job(first=2)
     job.begin()
     job.membership.receive(2, ask(2), 1.0)
@@ -312,7 +312,7 @@ def test_resets_have_a_limit() -> None:
             assert "reset 1 times" in str(messages[0])
 
 
-def test_nobody_joins_once_a_function_has_returned() -> None:
+def test_no_process_joins_after_a_function_returned() -> None:
     job = Job(first=2, least=2)
     job.begin()
     job.membership.receive(0, MemberReport("finished", 1), 1.0)

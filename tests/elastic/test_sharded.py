@@ -33,7 +33,7 @@ def begin(job: ElasticJob, **plan: Any) -> None:
 
 
 @pytest.mark.parametrize(("lost", "commit"), [(0, 1), (2, 3)])
-def test_the_part_of_a_lost_rank_comes_from_its_neighbour(lost: int, commit: int) -> None:
+def test_the_shard_of_a_lost_rank_is_restored_from_its_neighbour(lost: int, commit: int) -> None:
     with elastic_job(TARGET, 3) as job:
         for member in job.members:
             dies = {"die": (1, 4)} if member.rank == lost else {}
@@ -50,7 +50,7 @@ def test_a_rank_dies_before_the_first_commit_after_a_change(where: str) -> None:
         finish(job, {0, 1}, 2)
 
 
-def test_ranks_die_in_a_commit_and_a_new_one_joins_one_that_is_left_alone() -> None:
+def test_a_new_rank_joins_the_only_survivor_of_a_death_in_commit() -> None:
     with elastic_job(TARGET, 2) as job:
         tell(job.members[:1], sharded=True, pause=0.03, die_in=("commit", 1))
         tell(job.members[1:], sharded=True, pause=0.03)

@@ -75,7 +75,7 @@ def test_rows_are_exact_when_rank_0_and_another_die_and_one_joins() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_one_rank_that_is_left_goes_on_alone_and_grows_again() -> None:
+def test_a_single_remaining_rank_continues_and_the_job_grows_again() -> None:
     with elastic_job(f"{BODIES}:count_rows", 2) as job:
         tell(job.members[:1], die=(0, 3))
         tell(job.members[1:], pause=0.04)
@@ -88,7 +88,7 @@ def test_one_rank_that_is_left_goes_on_alone_and_grows_again() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_nobody_waits_for_a_process_that_prepares_to_join() -> None:
+def test_ranks_do_not_wait_for_a_process_preparing_to_join() -> None:
     """It is behind the others, and joins them when its function begins."""
     with elastic_job(f"{BODIES}:count_rows", 2) as job:
         tell(job.members, pause=0.04)
@@ -107,7 +107,7 @@ def test_nobody_waits_for_a_process_that_prepares_to_join() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_members_that_are_removed_leave_at_a_commit_and_no_row_is_lost() -> None:
+def test_removed_members_leave_at_a_commit_and_no_row_is_lost() -> None:
     with elastic_job(f"{BODIES}:count_rows", 3) as job:
         tell(job.members, pause=0.02)
         for member in job.members:
@@ -122,7 +122,7 @@ def test_members_that_are_removed_leave_at_a_commit_and_no_row_is_lost() -> None
 
 
 @pytest.mark.timeout(60)
-def test_rows_that_are_repeated_make_ranks_equal_and_no_row_is_lost() -> None:
+def test_repeated_rows_equalize_ranks_and_no_row_is_lost() -> None:
     with elastic_job(f"{BODIES}:count_rows", 3) as job:
         tell(job.members, repeat=True, rows=100, batch=1)  # 34 rows each: two more
         results = [result_of(member) for member in job.members]
@@ -131,7 +131,7 @@ def test_rows_that_are_repeated_make_ranks_equal_and_no_row_is_lost() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_lost_rank_ends_a_job_whose_ranks_cannot_change(fork_server: ForkServer) -> None:
+def test_a_lost_rank_ends_a_non_elastic_job(fork_server: ForkServer) -> None:
     target = f"{BODIES}:reduce_for_ever"
     with rank_processes(target, 2, with_engine=False, server=fork_server) as ranks:
         for rank in ranks:
@@ -145,7 +145,7 @@ def test_a_lost_rank_ends_a_job_whose_ranks_cannot_change(fork_server: ForkServe
 
 
 @pytest.mark.timeout(60)
-def test_a_second_run_goes_on_after_a_death_too() -> None:
+def test_a_second_run_continues_after_a_death() -> None:
     with elastic_job(f"{BODIES}:run_twice", 3) as job:
         results = []
         for member in job.members:
@@ -161,7 +161,7 @@ def of_survivors(job: ElasticJob, killed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(60)
-def test_an_engine_whose_ranks_met_again_keeps_no_descriptors() -> None:
+def test_repeated_rendezvous_leak_no_descriptors() -> None:
     """They are closed without a garbage collection: each engine has some megabytes of shared memory, too."""
     with elastic_job(f"{BODIES}:change_often", 2) as job:
         found = job.members[0].expect()
@@ -169,13 +169,13 @@ def test_an_engine_whose_ranks_met_again_keeps_no_descriptors() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_statistics_of_batches_are_those_of_the_ranks_that_are_left() -> None:
+def test_batch_norm_statistics_cover_the_remaining_ranks() -> None:
     with elastic_job(f"{BODIES}:normalize", 3) as job:
         assert of_survivors(job, 0) == [{"size": 2, "is_right": True}] * 2
 
 
 @pytest.mark.timeout(60)
-def test_the_script_of_the_page_goes_on_after_a_death() -> None:
+def test_the_script_of_the_page_continues_after_a_death() -> None:
     with elastic_job(f"{BODIES}:run_page", 3) as job:
         results = of_survivors(job, 1)
         assert [result["size"] for result in results] == [2, 2]
@@ -183,7 +183,7 @@ def test_the_script_of_the_page_goes_on_after_a_death() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_script_of_horovods_goes_on_after_the_death_of_rank_0() -> None:
+def test_a_horovod_script_continues_after_the_death_of_rank_0() -> None:
     with elastic_job(f"{BODIES}:run_horovod_script", 3) as job:
         results = of_survivors(job, 0)
         for result in results:
@@ -198,7 +198,7 @@ def test_a_script_of_horovods_goes_on_after_the_death_of_rank_0() -> None:
 
 
 def act(job: ElasticJob, dice: random.Random, plan: dict[str, Any]) -> str:
-    """Do something to a random member; return what. Somebody who has the state is left."""
+    """Do something to a random member; return what. At least one member that has the state remains."""
     gone = job.__dict__["gone"]
     left = [member for member in job.members if member.rank not in gone]
     # The first ones, and those that have reported a generation.

@@ -136,7 +136,7 @@ def test_every_constant_has_the_same_value() -> None:
     )
 
 
-def test_layout_is_what_a_c_compiler_makes_of_the_header(tmp_path: Path) -> None:
+def test_ctypes_layout_matches_the_compiled_header(tmp_path: Path) -> None:
     lines = ["#include <stdio.h>", '#include "sparkhvd.h"', "int main(void) {"]
     expected = []
     for name, structure in library.STRUCTURES.items():

@@ -133,7 +133,7 @@ def test_broadcast_copies_the_root(world: int, hosts: list[int] | None, settings
 
 
 @pytest.mark.parametrize(("world", "hosts", "settings"), LAYOUTS)
-def test_barrier_holds_everybody_until_the_last_one(
+def test_barrier_blocks_every_rank_until_the_last_arrives(
     world: int, hosts: list[int] | None, settings: Settings
 ) -> None:
     arrived: list[int] = []

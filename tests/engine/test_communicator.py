@@ -93,7 +93,7 @@ def test_an_error_of_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch
                 assert re.search(rf"rank 1 cannot join: .*{message}", str(other))
 
 
-def test_ranks_of_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_different_versions_raise_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = iter(["1.0", "2.0"])
     host = mpi._host
     monkeypatch.setattr(mpi, "_host", lambda: {**host(), "version": next(versions)})
@@ -102,7 +102,7 @@ def test_ranks_of_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> No
         assert "2.0" in str(outcome)
 
 
-def test_communicators_that_cannot_be_used_are_told() -> None:
+def test_unusable_communicators_raise_a_clear_error() -> None:
     with pytest.raises(InvalidArgumentError, match="cannot be used: MPI_ERR_COMM.*COMM_NULL"):
         meet(NullComm())
     comm: Any = world(1)[0]
@@ -111,7 +111,7 @@ def test_communicators_that_cannot_be_used_are_told() -> None:
         meet(comm)
 
 
-def test_a_rank_that_does_not_come_is_told_in_time() -> None:
+def test_a_missing_rank_raises_in_time() -> None:
     comm: Any = world(2)[0]
     comm.Iallgather = lambda *_: types.SimpleNamespace(Test=lambda: False)
     began = time.monotonic()
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_come_is_told_in_time() -> None:
 
 
 @pytest.mark.parametrize("variables", [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")])  # fmt: skip
-def test_an_mpi_that_has_not_noticed_its_launcher_is_told(
+def test_an_mpi_unaware_of_its_launcher_raises_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, variables: tuple[str, str]
 ) -> None:
     rank, size = variables

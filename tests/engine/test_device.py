@@ -77,7 +77,7 @@ def test_an_orderly_departure_is_no_loss_of_a_peer(first: str) -> None:
         assert ranks[2].expect() == ["", [2.0] * 5]
 
 
-def test_an_operation_that_stands_still_on_the_gpu_is_warned_about(
+def test_a_stalled_gpu_operation_causes_a_warning(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4)
@@ -106,12 +106,12 @@ def test_a_waiter_for_a_launch_serves_others_although_programs_take_its_cpu() ->
     assert statistics.median(seconds) < 0.03
 
 
-def test_memory_that_a_gpu_may_still_write_is_kept_for_good() -> None:
+def test_memory_that_a_gpu_may_still_write_is_never_freed() -> None:
     with rank_processes(f"{BODIES}:time_out", 1) as ranks:
         assert ranks[0].expect() == [False, True]
 
 
-def test_forked_child_calls_nothing_of_cuda() -> None:
+def test_a_forked_child_makes_no_cuda_call() -> None:
     with rank_processes(f"{BODIES}:fork_beside_it", 2) as ranks:
         for rank in ranks:
             assert rank.expect() == [0, [2.0] * 5]

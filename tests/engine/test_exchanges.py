@@ -272,7 +272,7 @@ def test_rank_outside_a_process_set_is_refused() -> None:
 
 @pytest.mark.parametrize("done", range(4))
 @pytest.mark.parametrize("departed", range(3))
-def test_a_joined_rank_adds_nothing(departed: int, done: int) -> None:
+def test_a_joined_rank_contributes_zeros(departed: int, done: int) -> None:
     def body(engine: Engine) -> tuple[list[float], int]:
         mine = done if engine.rank == departed else 3
         results = [
@@ -310,7 +310,7 @@ def mapped_segments() -> frozenset[str]:
 
 
 @pytest.mark.parametrize(("world", "hosts", "settings"), LAYOUTS)
-def test_registered_memory_is_reduced_where_it_lies(
+def test_registered_memory_is_reduced_in_place(
     world: int, hosts: list[int] | None, settings: Settings
 ) -> None:
     def body(engine: Engine) -> None:
@@ -378,7 +378,7 @@ def test_registered_memory_of_a_dropped_array_lives_until_its_operation_has_fini
     assert run_ranks(3, body, settings=SMALL) == [3.0] * 3
 
 
-def test_ranks_that_register_different_sizes_are_told() -> None:
+def test_registering_different_sizes_raises_on_every_rank() -> None:
     def body(engine: Engine) -> None:
         with pytest.raises(MismatchError):
             engine.allocate(4096 * (1 + engine.rank))

@@ -66,7 +66,7 @@ def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "out of patience"])
-def test_end_of_a_rank_is_told_though_tensors_are_queued_before_it(reason: str) -> None:
+def test_the_end_of_a_rank_is_reported_despite_queued_tensors(reason: str) -> None:
     """One rank takes no bytes for a while, and what it and the others hear then has many of them ahead."""
     with rank_processes(f"{BODIES}:move_large_tensors_until_lost", 3, tcp_only=True) as ranks:
         for rank in ranks:
@@ -89,7 +89,7 @@ def test_end_of_a_rank_is_told_though_tensors_are_queued_before_it(reason: str) 
 # A GiB that is resident takes the kernel a tenth of a second to free, before it closes connections.
 @pytest.mark.parametrize("resident_mib", [512, *left_to_soak("512 MiB, here", 4096)])
 def test_killed_rank_is_known_on_its_host_before_its_memory_is_freed(resident_mib: int) -> None:
-    """Within 20 ms at best: other load delays everybody, the end of a connection comes later in every round."""
+    """Within 20 ms at best: other load delays every rank, the end of a connection comes later in every round."""
     took, gone = [], []
     for _ in range(amount(3, 10)):
         with rank_processes(f"{BODIES}:wait_for_a_rank_with_memory", 3) as ranks:
@@ -103,7 +103,7 @@ def test_killed_rank_is_known_on_its_host_before_its_memory_is_freed(resident_mi
 
 
 @pytest.mark.parametrize("host_loss_s", [3, *left_to_soak("3 s, here", Settings().host_loss_s)])
-def test_stopped_rank_is_waited_for_and_goes_on(host_loss_s: float) -> None:
+def test_other_ranks_wait_for_a_stopped_rank_that_continues(host_loss_s: float) -> None:
     """A host whose kernel answers is there, however long its process has not read; 5 s are no stall. Three jobs at a time."""
     settings = Settings(connect_timeout_s=30, host_loss_s=host_loss_s)
     with ExitStack() as stack:
@@ -178,7 +178,7 @@ def test_killed_rank_is_named_though_its_forked_children_live(
 
 
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_rank_that_was_stopped_in_a_reduce_changes_nothing_of_the_next_generation(
+def test_a_rank_stopped_in_a_reduce_does_not_corrupt_the_next_generation(
     tcp_only: bool,
 ) -> None:
     settings = Settings(stall_shutdown_s=1, stall_warning_s=0, connect_timeout_s=20)

@@ -54,7 +54,7 @@ def write_from_children(engine: Engine, talk: Talk) -> Any:
     return {**endings, "sums": sums, "first byte": first}
 
 
-def test_children_cannot_write_where_the_ranks_work() -> None:
+def test_children_cannot_write_to_the_workspaces_of_ranks() -> None:
     with rank_processes(f"{__name__}:write_from_children", 2) as ranks:
         first, second = (rank.expect() for rank in ranks)
     # The workspaces of the world and of a process set, each rank's own and the other's.

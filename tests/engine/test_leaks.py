@@ -31,7 +31,7 @@ def check(before: dict[str, int], after: dict[str, int], limit: int = 4 * MIB) -
 
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(("tcp_only", "server"), [(False, "fork_server"), (True, "engine_server")])
-def test_generations_of_processes_leave_nothing(
+def test_repeated_generations_of_processes_leak_nothing(
     request: pytest.FixtureRequest, tcp_only: bool, server: str
 ) -> None:
     """Meet with a real rendezvous each time, by hvd.init(), and over TCP as engines; a leak of 4 KiB per generation shows."""
@@ -52,7 +52,7 @@ def test_generations_of_processes_leave_nothing(
 
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(("how", "count"), [("shutdown", 100), ("abort", 50), ("vanish", 100)])
-def test_engines_that_end_in_any_way_leave_nothing(how: str, count: int) -> None:
+def test_engines_that_end_in_any_way_leak_nothing(how: str, count: int) -> None:
     """End ranks, threads of one process, with an operation in flight; an abort costs six times as much as the others."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.engine.generations", how, str(amount(count, 10_000))],

@@ -80,7 +80,7 @@ MISMATCHES: dict[str, tuple[Callable[[Engine], Any], str]] = {
 
 @pytest.mark.parametrize("what", MISMATCHES)
 @pytest.mark.parametrize("hosts", [None, [0, 1]])
-def test_mismatch_shows_both_sides_on_every_rank_and_the_engine_goes_on(
+def test_mismatch_shows_both_sides_on_every_rank_and_the_engine_continues(
     what: str, hosts: list[int] | None
 ) -> None:
     call, message = MISMATCHES[what]
@@ -195,13 +195,13 @@ def test_operation_times_out_and_names_the_missing_rank() -> None:
     outcomes = rank_outcomes(3, body)
     late = re.compile(r"rank 1 did not submit it within [1-4][\d.]* s, while ranks 0 and 2 waited")
     kinds = {type(outcomes[0]), type(outcomes[2])}
-    # Who times out first tells the other.
+    # The rank that times out first notifies the other.
     assert kinds <= {CollectiveTimeoutError, PeerLostError, CollectiveError}
     assert CollectiveTimeoutError in kinds
     assert all(late.search(str(outcome)) for outcome in outcomes), outcomes
 
 
-def test_wait_times_out_while_the_operation_goes_on() -> None:
+def test_wait_times_out_while_the_operation_continues() -> None:
     may_come = threading.Event()
 
     def body(engine: Engine) -> Any:
@@ -303,7 +303,7 @@ def test_tensors_of_a_dropped_work_live_until_it_has_finished() -> None:
     run_ranks(2, body)
 
 
-def test_dropped_works_that_take_long_do_not_keep_those_behind_them() -> None:
+def test_slow_dropped_works_do_not_retain_later_works() -> None:
     may_come = threading.Event()
 
     def body(engine: Engine) -> None:
@@ -360,7 +360,7 @@ def resources() -> Counter[str]:
 
 
 @pytest.mark.parametrize("hosts", [None, [0, 0, 1]])
-def test_many_generations_leave_nothing_behind(hosts: list[int] | None) -> None:
+def test_many_generations_leak_nothing(hosts: list[int] | None) -> None:
     meetings = in_process(3, hosts)
 
     def body(engine: Engine) -> float:

@@ -31,7 +31,9 @@ def test_memfd_is_sealed_and_close_on_exec(
         os.close(descriptor)
 
 
-def test_memfd_that_the_kernel_refuses_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memfd_that_the_kernel_refuses_raises_an_os_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
     with pytest.raises(OSError, match="memfd_create"):
         new_memfd("n" * 300)  # names have at most 249 bytes

@@ -83,7 +83,9 @@ def test_random_programs_move_every_message(
 
 
 @pytest.mark.parametrize("hosts", [None, [0, 1]], ids=["one host", "two hosts"])
-def test_large_message_and_one_that_is_shorter_than_its_receive(hosts: list[int] | None) -> None:
+def test_large_messages_and_messages_shorter_than_their_receive_arrive(
+    hosts: list[int] | None,
+) -> None:
     def body(engine: Engine) -> None:
         other = 1 - engine.rank
         for count in (100, 8 << 20):
@@ -102,7 +104,7 @@ def test_large_message_and_one_that_is_shorter_than_its_receive(hosts: list[int]
     run_ranks(2, body, hosts=hosts)
 
 
-def test_errors_say_what_to_do() -> None:
+def test_wrong_calls_raise_a_clear_error() -> None:
     def body(engine: Engine) -> None:
         other = 1 - engine.rank
         array = np.zeros(50_000)

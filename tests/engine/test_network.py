@@ -29,7 +29,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_results_are_those_of_numpy(per_host: int) -> None:
+def test_results_equal_numpy(per_host: int) -> None:
     with two_hosts() as (a, b):
         hosts = [a] * per_host + [b] * per_host
         with ranks_on(hosts, f"{BODIES}:collectives") as ranks:
@@ -77,7 +77,7 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
 
 
 @pytest.mark.parametrize("resident_mib", [512, *left_to_soak("512 MiB, here", 4096)])
-def test_killed_rank_is_told_to_other_hosts_before_its_memory_is_freed(resident_mib: int) -> None:
+def test_other_hosts_learn_of_a_killed_rank_before_its_memory_is_freed(resident_mib: int) -> None:
     """Within 50 ms at best, by the rank beside it; as `test_faults` inside a host."""
     took = []
     body = "tests.engine.fault_bodies:wait_for_a_rank_with_memory"
@@ -89,7 +89,7 @@ def test_killed_rank_is_told_to_other_hosts_before_its_memory_is_freed(resident_
 
 
 @pytest.mark.parametrize("stop_in_transfer", [True, *left_to_soak("in a transfer, here", False)])
-def test_host_of_a_stopped_rank_that_has_no_room_is_lost_in_time(stop_in_transfer: bool) -> None:
+def test_a_lost_host_with_a_stopped_rank_is_detected_in_time(stop_in_transfer: bool) -> None:
     """While the kernel has bytes for which the peer has no room it asks seldom for some, and not whether its host lives."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with stopped_without_room(settings, stop_in_transfer) as (a, ranks):
@@ -103,7 +103,7 @@ def test_host_of_a_stopped_rank_that_has_no_room_is_lost_in_time(stop_in_transfe
 
 
 @pytest.mark.parametrize("pause_s", [0.3, *left_to_soak("0.3 s, here", 1.5)])
-def test_host_of_a_rank_that_has_just_stopped_is_lost_in_time(pause_s: float) -> None:
+def test_a_lost_host_with_a_just_stopped_rank_is_detected_in_time(pause_s: float) -> None:
     """Before the peer's kernel has sent a probe, the probes of the own kernel get no answer."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with stopped_without_room(settings, stop_in_transfer=True) as (a, ranks):
@@ -115,7 +115,7 @@ def test_host_of_a_rank_that_has_just_stopped_is_lost_in_time(pause_s: float) ->
 
 
 @pytest.mark.parametrize("stopped_s", [2 * HOST_LOSS_S, *left_to_soak("6 s, here", 20, 150)])
-def test_a_stopped_rank_that_has_no_room_is_never_lost(stopped_s: float) -> None:
+def test_a_stopped_rank_with_full_buffers_is_never_considered_lost(stopped_s: float) -> None:
     """Also when the kernel asks for room less often than `host_loss_s` (in 150 s: every 100 s)."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with stopped_without_room(settings, stop_in_transfer=True) as (_, ranks):

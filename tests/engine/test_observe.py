@@ -79,7 +79,7 @@ def test_counters_count_operations_bytes_and_times() -> None:
             assert Metrics(counters).prometheus()
 
 
-def test_counters_tell_failures_and_outlive_a_shutdown() -> None:
+def test_counters_include_failures_and_survive_a_shutdown() -> None:
     def body(engine: Engine) -> dict[str, Any]:
         with pytest.raises(MismatchError):
             allreduce(engine, "x", np.ones(3 + engine.rank, np.float32))
@@ -147,7 +147,7 @@ def test_timeline_of_the_settings_is_rank_zeros_and_complete_after_a_shutdown(
     assert run_ranks(1, body, settings=Settings(timeline="DYNAMIC")) == [None]
 
 
-def test_timeline_that_cannot_be_written_is_an_error_at_once() -> None:
+def test_an_unwritable_timeline_raises_immediately() -> None:
     def body(engine: Engine) -> None:
         with pytest.raises(InvalidArgumentError, match=r"start_timeline\('/nowhere/t\.json'\)"):
             engine.start_timeline("/nowhere/t.json")

@@ -28,7 +28,7 @@ def test_polling_alone_finishes_operations_submitted_in_opposite_orders(tcp_only
 
 
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_rank_that_holds_its_gil_delays_nobody(tcp_only: bool) -> None:
+def test_a_rank_that_holds_its_gil_does_not_delay_other_ranks(tcp_only: bool) -> None:
     with rank_processes(f"{BODIES}:hold_the_gil", 2, tcp_only=tcp_only) as ranks:
         seconds = ranks[0].expect()
         # Who noticed would wait for half a second.
@@ -53,7 +53,7 @@ def test_killed_rank_is_named_by_every_other_within_two_seconds(body: str, tcp_o
 
 
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_rank_killed_before_it_comes_is_named(tcp_only: bool) -> None:
+def test_error_names_a_rank_killed_before_the_collective(tcp_only: bool) -> None:
     with rank_processes(f"{BODIES}:add", 3, tcp_only=tcp_only) as ranks:
         ranks[1].kill(signal.SIGKILL)
         for rank in (ranks[0], ranks[2]):
@@ -76,7 +76,7 @@ def test_killed_rank_is_noticed_although_its_forked_child_lives() -> None:
         assert time.monotonic() - start < 2
 
 
-def test_forked_child_is_told_and_the_parent_goes_on() -> None:
+def test_a_forked_child_gets_an_error_and_the_parent_continues() -> None:
     with rank_processes(f"{BODIES}:use_in_forked_child", 2) as ranks:
         for rank in ranks:
             written, after = rank.expect()
@@ -90,7 +90,7 @@ def test_forked_child_is_told_and_the_parent_goes_on() -> None:
             assert after == [2.0] * 4
 
 
-def test_ctrl_c_interrupts_a_wait_and_the_operation_goes_on() -> None:
+def test_ctrl_c_interrupts_a_wait_and_the_operation_continues() -> None:
     with rank_processes(f"{BODIES}:interrupted_wait", 2) as ranks:
         assert ranks[0].expect() == "waiting"
         time.sleep(0.3)

@@ -23,7 +23,7 @@ Array = Any
 
 
 @pytest.mark.parametrize(("world", "hosts", "settings"), LAYOUTS)
-def test_reduce_gives_the_root_what_numpy_gives(
+def test_reduce_on_the_root_equals_numpy(
     world: int, hosts: list[int] | None, settings: Settings
 ) -> None:
     cases = [(dtype, op, size) for dtype, op in REDUCTIONS for size in (1, 1003)]
@@ -100,7 +100,7 @@ def test_gather_and_scatter_are_each_others_inverse(
     run_ranks(world, body, hosts=hosts, settings=settings)
 
 
-def test_errors_say_what_to_do() -> None:
+def test_wrong_inputs_raise_a_clear_error() -> None:
     def body(engine: Engine) -> None:
         array = np.ones((4, 2), np.float32)
         call = engine.prepare(Collective.SCATTER, [view(array)], DType.FLOAT32, root_rank=0)

@@ -39,7 +39,7 @@ print(os.read(pipe, 100000).decode())
     assert "in <module>" in text
 
 
-def test_handler_comes_back_where_the_program_took_it_away() -> None:
+def test_the_handler_is_reinstalled_after_the_program_removed_it() -> None:
     text = run(
         """
 import os, signal
@@ -64,7 +64,7 @@ print(os.read(pipe, 100000).decode())
         "ctypes.CDLL(None).signal(44, handler)",
     ],
 )
-def test_signal_that_the_program_uses_is_left_alone(install: str) -> None:
+def test_a_signal_used_by_the_program_is_left_alone(install: str) -> None:
     text = run(
         f"""
 import ctypes, faulthandler, signal, sys
@@ -78,7 +78,7 @@ print(stacks.prepare(44) == stacks.NO_STACKS, signal.getsignal(44) is before)
     assert text.split() == ["True", "True"]
 
 
-def test_no_signal_means_no_stacks_and_nothing_is_installed() -> None:
+def test_no_signal_means_no_stacks_and_no_installed_handler() -> None:
     text = run(
         """
 import os

@@ -34,7 +34,7 @@ def run_late(ranks: list[RankProcess], reason: str) -> None:
         *left_to_soak("another reason, here", *((reason, True) for reason in REASONS[1:])),
     ],
 )
-def test_warning_names_the_missing_rank_and_shows_where_it_is(
+def test_warning_names_the_missing_rank_and_shows_its_stack(
     reason: str, tcp_only: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with rank_processes(
@@ -59,7 +59,7 @@ def test_late_coordinator_shows_its_own_stack(capfd: pytest.CaptureFixture[str])
     assert "in coordinator_is_late\n" in printed
 
 
-def test_signal_that_the_program_uses_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_used_by_the_program_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     target = "tests.engine.own_signal_bodies:one_rank_is_late"
     with rank_processes(target, 2, settings=SETTINGS) as ranks:
         run_late(ranks, "sleeping_here")
@@ -79,7 +79,7 @@ def test_rank_survives_when_its_handler_was_taken_away(capfd: pytest.CaptureFixt
     )
 
 
-def test_no_stack_is_taken_where_the_setting_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_disables_stacks(capfd: pytest.CaptureFixture[str]) -> None:
     settings = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4, stack_signal=0)
     with rank_processes(f"{BODIES}:one_rank_is_late", 2, settings=settings) as ranks:
         run_late(ranks, "sleeping_here")
@@ -98,7 +98,9 @@ def wait_for(text: str, capfd: pytest.CaptureFixture[str]) -> str:
     return printed
 
 
-def test_stopped_rank_is_told_from_one_that_is_busy(capfd: pytest.CaptureFixture[str]) -> None:
+def test_warning_distinguishes_a_stopped_rank_from_a_busy_rank(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with rank_processes(f"{BODIES}:say_running_and_wait", 2, settings=SETTINGS) as ranks:
         for rank in ranks:
             assert rank.expect() == "running"
@@ -116,7 +118,7 @@ def test_stopped_rank_is_told_from_one_that_is_busy(capfd: pytest.CaptureFixture
     assert answers.count("sparkhvd warning: rank 1 is here:\n") == 1
 
 
-def test_rank_that_comes_too_late_is_an_error_on_every_rank() -> None:
+def test_a_late_rank_raises_on_every_rank() -> None:
     settings = Settings(connect_timeout_s=DEADLINE_S, stall_shutdown_s=LATE_S / 3)
     with rank_processes(f"{BODIES}:one_rank_comes_too_late", 2, settings=settings) as ranks:
         for rank in ranks:

@@ -169,7 +169,7 @@ def own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemporaryFolders]:
         shutil.rmtree(folder)
 
 
-def test_a_temporary_store_stays_with_weights_that_nobody_has(
+def test_a_temporary_store_with_unreturned_weights_is_kept(
     tmp_path: Path, df: DataFrame, own_folders: TemporaryFolders
 ) -> None:
     (tmp_path / "sore").touch()

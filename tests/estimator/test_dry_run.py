@@ -63,7 +63,7 @@ def test_labels_that_fit_pass(width: int, label: Column, loss: Any) -> None:
         (nn.Linear(4, 1), PAIR, lambda o, t: (o - t).mean(), "would broadcast"),
     ],
 )
-def test_labels_that_do_not_fit_are_named(
+def test_error_names_labels_that_mismatch_the_output(
     model: nn.Module, label: Column, loss: Any, says: str
 ) -> None:
     if isinstance(loss, nn.NLLLoss):
@@ -138,7 +138,7 @@ def test_loss_and_metrics_are_tried_on_permuted_labels_once(is_asked: bool) -> N
     assert not pairs.is_left
 
 
-def test_a_loss_that_torch_warns_of_is_an_error_before_any_job() -> None:
+def test_a_loss_that_broadcasts_raises_before_any_job() -> None:
     def loss(output: Tensor, label: Tensor) -> Tensor:
         return nn.functional.l1_loss(output.squeeze(1), label)
 

@@ -74,7 +74,7 @@ def printed_changes(captured: str) -> list[str]:
     return [line.partition(" in ")[0] for line in lines]
 
 
-def test_no_row_is_left_out_or_trained_on_twice_whoever_comes_and_goes(
+def test_each_row_is_trained_on_once_when_ranks_join_and_leave(
     df: DataFrame, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = Store.create(tmp_path / "store")
@@ -104,7 +104,7 @@ def test_no_row_is_left_out_or_trained_on_twice_whoever_comes_and_goes(
 
 
 def assert_changes_are_told(fitted: TorchModel) -> None:
-    """History and report tell who came and went, and the rows that were trained on again."""
+    """History and report show which ranks joined and left, and the rows that were trained on again."""
     lines = [line for record in fitted.history for line in record.get("rank_changes", ())]
     assert [line.partition(" in ")[0] for line in lines] == ["2 -> 1 rank", "1 -> 2 ranks"]
     assert "ended with signal SIGKILL" in lines[0]
@@ -124,7 +124,7 @@ def assert_changes_are_told(fitted: TorchModel) -> None:
     assert "joined as rank 1" in html
 
 
-def test_ranks_change_between_epochs_where_the_rest_of_one_cannot_be_divided(
+def test_ranks_change_between_epochs_if_an_epoch_cannot_be_redivided(
     df: DataFrame, tmp_path: Path
 ) -> None:
     fit = estimator(
@@ -171,7 +171,7 @@ class KillAll(Callback):
 
 
 @soak("a fit that is relaunched from its checkpoint: estimator/test_faults; a lost rank: here")
-def test_a_fit_whose_ranks_are_all_lost_goes_on_from_its_checkpoint(
+def test_a_fit_resumes_from_its_checkpoint_after_losing_all_ranks(
     df: DataFrame, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = Store.create(tmp_path / "store")
@@ -202,7 +202,7 @@ def test_a_fit_whose_ranks_are_all_lost_goes_on_from_its_checkpoint(
         ({"num_proc": (1, 2), "gradient_compression": hvd.Compression.powersgd(2)}, InvalidArgumentError, "powersgd keeps a part"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
+def test_invalid_elastic_params_are_refused(
     df: DataFrame, given: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):

@@ -260,9 +260,7 @@ def test_wrong_params_are_named_before_any_job(
     assert tracker.getJobIdsForGroup() == jobs
 
 
-def test_a_gpu_that_no_rank_has_is_an_error_that_says_what_was_found(
-    df: DataFrame, store: Store
-) -> None:
+def test_use_gpu_without_a_gpu_raises_an_error_with_the_cause(df: DataFrame, store: Store) -> None:
     fit = estimator(mlp(2), store, use_gpu=True, num_proc=1)
     # Variables of CUDA would start another zygote, and the next fit without them one more.
     fit.setSettings(Settings(cuda_library="/nowhere/libcuda.so.1", nursery="0"))
@@ -303,7 +301,7 @@ def test_too_many_ranks_are_an_error_before_any_job(df: DataFrame, store: Store)
         ),
     ],
 )
-def test_a_model_that_does_not_fit_the_data_is_named_before_any_rank(
+def test_a_model_that_mismatches_the_data_raises_before_ranks_start(
     df: DataFrame, store: Store, model: nn.Module, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError) as failed:
@@ -322,13 +320,15 @@ class Ranked(nn.Module):
         return self.layers(x) + 0.0 * hvd.rank()
 
 
-def test_a_model_that_only_ranks_can_run_is_trained_by_them(df: DataFrame, store: Store) -> None:
+def test_a_model_that_runs_only_in_ranks_is_trained(df: DataFrame, store: Store) -> None:
     model = estimator(Ranked(), store, num_proc=1).fit(df)
     assert model.transform(df).columns[-2:] == ["y__output", "prediction"]
     assert dict(model.transform(df).dtypes)["y__output"] == "double"
 
 
-def test_an_integer_label_of_an_own_loss_names_label_dtypes(df: DataFrame, store: Store) -> None:
+def test_error_of_a_custom_loss_on_integer_labels_suggests_label_dtypes(
+    df: DataFrame, store: Store
+) -> None:
     fit = estimator(
         mlp(2),
         store,
@@ -406,7 +406,7 @@ def test_an_error_of_the_first_batch_reaches_the_driver_within_a_second(
         ),
     ],
 )
-def test_splits_and_classes_that_cannot_be_are_named_before_any_rank(
+def test_invalid_splits_and_classes_raise_before_ranks_start(
     df: DataFrame, store: Store, options: dict[str, Any], message: str
 ) -> None:
     number = "monotonically_increasing_id() AS n"  # 0 to 9 in one partition

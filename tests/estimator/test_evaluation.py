@@ -96,7 +96,7 @@ def test_history_of_a_model_is_flat_nested_or_a_frame() -> None:
     assert model.setHistory([]).history_frame().empty
 
 
-def test_a_model_shows_what_it_is() -> None:
+def test_repr_of_a_model_summarizes_module_columns_and_training() -> None:
     model = TorchModel()
     assert repr(model) == f"{model.uid}: no trained module"
     with pytest.raises(InvalidArgumentError, match="no trained module"):

@@ -206,7 +206,7 @@ def test_a_relaunched_fit_equals_an_undisturbed_one_bit_by_bit(
     assert "lost launches" in {phase["name"] for phase in report["phases"]}
 
 
-def test_a_rank_killed_in_a_step_is_named_in_time_and_a_new_fit_goes_on_there(
+def test_a_killed_rank_is_named_promptly_and_a_new_fit_resumes(
     folder: Path, df: DataFrame, whole: TorchModel
 ) -> None:
     place = folder / "killed"
@@ -245,7 +245,7 @@ class Waits(Callback):
                 raise
 
 
-def test_an_interrupted_fit_lets_its_rank_save_and_goes_on_there(
+def test_an_interrupted_fit_lets_its_rank_save_and_resumes(
     tmp_path: Path, df: DataFrame, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store, waits = Store.create(tmp_path / "store"), Waits(tmp_path)

@@ -183,7 +183,7 @@ def test_several_inputs_labels_weights_validation_and_metrics(
     assert isinstance(row.total__output, float)
 
 
-def test_how_far_an_epoch_is_and_the_slowest_rank_come_while_it_runs(
+def test_progress_shows_steps_and_the_slowest_rank_during_an_epoch(
     spark: SparkSession,
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
@@ -278,9 +278,7 @@ class InDouble(nn.Module):
         return self.layer(x.float()) + torch.full((1,), 2.0**-40)
 
 
-def test_settings_of_torch_hold_in_ranks_and_in_transform(
-    spark: SparkSession, store: Store
-) -> None:
+def test_torch_settings_apply_in_ranks_and_in_transform(spark: SparkSession, store: Store) -> None:
     df = numbers(spark, 8, 2, 1).select(F.array("a0", "a1").alias("x"), "y")
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("high")

@@ -126,7 +126,7 @@ class Stop(Callback):
             raise RuntimeError("stopped on purpose")
 
 
-def test_a_fit_goes_on_inside_an_epoch_only_with_the_same_files(
+def test_a_fit_resumes_mid_epoch_only_with_the_same_files(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "data", values())
@@ -182,7 +182,7 @@ def test_rows_are_left_out_alike_on_all_ranks_and_decoders_run(
     )
 
 
-def test_values_that_a_rank_finds_are_named_with_their_file(
+def test_error_names_the_file_of_invalid_values_found_by_a_rank(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     given = values(900)
@@ -246,7 +246,9 @@ def test_impossible_combinations_are_refused_before_any_rank(
     assert message in str(raised.value)
 
 
-def test_dataframes_and_files_are_told_apart(spark: SparkSession, tmp_path: Path) -> None:
+def test_fit_and_fit_on_parquet_refuse_each_others_inputs(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     path = write(tmp_path / "data", values())
     df = spark.range(3)
     with pytest.raises(InvalidArgumentError, match="validation is a DataFrame, which Spark would"):

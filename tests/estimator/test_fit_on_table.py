@@ -109,7 +109,9 @@ def test_a_table_of_one_file_trains_as_the_file(spark: SparkSession, tmp_path: P
     assert_same_weights(whole.getModel(), plain.getModel(), 0)
 
 
-def test_what_is_refused_before_any_job(spark: SparkSession, tmp_path: Path) -> None:
+def test_invalid_tables_and_params_are_refused_before_any_job(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     made = estimator(mlp(2), Store.create(tmp_path / "store"), feature_cols=["a", "b"])
     with pytest.raises(InvalidArgumentError, match="not a Delta or Iceberg table"):
         made.fit_on_table(tmp_path)

@@ -67,7 +67,7 @@ def test_an_argument_wins_over_the_conf_it_over_the_environment_that_over_the_de
         assert (found.use_gpu, found.looks_for_gpu) == (use_gpu, False)
 
 
-def test_the_number_of_ranks_is_printed_where_nobody_gave_it(
+def test_the_default_number_of_ranks_is_printed(
     spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resolve(spark)
@@ -82,7 +82,7 @@ def test_the_number_of_ranks_is_printed_where_nobody_gave_it(
     ("build", "use_gpu", "num_proc"),
     [("13.0", None, 1), (None, None, 2), (None, True, 1), ("13.0", False, 2)],
 )
-def test_a_local_master_with_one_gpu_gives_one_rank_where_ranks_take_gpus(
+def test_a_local_master_with_one_gpu_defaults_to_one_gpu_rank(
     spark: SparkSession,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -45,7 +45,7 @@ def exact() -> nn.Module:
     return module
 
 
-def test_features_are_ranked_by_what_the_model_makes_of_them(
+def test_features_are_ranked_by_their_effect_on_the_model(
     df: DataFrame, evaluator: RegressionEvaluator
 ) -> None:
     model: Any = fitted(exact(), inputs=3)
@@ -65,7 +65,7 @@ def test_a_vector_without_names_has_numbers(df: DataFrame, evaluator: Regression
     assert [each.feature for each in found] == ["x[0]", "x[2]", "x[1]"]
 
 
-def test_names_come_through_scalers_and_renames_but_not_through_other_stages(df: DataFrame) -> None:
+def test_scalers_and_renames_keep_element_names_but_other_stages_do_not(df: DataFrame) -> None:
     scaler = StandardScaler(inputCol="x", outputCol="scaled", withMean=True).fit(df)
     largest = MaxAbsScaler(inputCol="renamed", outputCol="scaled").fit(
         df.selectExpr("x AS renamed")
@@ -93,7 +93,7 @@ class OfHalf(RegressionEvaluator):
         return super()._evaluate(half.withColumn(self.getLabelCol(), F.col("y")))
 
 
-def test_an_evaluator_of_ones_own_reads_any_column(df: DataFrame) -> None:
+def test_a_custom_evaluator_reads_any_column(df: DataFrame) -> None:
     model: Any = fitted(exact(), inputs=3)
     evaluator = OfHalf(labelCol="made", predictionCol="y__output", metricName="mse")
     halves = df.withColumn("which half", (F.col("y") > 2).cast("int"))
@@ -120,7 +120,7 @@ def test_copies_of_rows_have_the_rows_types_and_metadata_of_each_copy(df: DataFr
     assert fast[0].schema["raw`x"].metadata["ml_attr"]["num_attrs"] == 3
 
 
-def test_what_cannot_be_permuted_is_an_error(df: DataFrame, evaluator: RegressionEvaluator) -> None:
+def test_invalid_permutation_arguments_raise(df: DataFrame, evaluator: RegressionEvaluator) -> None:
     model: Any = fitted(exact(), inputs=3)
     with pytest.raises(InvalidArgumentError, match="has 1 rows"):
         model.permutation_importance(df.limit(1), evaluator)

@@ -160,7 +160,7 @@ def test_every_kind_of_input_trains_and_predicts(spark: SparkSession, tmp_path: 
     trained = fit.fit(df)
     assert trained.history[-1]["loss"] < trained.history[0]["loss"]
     assert all(np.isfinite(r["val_loss"]) for r in trained.history)
-    assert store.data_directories() == []  # nothing tells that another fit would have the same rows
+    assert store.data_directories() == []  # another fit might have other rows
     # The same rows through the module in plain PyTorch.
     rows = df.collect()
     module = trained.getModel()
@@ -250,7 +250,7 @@ def focal(output: Tensor, label: Tensor) -> Tensor:
     return ((1 - (-loss).exp()) ** 2 * loss).mean()
 
 
-def test_nan_on_purpose_and_doubles_for_an_own_loss_of_classes_train_as_in_a_plain_loop(
+def test_kept_nans_and_double_class_labels_train_as_a_plain_loop(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(0)

@@ -521,7 +521,7 @@ def test_a_module_that_only_trains_says_why_it_cannot_transform(df: DataFrame) -
         fitted.transform(df)
 
 
-def test_a_module_that_rejects_made_up_rows_is_tried_on_real_ones(df: DataFrame) -> None:
+def test_a_module_that_rejects_synthetic_rows_is_tried_on_real_rows(df: DataFrame) -> None:
     module = Particular().eval()
     model = TorchModel.from_module(
         module, feature_cols=["x"], label_cols=["y"], input_shapes=[[-1, 4]]
@@ -649,7 +649,7 @@ def test_two_optimizers_train_adversaries_without_labels(df: DataFrame) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_said_before_ranks_start(
+def test_invalid_params_raise_before_ranks_start(
     df: DataFrame, params: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=says):

@@ -130,7 +130,7 @@ COPIES = """
 
 @soak("training/test_weights")
 @pytest.mark.timeout(200)
-def test_the_driver_holds_a_model_twice_and_no_state_of_its_optimizer(
+def test_the_driver_holds_two_copies_of_a_model_and_no_optimizer_state(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     body = COPIES.format(store=str(tmp_path / "store"), path=str(tmp_path / "saved"))

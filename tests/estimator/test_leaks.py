@@ -70,7 +70,7 @@ def descriptors(pid: int) -> int:
 
 
 @soak("the leak check around every test; engine/test_leaks")
-def test_fits_in_a_row_leave_nothing_behind(spark: SparkSession, tmp_path: Path) -> None:
+def test_repeated_fits_leak_nothing(spark: SparkSession, tmp_path: Path) -> None:
     df = spark.createDataFrame(
         [([float(i), float(i % 3)], float(i % 5)) for i in range(40)], "x array<double>, y double"
     )

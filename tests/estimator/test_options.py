@@ -29,7 +29,7 @@ def options(dtype: torch.dtype = torch.float32, **params: Any) -> dict[str, Any]
     return {**rank_options(values), **vars(loop)}
 
 
-def test_defaults_are_those_of_the_spec() -> None:
+def test_option_defaults_equal_the_spec_defaults() -> None:
     given = options()
     assert given == {name: TrainSpec.__dataclass_fields__[name].default for name in given}
 

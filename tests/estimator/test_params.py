@@ -346,7 +346,7 @@ def test_short_reprs() -> None:
     assert short_repr("x" * 200) == "'" + "x" * 76 + "..."
 
 
-def test_a_model_has_only_what_it_uses() -> None:
+def test_a_model_has_only_the_params_it_uses() -> None:
     names = {p.name for p in TorchModel().params}
     assert names < set(NAMES)
     assert "feature_cols" in names
@@ -384,7 +384,7 @@ def test_a_param_is_not_set_by_assignment() -> None:
     estimator.note = "an attribute of the user's own"
 
 
-def test_generated_types_are_those_of_the_table() -> None:
+def test_generated_types_match_the_param_table() -> None:
     written, expected = keywords.FILE.read_text(), keywords.source()
     assert ast.dump(ast.parse(written)) == ast.dump(ast.parse(expected)), (
         "Run: python -m tools.keywords"

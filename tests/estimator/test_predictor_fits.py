@@ -176,7 +176,9 @@ def test_one_versus_rest_takes_a_binary_classifier(
     assert area > 0.8
 
 
-def test_labels_that_are_no_classes_are_named(df: DataFrame, options: dict[str, Any]) -> None:
+def test_labels_other_than_classes_raise_a_clear_error(
+    df: DataFrame, options: dict[str, Any]
+) -> None:
     few = df.selectExpr("features", "3.0D AS label").limit(4)
     with pytest.raises(
         InvalidArgumentError, match="'label' is 3 in the data, and the model's output has 2 classes"

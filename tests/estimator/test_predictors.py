@@ -83,7 +83,7 @@ def test_one_row_is_predicted_as_in_validation() -> None:
 # -- types and Params
 
 
-def test_they_are_what_spark_ml_expects() -> None:
+def test_predictors_implement_spark_ml_interfaces() -> None:
     for made, spark in (
         (TorchClassifier(), classification.ProbabilisticClassifier),
         (TorchClassificationModel(), classification.ProbabilisticClassificationModel),
@@ -139,7 +139,7 @@ def request_of(link: str, output_fn: Any = None) -> Any:
     return SimpleNamespace(links=(link,), options=SimpleNamespace(output_fn=output_fn))
 
 
-def test_a_classifier_needs_a_loss_that_tells_probabilities() -> None:
+def test_a_classifier_requires_a_loss_that_defines_probabilities() -> None:
     fit = TorchClassifier()
     assert fit._link(request_of("softmax")) == "softmax"
     assert fit._link(request_of("sigmoid")) == "sigmoid"
@@ -305,7 +305,7 @@ def test_a_regressor_brings_outputs_back_to_the_labels_scale() -> None:
     assert scaled.predict(row) == pytest.approx(math.exp(plain.predict(row)), rel=1e-6)
 
 
-def test_rows_that_no_vector_can_stand_for_are_named() -> None:
+def test_rows_that_a_vector_cannot_represent_raise_a_clear_error() -> None:
     text = Column("t", "string", "object", (), "string", "int64", has_decoder=True, decoded=())
     model = classifier(scores(3, 1), columns=(text,), decoders={"t": len})
     with pytest.raises(
@@ -345,7 +345,7 @@ def test_thresholds_choose_as_spark_ml_does() -> None:
         labels.most_likely(torch.tensor(probability), [0.5, 0.5])
 
 
-def test_a_module_that_was_trained_elsewhere_is_a_model() -> None:
+def test_from_module_makes_a_model_of_a_pretrained_module() -> None:
     module = scores(3)
     model = TorchClassificationModel.from_module(module, loss="cross_entropy", widths=[3])
     assert (model.numClasses, model.numFeatures) == (3, -1)

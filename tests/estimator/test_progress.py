@@ -60,7 +60,7 @@ def test_a_line_per_epoch() -> None:
     )
 
 
-def test_the_line_of_a_long_epoch_says_what_it_waited_for() -> None:
+def test_the_line_of_a_long_epoch_shows_waiting_times() -> None:
     data, rank, gradients = "data_wait_s", "rank_wait_s", "comm_wait_s"
     cases: list[tuple[float, dict[str, float], str]] = [
         (2.0, {data: 0.9}, "  waited for data 45%"),
@@ -105,7 +105,7 @@ def test_the_slowest_rank_is_that_of_this_epoch(
     assert waiting == ["waiting for rank 1 40%", "waiting for rank 1 35%", ""]
 
 
-def test_ranks_that_an_elastic_fit_has_lost_are_not_waited_for(
+def test_waiting_times_omit_lost_ranks_of_an_elastic_fit(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
@@ -118,7 +118,7 @@ def test_ranks_that_an_elastic_fit_has_lost_are_not_waited_for(
     assert after.endswith("s left")
 
 
-def test_an_epoch_whose_steps_are_shown_is_not_waited_for(
+def test_an_epoch_with_step_progress_prints_no_waiting_line(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "announce_late", partial(announce_late, after_s=0.5))
@@ -137,7 +137,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_replaces_itself_on_a_terminal_and_comes_seldom_elsewhere(
+def test_progress_overwrites_its_line_on_a_terminal_and_is_rare_elsewhere(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with EpochReporter(checkpoints, epochs=2, verbose=1, progress=None, label="x") as reporter:
@@ -178,7 +178,7 @@ def test_a_line_of_a_record_of_the_users_own() -> None:
     assert format_epoch(own, 2) == "epoch 1/2  note good  hits 3.0000  none None"
 
 
-def test_progress_that_its_epochs_line_has_overtaken_is_not_shown(
+def test_step_progress_of_an_already_reported_epoch_is_hidden(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
@@ -200,7 +200,7 @@ class Closed(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [Closed(), None, object()])
-def test_a_stdout_that_takes_nothing_leaves_the_users_function_its_records(
+def test_the_progress_function_receives_records_despite_a_broken_stdout(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, stream: object
 ) -> None:
     monkeypatch.setattr(sys, "stdout", stream)
@@ -305,9 +305,7 @@ def test_lines_name_the_fold_and_the_params_of_a_fit(
 
 
 @pytest.mark.parametrize("name", ["loss", "val_loss"])
-def test_the_first_loss_that_is_not_finite_is_a_warning(
-    checkpoints: Checkpoints, name: str
-) -> None:
+def test_the_first_non_finite_loss_causes_one_warning(checkpoints: Checkpoints, name: str) -> None:
     history = [record(epoch) for epoch in (1, 2, 3)]
     history[1][name] = history[2][name] = float("nan")
     with (
@@ -320,7 +318,7 @@ def test_the_first_loss_that_is_not_finite_is_a_warning(
     assert "Lower learning_rate (0.1 now), or set gradient_clip_norm=1.0; terminate_on_nan" in only
 
 
-def test_the_first_metric_that_is_nan_is_a_warning(checkpoints: Checkpoints) -> None:
+def test_the_first_nan_metric_causes_one_warning(checkpoints: Checkpoints) -> None:
     history = [{**record(epoch), "auc": float("nan")} for epoch in (1, 2)]
     with (
         pytest.warns(
@@ -358,7 +356,7 @@ def test_a_slow_function_gets_every_epoch_before_the_end(
     assert seen == [1, 2, 3]
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for(
+def test_the_reporter_does_not_wait_for_an_unresponsive_store(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_READ_S", 0.1)
@@ -405,7 +403,9 @@ def test_a_store_that_is_gone_ends_neither_reports_nor_other_renewals(
         assert seen == [1]  # before the end of the block: the thread lives
 
 
-def test_a_failing_callback_is_called_no_more_and_ends_nothing(checkpoints: Checkpoints) -> None:
+def test_a_failing_progress_function_is_dropped_and_the_fit_continues(
+    checkpoints: Checkpoints,
+) -> None:
     calls = []
 
     def progress(given: dict[str, Any]) -> None:

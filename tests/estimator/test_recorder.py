@@ -43,7 +43,7 @@ def remote() -> Held:
 
 
 class Client:
-    """An object of a user whose repr tells too much."""
+    """A user's object whose repr contains a secret."""
 
     def __repr__(self) -> str:
         return f"Client({KEY})"
@@ -138,7 +138,7 @@ def refusing(remote: Held, monkeypatch: pytest.MonkeyPatch) -> Held:
     return remote
 
 
-def test_a_report_that_cannot_be_written_is_a_warning_without_secrets(refusing: Held) -> None:
+def test_an_unwritable_report_causes_a_warning_without_secrets(refusing: Held) -> None:
     recorder = Recorder()
     with pytest.warns(
         UserWarning, match=r"^The report of this fit was not written: StoreError: runs/"
@@ -149,7 +149,7 @@ def test_a_report_that_cannot_be_written_is_a_warning_without_secrets(refusing: 
     assert recorder.document["history"] == [{"epoch": 1, "loss": 1.0}]
 
 
-def test_a_failure_is_reported_where_something_of_the_run_stays(tmp_path: Path) -> None:
+def test_a_failure_is_reported_only_if_files_of_the_run_remain(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store")
     Recorder().write_failure(store, "runs/gone", KeyboardInterrupt())
     assert store.list("runs") == []

@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Store:
     return Store.create(tmp_path / "store")
 
 
-def test_a_fit_writes_a_report_whose_figures_are_those_of_its_training(
+def test_a_fit_writes_a_report_with_the_figures_of_its_training(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     df = spark.range(100).selectExpr("array(rand(1), rand(2)) AS x", "rand(3) AS y")

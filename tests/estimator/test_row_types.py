@@ -155,7 +155,7 @@ def found(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     return row, batch
 
 
-def test_a_row_has_the_types_of_the_columns_and_a_batch_those_of_the_model(
+def test_rows_have_column_types_and_batches_have_model_types(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     model = FirstTwo()

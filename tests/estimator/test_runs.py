@@ -59,7 +59,7 @@ def explain(run: Run, error: BaseException, run_id: str | None, verbose: int = 1
     run.explain_failure(error, run_id, epochs=10, verbose=verbose)
 
 
-def test_a_run_that_failed_without_a_run_id_says_how_it_goes_on(
+def test_a_failed_run_without_a_run_id_explains_how_to_resume(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = RuntimeError("killed")
@@ -94,7 +94,9 @@ def test_a_run_that_failed_behind_its_training_says_how_to_get_the_model(run: Ru
         ]
 
 
-def test_what_stays_of_a_deleted_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_a_run_keeps_only_the_given_files(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in ("report.json", "seed.json", "checkpoints/epoch-1.pt"):
         run.store.write_bytes(f"{run.run_dir}/{path}", b"x")
     run.delete(["report.json", "timeline.json"])
@@ -112,7 +114,7 @@ def test_what_stays_of_a_deleted_run(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("run_id", [None, "r"])
-def test_a_run_that_was_interrupted_says_how_it_goes_on(
+def test_an_interrupted_run_explains_how_to_resume(
     run: Run, run_id: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Checkpoints(run.store, run.run_dir).save(Checkpoint(4, {}, {}, None, [], "{}"))
@@ -125,7 +127,7 @@ def test_a_run_that_was_interrupted_says_how_it_goes_on(
     )
 
 
-def test_a_run_is_announced_with_its_store_and_where_it_begins(
+def test_a_run_announces_its_store_and_starting_point(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def announced(announcing: Run) -> str:

@@ -109,7 +109,7 @@ def remember_rows(ctx: Any) -> None:
     ctx.log({"loss": 0.0})
 
 
-def test_each_row_of_a_source_that_differs_each_time_is_in_one_part(
+def test_each_row_of_a_nondeterministic_source_is_in_one_split(
     spark: SparkSession, store: Store
 ) -> None:
     df = (
@@ -161,7 +161,7 @@ class Notes(Callback):
 
 
 @soak("saving/test_save, saving/test_encoding")
-def test_an_estimator_with_everything_at_once_comes_back(
+def test_an_estimator_with_many_options_survives_saving(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     rows = [

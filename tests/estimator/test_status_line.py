@@ -80,7 +80,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Iterator[Screen]:
     os.close(ours)
 
 
-def test_two_fits_share_the_line_of_a_terminal_and_leave_nothing(
+def test_two_fits_share_the_status_line_and_erase_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(Store.create(tmp_path / "store"), "runs/r")
@@ -135,7 +135,9 @@ def test_a_line_is_cut_to_the_width_and_never_wraps(monkeypatch: pytest.MonkeyPa
         (["a" * 30, "b" * 30], 50, f"{'a' * 41}..."[:30] + "  (+1)"),
     ],
 )
-def test_what_a_line_shows_of_fits(texts: list[str], width: int, shown: str) -> None:
+def test_the_status_line_shortens_fits_to_the_terminal_width(
+    texts: list[str], width: int, shown: str
+) -> None:
     assert _joined(texts, width) == shown
     assert len(shown) <= width
 
@@ -147,7 +149,7 @@ def test_lines_on_a_stream_of_few_characters_are_not_lost(monkeypatch: pytest.Mo
     assert raw.getvalue() == rb"[gr\xf6\xdfe=2] epoch 1/2" + b"\n"
 
 
-def test_what_others_print_is_not_behind_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_output_does_not_mix_with_the_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
     line = StatusLine()
     with terminal(monkeypatch, 60) as screen:
         monkeypatch.setattr(sys, "stderr", sys.stdout)

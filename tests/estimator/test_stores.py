@@ -189,7 +189,7 @@ def test_a_server_that_goes_during_a_fit(df: DataFrame, s3: S3) -> None:
         )
 
 
-def test_a_server_that_is_gone_before_the_data_are_written(df: DataFrame, s3: S3) -> None:
+def test_error_names_a_store_whose_server_is_gone_before_writing(df: DataFrame, s3: S3) -> None:
     with cable(s3.port) as line:
         store = Store.create("s3://bucket/early", **s3.options(line.port))
         line.cut()

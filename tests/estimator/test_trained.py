@@ -1,4 +1,4 @@
-"""What a model tells of its training: report and curves."""
+"""Report and curves of a model's training."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_plot_draws_validation_beside_training() -> None:
         model().plot()
 
 
-def test_plot_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_raises_an_error_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
         InvalidArgumentError, match=r"matplotlib is not installed. Run `pip install matpl"
@@ -90,7 +92,7 @@ def test_plot_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPatch
         model(history=HISTORY).plot()
 
 
-def test_export_to_onnx_without_its_packages_and_of_unknown_columns_says_what_to_do(
+def test_onnx_export_without_packages_or_columns_raises_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
@@ -105,7 +107,7 @@ def test_export_to_onnx_without_its_packages_and_of_unknown_columns_says_what_to
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_under_horovods_name_whose_history_is_a_param_tells_the_same() -> None:
+def test_a_horovod_model_with_a_history_param_reports_the_same() -> None:
     pytest.importorskip("matplotlib")
     trained = TorchModelOfHorovods(history=[{"train": {"loss": 1.0}}])
     trained._take(model(history=HISTORY))

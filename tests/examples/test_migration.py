@@ -423,14 +423,14 @@ def test_unused_parameters_have_the_gradients_of_ddp_that_looks_for_them(
         assert ours == theirs == [[[3.0, 3.0]], [[1.5, 1.5]], None]
 
 
-def test_buffers_are_each_ranks_own_until_they_are_sent(job: Job) -> None:
+def test_buffers_differ_between_ranks_until_they_are_broadcast(job: Job) -> None:
     for beside in job.beside_ddp:
         (mine, other), sent = beside["buffers"]
         assert mine != other
         assert sent == [mine, mine]
 
 
-def test_collectives_give_what_torch_distributed_gives(job: Job) -> None:
+def test_collectives_equal_torch_distributed(job: Job) -> None:
     for beside in job.beside_ddp:
         assert [name for name, value in beside.items() if value is False] == []
         for name in ("objects", "every"):

@@ -1,4 +1,4 @@
-"""Parsers of files and sockets: what their writers write, and what nobody writes (`tests/harness/parsers.py`)."""
+"""Parsers of files and sockets: outputs of their writers, and malformed input (`tests/harness/parsers.py`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT_BYTES = 100 << 20
 
 
 @BY_NAME
-def test_what_was_written_is_read(parser: Parser) -> None:
+def test_parsers_read_values_of_their_writers(parser: Parser) -> None:
     @settings(max_examples=amount(10), deadline=None, suppress_health_check=list(HealthCheck))
     @given(parser.valid)
     def check(value: Any) -> None:
@@ -113,7 +113,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("name", "data"), FOUND)
-def test_what_was_found(name: str, data: bytes) -> None:
+def test_parsers_survive_inputs_found_by_fuzzing(name: str, data: bytes) -> None:
     (parser,) = [each for each in PARSERS if each.name == name]
     parser.survives(data)
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_with_the_hash_of_other_bytes_is_damaged(content: bytes) ->
         read_checkpoint(io.BytesIO(content + seal), "here")
 
 
-def test_a_checkpoint_of_a_class_that_torch_does_not_load_is_named() -> None:
+def test_error_names_a_checkpoint_class_that_torch_does_not_load() -> None:
     sink = io.BytesIO()
     torch.save({"epoch": Fraction(1, 2)}, sink)
     seal = f"\nsparkhvd-sha256 {hashlib.sha256(sink.getvalue()).hexdigest()}\n".encode()

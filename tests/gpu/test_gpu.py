@@ -117,13 +117,13 @@ def suite(failing: tuple[str, ...] = (), hangs: str = "") -> list[str]:
     return [sys.executable, "-c", SUITE.format(failing=failing, hangs=hangs)]
 
 
-def test_the_suite_goes_on_without_what_has_failed() -> None:
+def test_the_suite_continues_after_failed_checks() -> None:
     assert passed(suite(), 20) == "3 tests passed"
     with pytest.raises(AssertionError, match="^1 tests passed; first: 3 and not 4; third: 3 and"):
         passed(suite(failing=("first", "third")), 20)
 
 
-def test_a_suite_that_hangs_is_ended_and_says_where() -> None:
+def test_a_hanging_suite_is_stopped_and_names_the_last_check() -> None:
     with pytest.raises(AssertionError, match="^stopped; no answer in time after first$"):
         passed(suite(hangs="second"), 3)
 

@@ -26,7 +26,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the profiler, which finds no CUDA
-def test_a_profile_has_what_happened_in_the_steps_and_nothing_else(cuda: Cuda) -> None:
+def test_a_profile_contains_only_events_of_the_steps(cuda: Cuda) -> None:
     x = torch.ones(8)
     names = [event.name for event in profiled(lambda: x.mul_(2))]
     assert "aten::mul_" in names

@@ -263,7 +263,7 @@ def test_names_of_horovod_are_modules_of_sparkhvd(tmp_path: Path, other: Path) -
     assert done.returncode == 0, done.stderr
 
 
-def test_it_comes_before_the_first_import_of_horovod(other: Path) -> None:
+def test_install_as_horovod_raises_after_an_import_of_horovod(other: Path) -> None:
     code = "import horovod, sparkhvd; sparkhvd.install_as_horovod()"
     done = run(sys.executable, "-c", code, PYTHONPATH=f"{ROOT}:{other}")
     assert done.returncode == 1
@@ -291,7 +291,9 @@ def test_processes_of_multiprocessing_have_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "which", ["program of a shell", *left_to_soak("another rank", "itself", "program of it")]
 )
-def test_ranks_of_sparkhvdrun_have_it_where_it_is_asked_for(tmp_path: Path, which: str) -> None:
+def test_a_variable_provides_the_horovod_name_in_ranks_of_sparkhvdrun(
+    tmp_path: Path, which: str
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     launcher = [sys.executable, "-m", "sparkhvd.runner.command", "-np", "2"]
     script = str(tmp_path / "train.py")
@@ -333,7 +335,7 @@ def test_programs_of_a_process_with_the_name_have_it_unless_it_is_off(other: Pat
         ("", ""),
     ],
 )  # fmt: skip
-def test_commands_of_python_are_told_from_others(
+def test_only_python_commands_are_rewritten(
     words: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert as_horovod.command(words.split()) == words.split()
@@ -341,7 +343,7 @@ def test_commands_of_python_are_told_from_others(
     assert as_horovod.command(words.split()) == wanted.split()
 
 
-def test_usage_is_told_without_a_program() -> None:
+def test_usage_is_printed_without_a_program() -> None:
     done = run(sys.executable, "-m", "sparkhvd.horovod", "-m")
     assert done.returncode == 1
     assert done.stderr.startswith("usage: python -m sparkhvd.horovod script.py")

@@ -91,7 +91,7 @@ def net() -> torch.nn.Module:
 
 
 @pytest.mark.usefixtures("as_horovod_installed")
-def test_the_estimator_does_what_horovods_does(spark: SparkSession, tmp_path: Path) -> None:
+def test_the_estimator_behaves_like_horovods(spark: SparkSession, tmp_path: Path) -> None:
     """Learning rate times ranks, whole steps alone, a backend's ranks and variables, a run that stays, hooks, and a plain model."""
     backends = importlib.import_module("horovod.spark.common.backend")
     stores = importlib.import_module("horovod.spark.common.store")

@@ -47,7 +47,7 @@ def test_files_go_by_any_form_of_their_path(tmp_path: Path) -> None:
     assert not store.exists("/somewhere/else")
 
 
-def test_files_are_copied_from_a_local_folder_also_on_ranks(tmp_path: Path) -> None:
+def test_files_of_a_local_folder_are_copied_on_driver_and_ranks(tmp_path: Path) -> None:
     store = FilesystemStore(str(tmp_path / "store"))
     remote = pickle.loads(pickle.dumps(store.to_remote("mine")))
     with remote.get_local_output_dir() as folder:
@@ -150,7 +150,7 @@ def test_methods_of_a_subclass_are_asked(tmp_path: Path) -> None:
     assert type(pickle.loads(pickle.dumps(plain))) is OwnStore
 
 
-def test_paths_that_a_run_cannot_have_are_errors(tmp_path: Path) -> None:
+def test_run_paths_that_a_fit_would_not_use_raise(tmp_path: Path) -> None:
     class Checkpoints(LocalStore):
         def get_checkpoint_path(self, run_id: str) -> str:
             return f"/elsewhere/{run_id}"

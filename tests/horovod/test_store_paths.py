@@ -61,7 +61,7 @@ def df(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, ["x", "y", "held_out"])
 
 
-def test_a_run_is_where_the_stores_methods_say(df: DataFrame, tmp_path: Path) -> None:
+def test_a_run_is_stored_at_the_path_of_the_stores_methods(df: DataFrame, tmp_path: Path) -> None:
     """And is trained further from there, and loaded."""
     store = Own(str(tmp_path))
     estimator(store, run_id="mine").fit(df)
@@ -83,7 +83,9 @@ def test_runs_that_are_not_saved_go(df: DataFrame, tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_path_that_a_fit_would_not_use_is_an_error_at_once(df: DataFrame, tmp_path: Path) -> None:
+def test_a_path_that_a_fit_would_not_use_raises_before_the_fit(
+    df: DataFrame, tmp_path: Path
+) -> None:
     class Logs(LocalStore):
         def get_logs_path(self, run_id: str) -> str:
             return f"/logs/{run_id}"
@@ -92,7 +94,7 @@ def test_a_path_that_a_fit_would_not_use_is_an_error_at_once(df: DataFrame, tmp_
         estimator(Logs(str(tmp_path))).fit(df)
 
 
-def test_fit_on_parquet_finds_what_a_fit_had(df: DataFrame, tmp_path: Path) -> None:
+def test_fit_on_parquet_finds_the_data_of_an_earlier_fit(df: DataFrame, tmp_path: Path) -> None:
     """In the folders that the store's methods name, with the fit's validation rows; written when it is asked for, and once."""
     store = Own(str(tmp_path))
     fitted = estimator(store, validation="held_out", lr_scaling=None).fit(df)
@@ -111,7 +113,7 @@ def test_fit_on_parquet_finds_what_a_fit_had(df: DataFrame, tmp_path: Path) -> N
         again.fit_on_parquet(dataset_idx=3)
 
 
-def test_fit_on_parquet_finds_what_a_program_has_written(df: DataFrame, tmp_path: Path) -> None:
+def test_fit_on_parquet_finds_data_written_by_a_program(df: DataFrame, tmp_path: Path) -> None:
     store = FilesystemStore(str(tmp_path / "store"), train_path=str(tmp_path / "rows"))
     with pytest.raises(
         InvalidArgumentError, match="path is not given, there is no Parquet in file:"
@@ -129,7 +131,7 @@ class Doubled(torch.nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_what_this_process_has_saved_loads_without_a_word_until_it_is_changed(
+def test_files_saved_by_this_process_load_without_trust_until_changed(
     df: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Doubled(1, 1)
@@ -189,7 +191,7 @@ def test_saves_of_this_process_that_differ_in_their_code_alone_load(
 
 
 @soak("saving/test_encoding; where a run is: here")
-def test_a_saved_estimator_writes_where_its_store_did(df: DataFrame, tmp_path: Path) -> None:
+def test_a_loaded_estimator_writes_to_the_paths_of_its_store(df: DataFrame, tmp_path: Path) -> None:
     own = Own(str(tmp_path / "own"))
     none_saved = FilesystemStore(str(tmp_path / "none"), runs_path=str(tmp_path), save_runs=False)
     plain = LocalStore(str(tmp_path / "plain"))
@@ -219,9 +221,7 @@ class Elsewhere:
 
 
 @soak("runner/test_admission; a backend of the program's own: test_as_horovod_in_workers")
-def test_ranks_of_a_backend_of_the_programs_own_may_be_more_than_slots(
-    df: DataFrame, tmp_path: Path
-) -> None:
+def test_a_custom_backend_may_have_more_ranks_than_slots(df: DataFrame, tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path))
     model = estimator(store, num_proc=None, backend=Elsewhere(), batch_size=4).fit(df)
     assert model._fitted.history[0]["rows"] == 36  # of 40: those that fill steps of all three

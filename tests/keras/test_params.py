@@ -1,4 +1,4 @@
-"""Params of `KerasEstimator`, and what Keras' losses tell; no rank, no session."""
+"""Params of `KerasEstimator`, and the links of Keras' losses; no rank, no session."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_grids_copies_and_maps_change_params_of_the_copy() -> None:
         ({"batch_size": 1.5}, "batch_size"),
     ],
 )
-def test_arguments_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
+def test_unknown_and_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         KerasEstimator(**options)
 
@@ -145,7 +145,7 @@ losses = keras.losses
         (None, 1, "identity"),
     ],
 )
-def test_loss_tells_what_the_output_is(loss: Any, width: int, link: str) -> None:
+def test_the_loss_determines_the_link_of_the_output(loss: Any, width: int, link: str) -> None:
     assert link_of(loss, (None, width)) == link
     assert link_of(loss, (None, 5, width)) == ("value" if link == "value" else "identity")
 

@@ -153,7 +153,7 @@ def test_two_names_of_this_host_need_no_ssh_and_are_one_host(
     assert found == [("0", "0", "2", "0", "1"), ("1", "1", "2", "0", "1")]
 
 
-def test_the_status_and_the_last_lines_are_those_of_the_rank_that_failed_first(
+def test_status_and_last_lines_belong_to_the_first_failed_rank(
     script: Path,
 ) -> None:
     ended = run("-np", "3", sys.executable, str(script), "fail")
@@ -206,7 +206,7 @@ def is_running(pid: int) -> bool:
         (signal.SIGTERM, "sleep stubborn", 128 + signal.SIGTERM),
     ],
 )
-def test_nothing_is_left_when_the_launcher_is_ended(
+def test_no_process_survives_the_end_of_the_launcher(
     script: Path, number: int, mode: str, status: int
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -239,7 +239,7 @@ def test_a_killed_rank_ends_the_others(script: Path) -> None:
         assert time.monotonic() - began < 5
 
 
-def test_the_doctor_says_what_is_there_and_what_to_do() -> None:
+def test_the_doctor_shows_installed_parts_and_remedies() -> None:
     environment = {**os.environ, "JAVA_HOME": "/nowhere", "SPARKHVD_PORT_RANGE": "40000-40100"}
     command = [sys.executable, "-m", "sparkhvd", "doctor"]
     ended = subprocess.run(
@@ -296,7 +296,7 @@ def test_the_doctor_tries_a_store(tmp_path: Path, store: str, found: str) -> Non
         (["-np", "1", "--log-hide-timestamp", "no-program"], "--log-hide-timestamp is accepted"),
     ],
 )
-def test_bad_arguments_are_told_before_anything_starts(
+def test_bad_arguments_are_reported_before_any_process_starts(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

@@ -125,7 +125,7 @@ def test_variables_of_mpi_with_the_directory_by_a_setting(script: str) -> None:
     ]
 
 
-def test_interfaces_are_chosen_and_one_without_a_cable_is_told(script: str, key: str) -> None:
+def test_interfaces_are_chosen_and_a_down_interface_is_reported(script: str, key: str) -> None:
     with two_hosts() as (a, b):
         for host, peer in ((a, "v1"), (b, "v1")):
             host.run("ip", "link", "add", "v0", "type", "veth", "peer", "name", peer)
@@ -171,7 +171,9 @@ def test_interfaces_are_chosen_and_one_without_a_cable_is_told(script: str, key:
         ),
     ],
 )
-def test_what_is_missing_is_told(script: str, variables: dict[str, str], text: str) -> None:
+def test_missing_or_wrong_launcher_variables_are_reported(
+    script: str, variables: dict[str, str], text: str
+) -> None:
     ended = subprocess.run(
         [sys.executable, script],
         capture_output=True,

@@ -88,7 +88,7 @@ def test_a_discovery_script_adds_and_removes_slots(tmp_path: Path) -> None:
         assert job.end() == 0
 
 
-def test_slow_processes_join_when_they_are_ready_and_one_that_never_does_holds_nobody(
+def test_slow_processes_join_later_and_a_hanging_process_delays_nothing(
     tmp_path: Path,
 ) -> None:
     """The ranks are programs of programs that the launcher starts, which hand no descriptor on."""
@@ -185,7 +185,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshd.Server]:
         yield started
 
 
-def test_a_host_that_is_lost_is_asked_again_and_the_others_go_on(
+def test_a_lost_host_is_retried_while_the_other_ranks_continue(
     server: sshd.Server, tmp_path: Path
 ) -> None:
     hosts = ("-np", "3", "--min-np", "1", "-H", f"{A}:2,{B}:1")
@@ -203,7 +203,7 @@ def test_a_host_that_is_lost_is_asked_again_and_the_others_go_on(
         assert wait_until_gone({*first.values(), *found.values()}, 5) == set()
 
 
-def test_a_function_runs_on_hosts_that_come_and_are_lost(
+def test_a_function_runs_on_hosts_that_join_and_are_lost(
     server: sshd.Server, tmp_path: Path
 ) -> None:
     hosts = tmp_path / "hosts"
@@ -241,7 +241,7 @@ def test_a_host_that_cannot_be_reached_leaves_the_others_alone(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_when_the_launcher_is_ended(three: ElasticRun, number: int) -> None:
+def test_no_process_survives_the_end_of_the_launcher(three: ElasticRun, number: int) -> None:
     ranks = set(three.ranks(3).values())
     three.process.send_signal(number)
     assert three.wait() == (128 + number if number != signal.SIGKILL else -number)
@@ -272,7 +272,7 @@ def test_nothing_is_left_when_the_launcher_is_ended(three: ElasticRun, number: i
         (["--min-np", "1"], "there is no command"),
     ],
 )
-def test_bad_arguments_are_told_before_anything_starts(
+def test_bad_arguments_are_reported_before_any_process_starts(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
@@ -291,7 +291,7 @@ def test_bad_arguments_are_told_before_anything_starts(
         ("echo a:1; echo a:2", "printed 'a' twice"),
     ],
 )
-def test_a_discovery_script_that_fails_is_told_before_anything_starts(
+def test_a_failing_discovery_script_is_reported_before_any_process_starts(
     tmp_path: Path,
     script: str,
     text: str,

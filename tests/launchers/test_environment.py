@@ -1,4 +1,4 @@
-"""The place that launchers' variables tell."""
+"""The place that launchers' variables give a rank."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def test_places(variables: dict[str, str], expected: LauncherEnv | None) -> None
         ({"master": ("127.0.0.1", 1)}, True),
     ],
 )
-def test_ranks_are_on_one_host_where_something_tells_so(
+def test_local_size_or_a_loopback_master_means_one_host(
     changes: dict[str, Any], expected: bool
 ) -> None:
     assert replace(OF_PLAIN, **changes).is_on_one_host is expected
 
 
-def test_wrong_variables_are_told() -> None:
+def test_wrong_variables_raise_a_clear_error() -> None:
     with pytest.raises(InvalidArgumentError, match="WORLD_SIZE='four', a variable of torchrun"):
         place_in({**TORCHRUN, "WORLD_SIZE": "four"}, 9)
     text = r"two launchers: torchrun \(rank 3 of 4\) and Open MPI \(rank 1 of 2\)"
@@ -127,7 +127,9 @@ def test_wrong_variables_are_told() -> None:
 
 
 @pytest.mark.parametrize("address", ["localhost", "job-0.job"])
-def test_an_address_without_a_port_is_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_port_raises_a_clear_error(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"MASTER_ADDR": address, "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
@@ -135,6 +137,6 @@ def test_an_address_without_a_port_is_told(address: str, monkeypatch: pytest.Mon
         meet()
 
 
-def test_a_port_that_cannot_be_is_refused() -> None:
+def test_an_invalid_port_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="MASTER_PORT=99999 is no port"):
         place_in({**PLAIN, "MASTER_PORT": "99999"}, 1)

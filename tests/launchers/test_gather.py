@@ -58,7 +58,7 @@ def test_every_rank_gets_all_texts_in_the_order_of_ranks(way: str, size: int) ->
 
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
-def test_a_rank_that_does_not_come_is_told(way: str) -> None:
+def test_error_names_a_rank_that_does_not_connect(way: str) -> None:
     text = "Rank 0 waited 0.2 s .*of 2 ranks these did not connect: 1"
     with pytest.raises(PreflightError, match=text):
         gather(point_on(way, "no other rank"), 0, 2, "", 0.2)
@@ -66,7 +66,7 @@ def test_a_rank_that_does_not_come_is_told(way: str) -> None:
         gather(point_on(way, "no other rank"), 1, 2, "", 0.2)
 
 
-def test_a_host_without_an_address_is_told() -> None:
+def test_error_names_a_host_without_an_address() -> None:
     point = MeetingPoint("x", b"k" * 32, "no.such.invalid", (29501,))
     with pytest.raises(PreflightError, match="no.such.invalid has no address"):
         gather(point, 1, 2, "", 0.2)
@@ -95,7 +95,7 @@ def arrive(point: MeetingPoint, rank: int, size: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
-def test_a_rank_that_ends_meanwhile_is_told(way: str) -> None:
+def test_a_rank_that_ends_during_the_gather_raises(way: str) -> None:
     point = on_this_host("sparkhvd-test-ends")
     if way == "tcp":
         point = MeetingPoint("ends", b"k" * 32, "127.0.0.1", (port_of_nobody(),))
@@ -106,7 +106,7 @@ def test_a_rank_that_ends_meanwhile_is_told(way: str) -> None:
             waiting.result()
 
 
-def test_who_waits_says_for_whom(
+def test_waiting_ranks_print_the_missing_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gathering, "_SAY_AFTER_S", 0.05)
@@ -121,7 +121,9 @@ def test_who_waits_says_for_whom(
     assert "host.invalid has no address" in joining
 
 
-def test_strangers_do_not_disturb_and_learn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_peers_are_refused_and_receive_no_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     point = MeetingPoint("strangers", b"k" * 32, "127.0.0.1", (port_of_nobody(),))
     other = replace(point, key=b"x" * 32)
     monkeypatch.setattr(gathering, "_REFUSED_S", 0.3)
@@ -149,7 +151,7 @@ def test_another_service_at_the_first_port_is_passed_by() -> None:
         assert accepted
 
 
-def test_ports_that_are_all_taken_are_told() -> None:
+def test_taken_ports_raise_a_clear_error() -> None:
     with socket.create_server(("", 0)) as other:
         point = MeetingPoint("taken", b"k" * 32, "127.0.0.1", (other.getsockname()[1],))
         with pytest.raises(OSError, match="every port of 127.0.0.1, port .* is taken"):

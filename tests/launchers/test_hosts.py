@@ -144,7 +144,7 @@ def test_ranks_may_end_before_all_have_started(server: sshd.Server, tmp_path: Pa
         ),
     ],
 )
-def test_nothing_is_left_on_any_host(
+def test_no_process_is_left_on_any_host(
     server: sshd.Server, script: Path, tmp_path: Path, ended: str
 ) -> None:
     (tmp_path / "hosts").write_text(f"# two hosts\n{A} slots=1\n{B}:1\n")
@@ -189,7 +189,7 @@ def test_nothing_is_left_on_any_host(
 
 
 @soak("each kill on its own, here")
-def test_random_kills_leave_nothing(server: sshd.Server, script: Path, tmp_path: Path) -> None:
+def test_random_kills_leave_no_process(server: sshd.Server, script: Path, tmp_path: Path) -> None:
     """Kill a random process of a launch, at a random moment from its beginning on."""
     seed = int.from_bytes(os.urandom(4), "big")
     generator = random.Random(seed)
@@ -324,7 +324,7 @@ esac
         (["true"], {"SPARKHVD_SSH": "/no/ssh"}, "'/no/ssh' cannot be started"),
     ],
 )
-def test_what_a_host_lacks_is_told(
+def test_missing_requirements_of_a_host_are_reported(
     server: sshd.Server,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -397,7 +397,7 @@ def test_an_agent_starts_in_a_folder_that_has_names_of_pythons_modules(tmp_path:
     assert (done.stdout, done.returncode) == (f"['{folder}']\n", 0), done.stderr
 
 
-def test_wrong_calls_are_told() -> None:
+def test_wrong_calls_raise_a_clear_error() -> None:
     with pytest.raises(InvalidArgumentError, match="give one of them"):
         sparkhvd.run_hosts(print)
     with pytest.raises(
@@ -452,7 +452,7 @@ def test_hosts_with_two_cables_of_which_one_is_dead(script: Path, tmp_path: Path
 
 @soak("an agent that hears nothing, and whose launcher's host does not answer: runner/test_agent")
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"two hosts: {why_no_namespaces()}")
-def test_a_pulled_cable_leaves_nothing(script: Path, tmp_path: Path) -> None:
+def test_a_pulled_cable_leaves_no_process(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sshd"
     folder.mkdir()
     with two_hosts() as (a, b), sshd.serving(folder, [b.address], b.command()) as server:

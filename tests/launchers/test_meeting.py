@@ -165,7 +165,7 @@ def test_variables_of_mpi(script: str) -> None:
 
 
 def test_a_launcher_inside_a_rank_starts_a_job_of_its_own(script: str) -> None:
-    """The rank of one job starts those of another; what torch's variables alone tell is the rank's."""
+    """The rank of one job starts those of another; torch's variables alone describe the rank."""
     rank = {"SPARKHVD_RANK_PROCESS": "1 MASTER_ADDR/10.0.0.1/29500", "MASTER_PORT": "29500"}
     rank |= {"MASTER_ADDR": "10.0.0.1", "RANK": "1", "WORLD_SIZE": "2"}
     ranks = [start(script, of_mpi(number, 2, **rank)) for number in range(2)]
@@ -192,7 +192,7 @@ def test_a_launcher_inside_a_rank_starts_a_job_of_its_own(script: str) -> None:
     assert "which is rank 1. Let the rank communicate" in ended.stderr
 
 
-def test_a_rank_that_does_not_come_and_ranks_of_several_hosts_are_told(script: str) -> None:
+def test_a_missing_rank_and_ranks_on_several_hosts_are_reported(script: str) -> None:
     alone = start(script, of_mpi(1, 2, SPARKHVD_START_TIMEOUT_S="1"))
     _, errors = alone.communicate(timeout=60)
     assert "Rank 1 waited 1 s (start_timeout_s) for the other ranks" in errors

@@ -14,7 +14,7 @@ from sparkhvd.settings import Settings
 pytestmark = pytest.mark.pure
 
 
-def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_readable_by_other_users_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "key"
     with pytest.raises(InvalidArgumentError, match="cannot be read"):
         key_from_file(path)

@@ -73,7 +73,7 @@ def is_refused(address: tuple[str, int]) -> bool:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
-def test_another_user_gets_nothing(place: RankClaim) -> None:
+def test_another_user_cannot_claim_the_rank(place: RankClaim) -> None:
     child = os.fork()
     if child == 0:
         status = 1
@@ -88,7 +88,7 @@ def test_another_user_gets_nothing(place: RankClaim) -> None:
     place.claim()  # no process has taken it
 
 
-def test_a_holder_that_does_not_answer_or_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_an_unresponsive_or_ended_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "ANSWER_S", 0.2)
     name = secrets.token_hex(16)
     monkeypatch.setenv(VARIABLE, f"-1 {name} 4711 ")

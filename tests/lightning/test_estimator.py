@@ -56,7 +56,9 @@ class KilledOnce(pl.Callback):  # type: ignore[misc]  # untyped
 
 
 @soak("training/test_resume; estimator/test_faults")
-def test_a_killed_rank_costs_nothing_but_time(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_fit_with_a_killed_rank_equals_an_undisturbed_fit(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     df = spark.createDataFrame([(n / ROWS, 2.0 * n / ROWS) for n in range(ROWS)], ["x", "y"])
     whole, stopped = (
         TorchEstimator(

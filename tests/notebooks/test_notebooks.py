@@ -28,7 +28,7 @@ EVALUATIONS = {
 )
 @pytest.mark.timeout(TIMEOUT_S + 50)
 @pytest.mark.parametrize("name", EVALUATIONS)
-def test_notebook_runs_and_its_evaluation_comes_out_well(
+def test_notebook_runs_and_reaches_its_score(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     label, least, plots = EVALUATIONS[name]

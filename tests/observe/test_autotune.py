@@ -55,7 +55,7 @@ def test_search_converges_near_the_top_under_noise_and_drift(seed: int) -> None:
     assert speed_of(search.best) > 0.9 * best > speed_of({k.name: k.start for k in (BUCKET, CHUNK)})
 
 
-def test_search_stays_where_it_is_when_nothing_helps() -> None:
+def test_search_keeps_the_settings_if_no_change_helps() -> None:
     chance = random.Random(3)
     search = Search([BUCKET, CHUNK])
     while not search.done:
@@ -158,7 +158,7 @@ def test_ranks_change_at_the_same_steps_and_end_at_the_top(
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"format": 1}', '{"format": 1, "world": 3, "choice": 7}']
 )
-def test_file_that_is_not_ours_is_told_and_replaced(
+def test_an_unrecognized_file_is_reported_and_replaced(
     content: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "tuned.json"
@@ -170,7 +170,7 @@ def test_file_that_is_not_ours_is_told_and_replaced(
     assert json.loads(saved.read_text())["choice"]["bucket_bytes"] == 16 << 20
 
 
-def test_choice_that_cannot_be_saved_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_choice_that_cannot_be_saved_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     settings = Settings(autotune="on", autotune_file="/nowhere/tuned.json")
     outcomes = run_ranks(2, tune, settings=settings)
     assert outcomes[0]["done"]
@@ -183,7 +183,7 @@ def test_one_rank_has_nothing_to_tune() -> None:
     assert outcome["history"] == []
 
 
-def test_search_gives_up_what_noise_has_chosen() -> None:
+def test_search_abandons_a_choice_caused_by_noise() -> None:
     search = Search([BUCKET])
     windows = 0
     while not search.done:
@@ -207,7 +207,7 @@ def test_search_gives_up_what_noise_has_chosen() -> None:
         ("all", tuple(range(17)), ["bucket_bytes", "streams"]),
     ],
 )
-def test_only_all_moves_what_may_change_bits(
+def test_only_mode_all_tunes_settings_that_may_change_results(
     tuning: str, hosts: tuple[int, ...], expected: list[str]
 ) -> None:
     settings = Settings(autotune=tuning, streams=2)

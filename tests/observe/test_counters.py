@@ -59,7 +59,7 @@ def test_table_shows_every_number_once() -> None:
     assert repr(Metrics(counters())) == "<Metrics of rank 1: 99 operations>"
 
 
-def test_table_of_an_engine_that_has_done_nothing() -> None:
+def test_the_table_of_an_idle_engine_is_empty() -> None:
     empty = {**counters(), "collectives": [], "timeline": None}
     lines = str(Metrics(empty)).splitlines()
     assert len(lines) == 3

@@ -59,7 +59,7 @@ def test_a_fit_has_one_figure_that_its_epochs_replace(
     assert [axes.get_title() for axes in drawn[-1].axes] == ["rows", "not there"]
 
 
-def test_without_matplotlib_or_a_notebook_it_does_nothing(
+def test_live_plot_does_nothing_without_matplotlib_or_a_notebook(
     published: list[tuple[Any, str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -79,7 +79,7 @@ def numbers(count: int, begin: int = 0) -> list[Metric]:
     return [Metric("loss", float(n), n, 0.0) for n in range(begin, begin + count)]
 
 
-def test_numbers_and_calls_come_in_order_and_numbers_in_large_parts(
+def test_numbers_and_calls_arrive_in_order_and_numbers_in_large_parts(
     server: Server, said: list[str]
 ) -> None:
     server.is_up = False
@@ -95,7 +95,7 @@ def test_numbers_and_calls_come_in_order_and_numbers_in_large_parts(
     assert server.parts == [1000, 500, 2]
 
 
-def test_nothing_is_lost_of_a_server_that_is_down_for_a_while_and_two_lines_say_so(
+def test_no_number_is_lost_during_an_outage_reported_by_two_lines(
     server: Server, said: list[str]
 ) -> None:
     sent = Delivery(server, 60, said.append)
@@ -144,7 +144,9 @@ def comes_up(server: Server, sent: Delivery) -> None:
     sent.close()
 
 
-def test_what_is_refused_is_a_warning_and_the_rest_goes_on(server: Server, said: list[str]) -> None:
+def test_a_refused_entry_causes_a_warning_and_the_rest_is_logged(
+    server: Server, said: list[str]
+) -> None:
     server.is_up, server.refused = False, {"model m"}
     sent = Delivery(server, 60, said.append)
     sent.call(lambda sink: sink.log_model("m"))
@@ -155,7 +157,7 @@ def test_what_is_refused_is_a_warning_and_the_rest_goes_on(server: Server, said:
     assert server.calls == ["start", "log"]
 
 
-def test_a_fit_whose_start_is_refused_asks_no_more(server: Server, said: list[str]) -> None:
+def test_no_entry_is_sent_after_the_start_is_refused(server: Server, said: list[str]) -> None:
     server.is_up, server.refused = False, {"start"}
     sent = Delivery(server, 60, said.append)
     sent.put(numbers(3))
@@ -183,7 +185,7 @@ class Broken(Logger):
         raise OSError("no")
 
 
-def test_followers_give_numbers_of_records_and_a_broken_logger_ends_nothing(
+def test_records_reach_loggers_despite_a_broken_logger(
     server: Server,
 ) -> None:
     fits: list[Fit] = []
@@ -200,20 +202,20 @@ def test_followers_give_numbers_of_records_and_a_broken_logger_ends_nothing(
     assert server.calls == ["start", "log", "model it", "finished"]
 
 
-def test_followers_tell_how_a_fit_failed(server: Server) -> None:
+def test_loggers_learn_how_a_fit_failed(server: Server) -> None:
     for error, state in ((ValueError(), "failed"), (KeyboardInterrupt(), "interrupted")):
         fanout = LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print)
         fanout.failed(error, {"run_id": "mine"})
         assert server.calls[-1] == state
 
 
-def test_followers_whose_end_nobody_tells_end_at_once(server: Server) -> None:
+def test_loggers_without_a_final_call_end_immediately(server: Server) -> None:
     server.is_up = False
     with LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print) as fanout:
         fanout.epoch({"epoch": 1, "loss": 0.5})
 
 
-def test_without_loggers_nothing_is_asked() -> None:
+def test_without_loggers_the_fit_description_is_not_requested() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fanout = LoggerFanout([], lambda: pytest.fail("asked"), print)

@@ -114,11 +114,11 @@ def test_page_needs_no_network_and_has_a_dark_and_a_printed_form() -> None:
         {"state": "failed", "error": "RankError: no\nline two"},
     ],
 )
-def test_page_leaves_out_what_a_document_lacks(entries: dict[str, object]) -> None:
+def test_page_omits_parts_missing_from_the_document(entries: dict[str, object]) -> None:
     Page(render(loads(dumps(entries), "here")))
 
 
-def test_what_was_never_finite_is_shown_all_the_same() -> None:
+def test_values_that_were_never_finite_are_shown() -> None:
     given = document()
     for record in given["history"]:
         record |= {"loss": math.nan, "accuracy": math.inf, "auc": math.nan}
@@ -175,14 +175,16 @@ def test_curve_has_a_gap_where_a_value_is_not_finite() -> None:
         ),
     ],
 )
-def test_validation_is_beside_training(names: list[str], found: dict[str, tuple[str, str]]) -> None:
+def test_validation_and_training_share_a_chart(
+    names: list[str], found: dict[str, tuple[str, str]]
+) -> None:
     assert paired(names) == found
     epoch = {"epoch": 1, **dict.fromkeys(names, 1.0)}
     page = Page(render({"history": [epoch, {**epoch, "epoch": 2}]}))
     assert page.tags.count("svg") == len(found)
 
 
-def test_texts_of_axes_are_whole_and_tell_ticks_apart() -> None:
+def test_axis_labels_are_complete_and_distinct() -> None:
     drawn = lines("auc", [Series("auc", [1, 1000], [0.99981, 0.99985])])
     left = re.findall(r'text-anchor="end">([^<]+)<', drawn)
     assert len(set(left)) == len(left) > 2

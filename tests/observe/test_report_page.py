@@ -61,7 +61,7 @@ def test_page_shows_its_figures_without_a_complaint(
 
 
 @soak("observe/test_report: elements, texts and addresses of the page")
-def test_page_forbids_what_somebody_puts_into_it(browser: str, tmp_path: Path) -> None:
+def test_page_blocks_injected_scripts_and_images(browser: str, tmp_path: Path) -> None:
     evil = '<script>document.body.innerText = "owned"</script><img src="https://example.org/a.png">'
     page = render(document()).replace("</body>", f"{evil}</body>")
     found, console = seen_in_frame(browser, tmp_path, page)

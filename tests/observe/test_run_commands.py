@@ -128,7 +128,7 @@ def test_report_prints_the_page_and_rebuilds_a_missing_one(
     assert "</html>" in (tmp_path / "b.html").read_text()
 
 
-def test_compare_prints_what_differs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_differences(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", store.full_url("runs/a"), store.full_url("runs/b")]) == 0
     assert "epochs                a  b" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""tools/release.py: what was not tried is written as not tried, with the reason, and what failed as failed."""
+"""tools/release.py: skipped checks are listed as not tried, with the reason, and failed checks as failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.wheel_tests import Missing, python_of
 pytestmark = pytest.mark.pure
 
 
-def test_pythons_are_those_of_the_metadata() -> None:
+def test_python_versions_match_the_package_metadata() -> None:
     assert release.versions()[0] == "3.10"
     assert "3.13" in release.versions()
 
@@ -29,7 +29,7 @@ def test_a_file_for_another_machine_is_not_tried() -> None:
     assert release.try_one("any", None, "3.11", "3.11").startswith("not tried: `make wheel`")
 
 
-def test_outcomes_tell_what_is_missing_and_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_outcomes_show_missing_tools_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> str:
         return release.run(["python3", "-c", "raise SystemExit('no such thing')"], Path.cwd())
 
@@ -45,7 +45,7 @@ def test_outcomes_tell_what_is_missing_and_what_failed(capsys: pytest.CaptureFix
     assert "| newest | 2.15.0 |" in text
 
 
-def test_a_torch_that_pip_does_not_find_is_a_row_with_the_reason(
+def test_an_unavailable_torch_version_gives_a_row_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def environment(main: Path, name: str, requirement: str) -> Path:

@@ -83,7 +83,7 @@ def test_mutated_frames_of_a_peer_end_in_errors_that_name_it_and_disturb_no_othe
     assert found["rss_growth_bytes"] < 24 * MIB, found
 
 
-def test_types_of_frames_that_the_attack_knows_are_those_of_the_engine() -> None:
+def test_frame_types_of_the_attack_match_the_engine() -> None:
     header = (ROOT / "native/src/message.h").read_text()
     for name in ("HELLO", "MAPPED", "REFUSE", "DATA", "ABORT"):
         number = re.search(rf"k{name.title()} = (\d+)", header)
@@ -113,7 +113,7 @@ def victim_of(
             engine.shutdown()
 
 
-def test_coordinator_that_sends_unrequested_bytes_is_given_up() -> None:
+def test_a_rank_gives_up_a_coordinator_that_sends_unrequested_bytes() -> None:
     """Wait for the order of a tensor whose bytes have come already, not for ever."""
     recording = hostile.record(2, (0, 1))
     data = next(f for f in recording.frames[0, 1] if hostile.type_of(f) == 6)
@@ -291,7 +291,7 @@ def test_malicious_peer_in_the_rendezvous_is_named(news: str) -> None:
 
 
 @pytest.mark.parametrize("about", [2, 2**32 - 1])
-def test_notice_about_a_rank_that_does_not_exist_is_no_news(about: int) -> None:
+def test_a_notice_about_a_nonexistent_rank_is_ignored(about: int) -> None:
     with lonely_rank(Settings(connect_timeout_s=0.5)) as meeting:
         notice = handshake.Notice(teller=1, generation=0, kind=1, about=about)
 
@@ -380,7 +380,7 @@ def test_job_meets_works_and_meets_again_under_attack_of_unauthenticated_peers(
         assert after["rss"] < before["rss"] + 16 * MIB, report
 
 
-def test_unauthenticated_peer_of_a_working_job_receives_nothing() -> None:
+def test_an_unauthenticated_peer_of_a_running_job_receives_nothing() -> None:
     """Once the ranks have met, none accepts: a connection waits in the backlog and learns nothing."""
     with rank_processes("tests.rendezvous.test_attack:work_a_while", 2) as ranks:
         assert [rank.expect() for rank in ranks] == ["working"] * 2

@@ -217,7 +217,7 @@ def test_connection_of_a_later_generation_is_parked() -> None:
 
 
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_rank_comes_again_when_its_proof_was_not_read(
+def test_a_rank_reconnects_if_its_proof_was_not_read(
     tcp_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Close a connection for the next generation after its proof was sent, as a rank that completes one does."""
@@ -389,7 +389,7 @@ def test_impostor_in_the_place_of_a_listener_gets_no_proof() -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_rank_whose_listener_closes_is_named_by_all(lost: int) -> None:
+def test_every_rank_names_a_rank_whose_listener_closes(lost: int) -> None:
     with job_of(3, settings=Settings(connect_timeout_s=30)) as meetings:
         others = [m for m in meetings if m.rank != lost]
 
@@ -413,7 +413,7 @@ def test_rank_whose_listener_closes_is_named_by_all(lost: int) -> None:
 
 @pytest.mark.parametrize("tcp_only", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: bool) -> None:
+def test_a_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: bool) -> None:
     """Rank 1 dies; `victim` notices and leaves before the last rank comes, whose error still names rank 1."""
     late = 2 - victim
 
@@ -436,7 +436,7 @@ def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: 
         assert descriptors() <= before
 
 
-def test_ranks_that_leave_without_notice_are_all_named() -> None:
+def test_error_names_all_ranks_that_leave_without_notice() -> None:
     with job_of(4) as meetings:
         meetings[1].close()
         meetings[3].close()
@@ -450,7 +450,7 @@ def test_ranks_that_leave_without_notice_are_all_named() -> None:
         )
 
 
-def test_rank_that_comes_too_late_is_told_which_rank_gave_up() -> None:
+def test_a_late_rank_learns_which_rank_gave_up() -> None:
     with job_of(2, settings=Settings(connect_timeout_s=0.3)) as meetings:
         run_threads([meetings[0].connect])
         meetings[0].close()
@@ -524,7 +524,7 @@ def test_forged_notice_does_not_disturb(trick: str) -> None:
             assert_connected(connect_all(meetings), socket.AF_UNIX)
 
 
-def test_timeout_names_the_ranks_that_did_not_come_on_every_rank() -> None:
+def test_timeout_on_every_rank_names_missing_ranks() -> None:
     with job_of(4, settings=Settings(connect_timeout_s=1.2)) as meetings:
         # Ranks 0 and 3 come; 1 and 2 stay away, with open ports. Rank 3 would wait longer, but rank 0 notifies it.
         meetings[3].settings = QUICK
@@ -542,7 +542,7 @@ def test_timeout_names_the_ranks_that_did_not_come_on_every_rank() -> None:
         assert "rank 0 gave up waiting for rank 1" in str(errors[1])
 
 
-def test_address_that_cannot_be_reached_is_reported_with_its_errno() -> None:
+def test_an_unreachable_address_is_reported_with_its_errno() -> None:
     # 255.255.255.255 is no destination of a connection: the kernel answers at once.
     with job_of(
         2,
@@ -582,7 +582,7 @@ def test_listener_binds_one_interface_in_the_port_range() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "0.0.0.0", "::", "localhost"])
-def test_listener_refuses_what_is_not_one_interface(address: str) -> None:
+def test_listener_refuses_addresses_other_than_one_interface(address: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"Give the (numeric )?.*address of"):
         Listener.bind(address, Settings())
 

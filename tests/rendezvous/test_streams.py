@@ -89,7 +89,7 @@ def assert_connected(met: list[Any], streams: int) -> None:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_every_pair_has_a_connection_of_its_own_per_stream(address: str) -> None:
+def test_every_pair_has_a_separate_connection_per_stream(address: str) -> None:
     # Ranks 0 and 2 are on one host, 1 and 3 on the other.
     with job_of(
         4,
@@ -213,7 +213,7 @@ def client_proof(job: Any, stage: Any, nonces: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("trick", PROOFS)
-def test_stream_opens_to_its_own_proof_only(trick: str) -> None:
+def test_a_stream_accepts_only_its_own_proof(trick: str) -> None:
     with job_of(2, settings=THREE) as meetings:
         job = meetings[1].job
 
@@ -287,7 +287,7 @@ def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
 # --- Ranks that differ, and ranks that go ---
 
 
-def test_ranks_that_disagree_are_all_told() -> None:
+def test_disagreeing_settings_raise_on_every_rank() -> None:
     with job_of(3, settings=THREE) as meetings:
         meetings[1].settings = replace(THREE, streams=1)
         before = descriptors()
@@ -324,7 +324,7 @@ def instead_of_streams(
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_rank_that_dies_between_two_streams_is_named_by_all(
+def test_every_rank_names_a_rank_that_dies_between_two_streams(
     lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job_of(3, settings=THREE) as meetings:
@@ -348,7 +348,7 @@ def test_rank_that_dies_between_two_streams_is_named_by_all(
         assert left - before == {-1}
 
 
-def test_rank_that_stays_away_from_a_stream_is_named_in_time(
+def test_other_ranks_name_a_rank_missing_from_a_stream_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = Settings(connect_timeout_s=1, streams=2)

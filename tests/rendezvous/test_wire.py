@@ -80,7 +80,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("payload", HOSTILE)
-def test_what_is_no_message_is_refused(payload: bytes) -> None:
+def test_malformed_messages_are_refused(payload: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - also of json
         wire.unpack(payload)
     with pytest.raises(ValueError):  # noqa: PT011
@@ -125,7 +125,7 @@ def test_records_are_rebuilt(given_records: list[tuple[int, str, bool]]) -> None
     assert list(frames.unpack(frames.pack(records))) == expected
 
 
-def test_what_was_shown_is_a_number() -> None:
+def test_a_shown_frame_carries_an_integer() -> None:
     came = bytearray(frames.shown(7) + frames.shown(8)[:-1])
     assert (frames.take_shown(came), frames.take_shown(came)) == (7, None)
     for number in ("7", None, 1.5):

@@ -113,7 +113,7 @@ def test_a_large_launch_is_not_overtaken_by_small_ones(start: Start) -> None:
     assert runs(late)
 
 
-def test_a_launch_that_was_lost_is_before_later_ones(start: Start) -> None:
+def test_a_lost_launch_precedes_later_launches(start: Start) -> None:
     first, second = start(Launch(3)), start(Launch(2))
     first.lose()
     wait_until(lambda: first.attempts == 2, "it is launched again")

@@ -41,7 +41,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_sets_what_flags_set_and_flags_win(config: Path) -> None:
+def test_a_config_file_sets_options_that_flags_override(config: Path) -> None:
     parser = _parser()
     parser.set_defaults(**flags_of(str(config), vars(parser.parse_args([]))))
     parsed = parser.parse_args(["--timeline-filename", "mine.json", "--no-autotune"])
@@ -55,7 +55,7 @@ def test_a_file_sets_what_flags_set_and_flags_win(config: Path) -> None:
     }
 
 
-def test_options_without_effect_are_told_as_their_flags(
+def test_options_without_effect_are_reported_by_their_flags(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-np", "1", "--config-file", str(config), "/no/program"]) == 2
@@ -89,7 +89,7 @@ def test_options_without_effect_are_told_as_their_flags(
         ("a: [", "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_told(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_wrong_config_file_raises_a_clear_error(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(InvalidArgumentError, match=problem):

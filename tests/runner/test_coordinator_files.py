@@ -82,7 +82,7 @@ def test_other_attempts_have_other_boards(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("how", ["key", "content", "place", "short"])
-def test_what_nobody_of_the_job_has_written_is_an_error(folder: Folder, how: str) -> None:
+def test_a_file_not_written_by_the_job_raises(folder: Folder, how: str) -> None:
     files = folder.files(key="cd" * 32 if how == "key" else KEY)
     files.report(RESULT)
     path = folder.path("result")

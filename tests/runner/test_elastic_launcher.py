@@ -53,7 +53,7 @@ def test_free_slots_are_filled_in_the_order_of_hosts_up_to_the_largest_number() 
     assert slots_to_fill(SLOTS, [Slot("c", 0), Slot("c", 1)], 2, []) == []
 
 
-def test_processes_whose_slots_are_gone_are_surplus() -> None:
+def test_processes_without_slots_are_surplus() -> None:
     taken = {0: Slot("a", 0), 1: Slot("a", 1), 2: Slot("b", 0), 5: Slot("c", 0)}
     assert surplus(SLOTS, taken) == [5]
     assert surplus(slots_of([Host("a", 1)]), taken) == [1, 2, 5]
@@ -76,7 +76,7 @@ def test_limits_of_a_wrong_type_are_refused(given: dict[str, Any], text: str) ->
 
 
 @pytest.mark.parametrize("given", ["9", True, 0])
-def test_a_time_to_start_that_is_no_number_of_seconds_is_refused(given: Any) -> None:
+def test_an_invalid_start_timeout_is_refused(given: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="start_timeout is .*seconds above 0"):
         LaunchOptions(start_timeout_s=given)
 
@@ -86,7 +86,7 @@ def change(generation: int, before: int, members: tuple[int, ...], **more: Any) 
     return Change(generation=generation, before=before, members=members, **{**given, **more})
 
 
-def test_a_change_that_another_one_has_overtaken_is_told_of_with_it() -> None:
+def test_a_superseded_change_is_reported_with_the_next_change() -> None:
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
     report = ChangeReport()
     first = GenerationFormed(change(1, 0, (0, 1, 2), joined=(0, 1, 2)), 1.0, has_met=True)
@@ -127,13 +127,13 @@ def ends(*outcomes: Outcome, members: tuple[int, ...] = (), problem: str = "") -
     return ProcessOutcomes(verdict, {each.rank: each for each in outcomes if each.rank is not None})
 
 
-def test_results_are_those_of_the_last_ranks_that_ended_well() -> None:
+def test_results_belong_to_successful_ranks_of_the_last_generation() -> None:
     well = [outcome(number, OutcomeKind.OK) for number in (0, 3, 4)]
     assert ends(*well, outcome(1, OutcomeKind.CRASH), members=(4, 1, 3)).order() == [4, 3]
     assert ends(*well).order() == [0, 3, 4]  # of a function without init()
 
 
-def test_the_failure_of_a_job_names_ranks_and_tells_a_loss_from_a_mistake() -> None:
+def test_the_failure_of_a_job_names_ranks_and_distinguishes_losses_from_errors() -> None:
     raised = outcome(7, OutcomeKind.EXCEPTION, error="ValueError", message="why")
     lost = outcome(5, OutcomeKind.LOST)
     failure = ends(raised, lost, members=(5, 7)).failure("")
@@ -150,7 +150,7 @@ def test_the_failure_of_a_job_names_ranks_and_tells_a_loss_from_a_mistake() -> N
     assert ends().failure("").is_lost
 
 
-def test_processes_that_have_not_joined_are_named_and_do_not_hold_a_job_that_has_finished(
+def test_unjoined_processes_are_named_and_do_not_delay_a_finished_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launching, "WAITING_S", 0.1)

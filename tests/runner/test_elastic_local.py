@@ -26,7 +26,7 @@ def no_trainer_is_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("torch_in_the_zygote")
-def test_a_process_that_is_killed_is_replaced_and_no_step_is_lost(
+def test_a_killed_process_is_replaced_and_no_step_is_lost(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = run(train, (str(tmp_path), 2, "process"), np=2, min_np=1, cooldown_range=(0.1, 1))
@@ -55,7 +55,7 @@ def test_an_exception_before_the_ranks_have_met_ends_the_job() -> None:
     assert "in fails" in caught.value.traceback
 
 
-def test_too_few_slots_are_told(tmp_path: Path) -> None:
+def test_too_few_slots_raise_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ElasticError, match=r"after 1 s .*start_timeout=.* 1 of the 2 ranks"):
         run(train, (str(tmp_path), 2), np=2, min_np=2, slots=1, start_timeout=1, verbose=0)
 
@@ -74,6 +74,6 @@ def test_too_few_slots_are_told(tmp_path: Path) -> None:
         ({"min_np": 1, "hosts": "a:x"}, "it must be host:slots"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(given: dict[str, Any], text: str) -> None:
+def test_invalid_numbers_of_processes_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         run(print, **given)

@@ -86,7 +86,7 @@ def slots(*numbers: int) -> Offer:
     return Offer(tuple(Slot(FACTS.host, number) for number in numbers))
 
 
-def test_every_task_is_a_slot_and_one_that_is_lost_ends_its_process() -> None:
+def test_every_task_is_a_slot_and_a_lost_task_ends_its_process() -> None:
     with port(wanted=2) as made:
         tasks = [made.connect(), made.connect()]
         assert made.next() == slots(0, 1)  # not before so many are there
@@ -107,7 +107,7 @@ def test_every_task_is_a_slot_and_one_that_is_lost_ends_its_process() -> None:
         assert made.next() == RankEnded(8, 1, "was lost with its Spark task")
 
 
-def test_results_come_in_parts_before_the_end() -> None:
+def test_results_arrive_in_parts_before_the_outcome() -> None:
     with port() as made:
         task = made.connect()
         made.next()
@@ -129,7 +129,7 @@ def test_results_come_in_parts_before_the_end() -> None:
         assert made.next() == RankEnded(1, 1, "raised ValueError: why", is_final=True)
 
 
-def test_a_task_that_cannot_take_part_is_no_slot() -> None:
+def test_an_incompatible_task_is_not_a_slot() -> None:
     with port() as made:
         made.connect(python="2.7")
         assert "runs Python 2.7" in made.refused.get(timeout=10)
@@ -141,7 +141,7 @@ def test_a_task_that_cannot_take_part_is_no_slot() -> None:
         assert made.next() == slots(0, 1)
 
 
-def test_who_has_no_key_and_who_sends_no_message_disturb_nobody() -> None:
+def test_connections_without_the_key_or_a_valid_message_are_dropped() -> None:
     with port() as made:
         with pytest.raises(ConnectionRefusedError):
             made.connect(key="cd" * 32)

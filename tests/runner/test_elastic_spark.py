@@ -34,7 +34,7 @@ def changes(stream: str) -> list[str]:
     return re.findall(r"^sparkhvd: (\d+ (?:ranks?|-> \d+).*)$", stream, re.MULTILINE)
 
 
-def test_a_trainer_that_is_killed_is_replaced_and_no_step_is_lost(
+def test_a_killed_trainer_is_replaced_and_no_step_is_lost(
     spark: SparkSession, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = run_elastic(
@@ -90,7 +90,7 @@ def test_ranks_that_change_too_often_end_the_job(spark: SparkSession, tmp_path: 
         run_elastic(train, (str(tmp_path), 2), {"fault": "process"}, spark=spark, **given)
 
 
-def test_a_driver_that_tasks_do_not_reach_is_told(
+def test_an_unreachable_driver_raises_a_clear_error(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listen = driver_port.listen
@@ -135,7 +135,7 @@ def test_a_function_without_ranks_returns_its_results_to_a_stream(spark: SparkSe
         ({"num_proc": 4, "min_num_proc": 3}, PreflightError, "min_num_proc is 3.* 2 tasks at once"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(
+def test_invalid_numbers_of_processes_are_refused(
     spark: SparkSession, given: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):

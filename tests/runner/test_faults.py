@@ -156,7 +156,7 @@ def test_a_lost_rank_is_relaunched_and_said(
     assert "Relaunching (1 of 1)." in said
 
 
-def test_a_large_result_that_is_lost_with_its_executor_is_computed_again(
+def test_a_large_result_lost_with_its_executor_is_recomputed(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def large(folder: str) -> bytes:

@@ -24,7 +24,7 @@ def rank(host: str, local_rank: int, *uuids: str, error: str = "", visible: str 
     return RankGpus(host, local_rank, uuids, error, visible)
 
 
-def test_ranks_with_gpus_of_their_own_pass() -> None:
+def test_ranks_with_separate_gpus_pass() -> None:
     given = [rank("h", 0, "GPU-a"), rank("h", 1, "GPU-b"), rank("i", 0, "GPU-c")]
     assert check_gpus(GpuMode.TASK, given, is_required=True) == ""
     shared = [rank("h", 0, "GPU-a", "GPU-b"), rank("h", 1, "GPU-a", "GPU-b")]
@@ -48,7 +48,7 @@ def test_two_ranks_with_one_gpu_are_named_with_it() -> None:
     )
 
 
-def test_a_rank_without_a_gpu_is_named_with_what_was_found() -> None:
+def test_error_names_a_rank_without_a_gpu_and_the_cause() -> None:
     given = [rank("h", 0, error="libcuda.so.1: cannot open shared object file", visible="3")]
     assert check_gpus(GpuMode.HOST, given, is_required=True) == (
         "use_gpu is True, and rank 0 on host h sees no GPU (CUDA_VISIBLE_DEVICES='3'): libcuda.so.1: cannot open shared "
@@ -90,7 +90,7 @@ OWN_GPUS: list[tuple[list[tuple[str, ...]], int, tuple[str, ...], str | None, Ow
 
 
 @pytest.mark.parametrize(("gpus", "local_rank", "seen", "base", "expected"), OWN_GPUS)
-def test_own_gpu_of_a_rank_follows_the_gpus_that_ranks_see(
+def test_own_gpu_of_a_rank_follows_the_visible_gpus(
     gpus: list[tuple[str, ...]],
     local_rank: int,
     seen: tuple[str, ...],
@@ -123,7 +123,7 @@ def test_a_torch_without_cuda_trains_on_the_cpu_unless_gpus_were_asked_for() -> 
         assert agree(mode, given, is_required=False) == GpuAgreement(mode)
 
 
-def test_agreement_of_ranks_where_torch_has_cuda() -> None:
+def test_agreement_reports_problems_and_warnings_with_a_cuda_torch() -> None:
     given = [rank("h", 0, "GPU-a"), rank("h", 1, "GPU-b")]
     assert agree(GpuMode.TASK, given, is_required=True) == GpuAgreement(GpuMode.TASK)
     twice = agree(GpuMode.TASK, [given[0], given[0]], is_required=False)

@@ -156,7 +156,7 @@ def test_impossible_configuration_is_refused(
     assert str(e.value) == message
 
 
-def test_the_users_own_profile_decides() -> None:
+def test_the_users_resource_profile_takes_precedence() -> None:
     given = conf(YARN, cores=8, gpus=2, task=0.5)
     assert decide(given, None, given=TaskShare(2, 1.0)) == GpuPlan(
         GpuMode.TASK, "as the profile given asks"
@@ -197,7 +197,7 @@ def test_variables_of_a_rank(
     assert variables(mode, addresses, visible, order) == expected
 
 
-def test_an_address_that_the_executor_hides_is_an_error() -> None:
+def test_a_gpu_address_hidden_by_the_executor_raises() -> None:
     with pytest.raises(PreflightError) as e:
         variables(GpuMode.TASK, ["2"], "4,7", None)
     assert str(e.value) == (
@@ -211,7 +211,7 @@ def test_an_address_that_the_executor_hides_is_an_error() -> None:
         variables(GpuMode.TASK, [], None, None)
 
 
-def test_a_rank_is_asked_for_its_own_gpus_and_for_all_that_it_could_see() -> None:
+def test_a_rank_reports_its_own_gpus_and_all_visible_gpus() -> None:
     assert views(GpuMode.TASK, None) == [{}, {"CUDA_VISIBLE_DEVICES": None}]
     assert views(GpuMode.TASK, "2,3") == [{}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
     assert views(GpuMode.HOST, "2,3") == [{}]
@@ -250,7 +250,7 @@ class Refusing:
         )
 
 
-def test_plan_follows_the_conf_where_spark_takes_no_profile() -> None:
+def test_plan_follows_the_conf_if_spark_supports_no_resource_profile() -> None:
     shim: Any = Refusing()
     plan, profile = plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=1), True, None)
     assert (plan.mode, plan.profile, profile) == (GpuMode.TASK, None, None)

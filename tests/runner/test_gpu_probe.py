@@ -39,7 +39,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("visible", "expected"),
     [(None, [5, 6, 7]), ("2", [7]), ("1,0", [6, 5])],
 )
-def test_uuids_are_those_that_the_process_sees_in_its_order(
+def test_uuids_follow_the_order_of_visible_gpus(
     driver: str, visible: str | None, expected: list[int]
 ) -> None:
     env = {**os.environ, "FAKE_GPUS": "5,6,7"}
@@ -115,7 +115,7 @@ print("ok")
 """
 
 
-def test_a_process_in_which_cuda_runs_already_goes_on_to_see_its_own_gpu(driver: str) -> None:
+def test_a_process_with_cuda_initialized_keeps_its_own_gpu(driver: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STARTED, driver],
         env={**os.environ, "FAKE_GPUS": "5,6", "CUDA_VISIBLE_DEVICES": "1"},
@@ -178,7 +178,7 @@ def test_too_few_gpus_or_none_are_refused_before_the_function_starts(driver: str
         run_local(sees, num_proc=2, env={"FAKE_GPUS": "3,3"}, settings=settings, use_gpu=True)
 
 
-def test_a_driver_that_hangs_is_waited_for_so_long_and_leaves_nothing(
+def test_a_hanging_cuda_driver_times_out_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = "#include <unistd.h>\nint cuInit(unsigned f) { for (;;) sleep(1000); }"

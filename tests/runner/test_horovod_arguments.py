@@ -38,7 +38,7 @@ def test_run_takes_horovods_arguments_in_horovods_order() -> None:
         ({"extra_mpi_args": "-x A"}, "extra_mpi_args='-x A' has no effect"),
     ],
 )
-def test_an_argument_without_effect_is_told_on_the_callers_line(
+def test_an_argument_without_effect_warns_on_the_callers_line(
     given: dict[str, Any], why: str
 ) -> None:
     with pytest.warns(UserWarning, match=why) as warned, pytest.raises(InvalidArgumentError):
@@ -46,7 +46,7 @@ def test_an_argument_without_effect_is_told_on_the_callers_line(
     assert [one.filename for one in warned] == [__file__]
 
 
-def test_choices_that_ask_for_nothing_are_silent() -> None:
+def test_arguments_that_request_nothing_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         horovod_arguments.warn_of(use_mpi=False, use_gloo=None, start_timeout=None)
@@ -72,7 +72,7 @@ def test_choices_that_ask_for_nothing_are_silent() -> None:
         ({"stdout": "ranks.log"}, "stdout is 'ranks.log'; it must be a text stream"),
     ],
 )
-def test_what_is_impossible_is_an_error_with_the_remedy(wrong: Any, says: str) -> None:
+def test_impossible_arguments_raise_an_error_with_the_remedy(wrong: Any, says: str) -> None:
     with pytest.raises(InvalidArgumentError, match=says):
         sparkhvd.run_local(print, num_proc=2, **wrong)
 
@@ -90,7 +90,7 @@ def test_both_streams_of_a_rank_are_one() -> None:
         assert horovod_arguments.choose_stream(out, err) is out
 
 
-def test_last_lines_come_by_rank_and_a_broken_stream_is_passed_over() -> None:
+def test_last_lines_are_written_in_rank_order_despite_a_broken_stream() -> None:
     first = outcomes.Outcome(0, outcomes.OutcomeKind.OK, log_tail=("a", "b"))
     ended = [replace(first, rank=1, log_tail=("c",)), first, replace(first, rank=None)]
     stream = io.StringIO()

@@ -42,6 +42,6 @@ def test_a_negative_number_is_that_many_processes_of_this_host(
         ({"np": 2, "driver_log_verbosity": "some"}, "must be one of all, log_callback_only"),
     ],
 )
-def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_raise_a_clear_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         HorovodRunner(**arguments)

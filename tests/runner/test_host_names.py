@@ -53,7 +53,7 @@ def test_hosts_and_their_slots(text: str, hosts: list[Host]) -> None:
         "a:" + "9" * 5000,
     ],
 )
-def test_what_is_no_host_is_refused(text: str) -> None:
+def test_malformed_hosts_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="it must be host:slots"):
         parse_hosts(text)
 

@@ -106,7 +106,7 @@ def _wait_for(folder: Path, name: str, driver: subprocess.Popen[str], ranks: int
 
 
 @soak("Ctrl-C on a cluster: cluster/test_programs; interrupts of ranks: test_interrupts")
-def test_ranks_save_and_nothing_is_left(tmp_path: Path) -> None:
+def test_interrupted_ranks_save_and_leave_no_process(tmp_path: Path) -> None:
     """Interrupt the driver's process group as a terminal does, then the driver alone, with ranks that end only at the second.
 
     At last kill the driver's JVM.
@@ -157,7 +157,7 @@ def test_ranks_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
 
 
 @soak(
-    "interrupts of all and of the driver alone, and the death of its JVM: test_ranks_save_and_nothing_is_left"
+    "interrupts of all and of the driver alone, and the death of its JVM: test_interrupted_ranks_save_and_leave_no_process"
 )
 def test_ranks_save_although_the_jvm_ends_at_once(tmp_path: Path) -> None:
     """Interrupt also the JVM of spark-submit, as a terminal does, which ends Spark's Python workers."""

@@ -79,7 +79,7 @@ def watch_of(driver: Interrupter, trainer: Trainer) -> InterruptWatch:
     return watch
 
 
-def test_a_rank_that_has_ended_waits_for_one_that_must_be_killed(
+def test_an_ended_rank_waits_until_a_stubborn_rank_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unauthenticated peers connect before them."""

@@ -80,7 +80,7 @@ def test_a_call_that_cannot_travel_names_the_part(
         dump_call(fn, args, kwargs)
 
 
-def test_a_function_that_holds_a_lock_is_named() -> None:
+def test_error_names_a_function_that_holds_a_lock() -> None:
     lock = threading.Lock()
 
     def trains() -> None:
@@ -132,11 +132,11 @@ LOCK = threading.Lock()
         (Holder(fine=3), ""),
     ],
 )
-def test_the_way_to_what_cannot_be_pickled_is_named(value: Any, path: str) -> None:
+def test_error_shows_the_path_to_an_unpicklable_value(value: Any, path: str) -> None:
     assert failing_path(value, unpicklable) == path
 
 
-def test_variables_of_functions_that_travel_by_value_are_named() -> None:
+def test_error_names_unpicklable_variables_of_functions_pickled_by_value() -> None:
     lock = threading.Lock()
 
     class Own:
@@ -180,7 +180,7 @@ def test_variables_of_functions_that_travel_by_value_are_named() -> None:
         ({}, {"OMP_NUM_THREADS": "0"}, {"OMP_NUM_THREADS": "0"}, None),
     ],
 )
-def test_threads_that_the_user_has_set_are_found(
+def test_thread_variables_set_by_the_user_are_found(
     monkeypatch: pytest.MonkeyPatch,
     conf: dict[str, str],
     environ: dict[str, str],
@@ -228,7 +228,7 @@ def test_torch_is_preloaded_only_when_the_program_mentions_it() -> None:
         assert {"torch", "sparkhvd.torch"} & {*preload(dump_call(trains, (), {}))}
 
 
-def test_what_a_module_of_the_user_imports_is_preloaded_with_its_functions(
+def test_imports_of_a_user_module_are_preloaded_with_its_functions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = types.ModuleType("of_the_user")

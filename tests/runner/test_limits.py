@@ -119,7 +119,7 @@ def test_a_launcher_with_few_descriptors_names_the_limit(way: str) -> None:
 
 @pytest.mark.skipif(why_not() is not None, reason=f"a network of its own: {why_not()}")
 @pytest.mark.parametrize("way", ["sparkhvdrun", *left_to_soak("sparkhvdrun, here", "run_local")])
-def test_ranks_of_a_host_whose_loopback_has_ipv6_alone(way: str) -> None:
+def test_ranks_connect_over_an_ipv6_only_loopback(way: str) -> None:
     with two_hosts(ipv6_only=True) as (host, _):
         ended = started(way, *host.command())
         addresses = json.loads(host.run("ip", "-json", "-4", "address"))
@@ -170,7 +170,7 @@ def test_job_shares_memory_without_dev_shm() -> None:
     ]
 
 
-def test_nothing_remains_in_dev_shm_or_tmp_when_any_process_is_killed() -> None:
+def test_a_killed_process_leaves_no_files_in_dev_shm_or_tmp() -> None:
     script = """
         import os, signal, sys
         from sparkhvd.errors import RankError

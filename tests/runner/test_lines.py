@@ -39,7 +39,7 @@ def of_pipe(*parts: bytes | float) -> list[tuple[float, bytes]]:
     return found
 
 
-def test_lines_come_whole_and_long_ones_in_pieces() -> None:
+def test_short_lines_arrive_whole_and_long_lines_in_pieces() -> None:
     lines = [line for _, line in of_pipe(b"one\n\ntw", 0.05, b"o\n", b"x" * 3000, 0.05, b"y\nlast")]
     assert b"".join(lines) == b"one\n\ntwo\n" + b"x" * 3000 + b"y\nlast"
     assert lines[:3] == [b"one\n", b"\n", b"two\n"]
@@ -59,18 +59,18 @@ def test_pieces_of_a_long_line_hold_whole_characters(character: str) -> None:
         )
 
 
-def test_bytes_that_are_no_text_come_in_pieces_too() -> None:
+def test_binary_output_arrives_in_pieces() -> None:
     lines = [line for _, line in of_pipe(b"\x80" * 5000, 0.02, b"\xff" * 5000)]
     assert b"".join(lines) == b"\x80" * 5000 + b"\xff" * 5000
 
 
-def test_text_without_an_end_comes_within_a_second() -> None:
+def test_an_unfinished_line_arrives_within_a_second() -> None:
     (when, asked), (_, answer) = of_pipe(b"Continue? ", 1.5, b"yes\n")
     assert (asked, answer) == (b"Continue? ", b"yes\n")
     assert when < 1.0
 
 
-def test_a_progress_bar_that_is_always_redrawn_comes_about_once_per_second() -> None:
+def test_a_redrawn_progress_bar_arrives_about_once_per_second() -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     code = "import time, tqdm\nfor _ in tqdm.trange(100): time.sleep(0.03)"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as bar:
@@ -84,7 +84,7 @@ def test_a_progress_bar_that_is_always_redrawn_comes_about_once_per_second() -> 
     assert percents[-1] == 100
 
 
-def test_a_progress_bar_below_another_one_comes_about_once_per_second() -> None:
+def test_nested_progress_bars_arrive_about_once_per_second() -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     code = (
         "import time, tqdm\n"
@@ -104,7 +104,7 @@ def test_a_progress_bar_below_another_one_comes_about_once_per_second() -> None:
     assert lines[-1] == "done"
 
 
-def test_bars_of_several_levels_end_lines_where_one_goes_further_down() -> None:
+def test_a_bar_on_a_lower_level_ends_the_line_before() -> None:
     up = b"\x1b[A"
     lines = [
         line
@@ -121,7 +121,7 @@ def test_bars_of_several_levels_end_lines_where_one_goes_further_down() -> None:
     assert [shown(line) for line in lines] == ["a", "", "b1", "c3"]
 
 
-def test_a_bar_that_was_passed_on_goes_on_without_empty_lines() -> None:
+def test_a_forwarded_bar_continues_without_empty_lines() -> None:
     up = b"\x1b[A"
     lines = [
         shown(line) for _, line in of_pipe(b"\r10%" + up, 1.3, b"\n\r20%" + up, 1.3, b"\n\r30%\n")
@@ -129,7 +129,7 @@ def test_a_bar_that_was_passed_on_goes_on_without_empty_lines() -> None:
     assert lines == ["10%", "20%", "30%"]
 
 
-def test_text_without_an_end_holds_whole_characters() -> None:
+def test_an_unfinished_line_contains_whole_characters() -> None:
     first, second = [line for _, line in of_pipe("5 €".encode()[:-1], 0.7, "€\n".encode()[-2:])]
     assert first + second == "5 €\n".encode()
     assert first == b"5 "
@@ -137,7 +137,7 @@ def test_text_without_an_end_holds_whole_characters() -> None:
     assert lines == [b"5 ", b"\xe2", b"6\n"]
 
 
-def test_another_thread_has_what_was_written_passed_on_also_of_a_pipe_that_is_always_full() -> None:
+def test_catch_up_forwards_earlier_output_even_of_a_flooded_pipe() -> None:
     reader, writer = os.pipe()
     found: list[bytes] = []
     is_over = threading.Event()
@@ -215,7 +215,7 @@ def test_another_thread_does_not_wait_long_behind_a_stream_that_blocks() -> None
         (b"\x1b[31\n", r"\x1b[31"),
     ],
 )
-def test_shown_is_what_was_drawn_last(line: bytes, text: str) -> None:
+def test_shown_text_is_the_last_drawn_state_of_a_line(line: bytes, text: str) -> None:
     assert shown(line) == text
 
 

@@ -89,7 +89,7 @@ def printed(screen: Screen, rank: int) -> int:
     return left_out + sum(found is None for found in counts)
 
 
-def test_lines_come_in_order_while_the_ranks_run_and_messages_with_them() -> None:
+def test_lines_and_messages_arrive_in_order_while_ranks_run() -> None:
     screen = Screen()
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(receiver_for(screen.show))
@@ -156,7 +156,7 @@ def test_a_rank_that_a_driver_watches_for_connects_before_its_first_line() -> No
     assert screen.lines == texts(0, 1)
 
 
-def test_the_end_of_a_rank_whose_driver_was_never_there_takes_no_time() -> None:
+def test_a_rank_with_an_unreachable_driver_ends_without_delay() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with sender_to(closed.getsockname(), at_once=True) as rank:
@@ -167,7 +167,7 @@ def test_the_end_of_a_rank_whose_driver_was_never_there_takes_no_time() -> None:
             assert time.monotonic() - began < sender.FLUSH_S / 2
 
 
-def test_nothing_is_lost_or_doubled_when_connections_are_cut_or_refused() -> None:
+def test_no_line_is_lost_or_duplicated_when_connections_break() -> None:
     screen, count = Screen(), 3000
     with proxied(screen) as (_, proxy), sender_to(proxy.address, on_terminal=True) as rank:
         cuts = 0
@@ -210,7 +210,7 @@ def test_a_rank_ends_in_time_while_its_lines_vanish_and_the_driver_shows_them_th
     assert screen.lines == [*texts(0, 5), "[1] of another"]
 
 
-def test_lines_that_vanish_for_a_while_come_later() -> None:
+def test_lines_lost_in_transit_arrive_later() -> None:
     screen, count = Screen(), amount(40, 4000)
     with proxied(screen) as (_, proxy), sender_to(proxy.address) as rank:
         for number, line in enumerate(texts(0, count)):
@@ -222,7 +222,7 @@ def test_lines_that_vanish_for_a_while_come_later() -> None:
     assert screen.lines == texts(0, count)
 
 
-def test_of_a_rank_that_ends_before_a_slow_driver_every_line_is_shown_or_counted_once() -> None:
+def test_a_slow_driver_shows_or_counts_each_line_of_an_ended_rank() -> None:
     """Fill the queue; of what the driver does not come to, the last goes with the outcome, and some is on its way then."""
     screen, echoed, count = Screen(), 0, 60_000
 
@@ -317,7 +317,7 @@ def test_of_a_flood_every_line_is_shown_or_counted(on_terminal: bool) -> None:
     assert longest < 0.5
 
 
-def test_what_travels_with_an_outcome_is_bounded_and_says_what_is_missing() -> None:
+def test_lines_sent_with_an_outcome_are_bounded_and_count_omitted_lines() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         rank = sender_to(silent.getsockname()[:2], on_terminal=True, is_shown=False)
         taken = [rank.line(f"[0] {number} {'y' * 1000}") for number in range(6000)]
@@ -356,7 +356,7 @@ def test_only_ranks_that_know_the_key_are_shown() -> None:
     assert screen.lines == ["[1] of a rank"]
 
 
-def test_a_stream_that_blocks_holds_up_neither_the_rank_nor_the_driver(
+def test_a_blocked_stream_delays_neither_the_rank_nor_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(receiver, "_JOIN_S", 0.3)
@@ -391,7 +391,7 @@ def test_a_stream_that_is_broken_costs_lines_only() -> None:
         ({"on_terminal": True, "shows_lines": False}, False, ["line"]),
     ],
 )
-def test_a_task_writes_to_its_own_log_what_the_driver_does_not_write_there(
+def test_a_task_logs_only_lines_that_the_driver_does_not_log(
     way: dict[str, bool] | None,
     is_quiet: bool,
     echoed: list[str],
@@ -421,7 +421,7 @@ def writer_to(store: Store, rank: int) -> Sender:
     return Sender(OutputRoute(folder=folder), rank, ChunkWriter(store, folder, rank))
 
 
-def test_lines_come_through_files_that_are_deleted_then(
+def test_lines_are_transferred_through_files_that_are_deleted_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Leave a file of an earlier fit with the same run id, which is not shown."""
@@ -444,7 +444,7 @@ def test_lines_come_through_files_that_are_deleted_then(
     assert not (tmp_path / folder_of("runs/r", 0, "job")).exists()
 
 
-def test_a_client_that_is_gone_and_a_store_that_refuses_keep_a_rank_from_nothing(
+def test_a_gone_client_or_a_failing_store_does_not_block_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Write as many files as are allowed, continue when they are read, then lose the store."""

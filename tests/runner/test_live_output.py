@@ -94,7 +94,7 @@ def prints() -> None:
         ({"settings": Settings(live_output="0")}, set()),
     ],
 )
-def test_what_is_shown_without_a_stream(
+def test_settings_select_the_output_shown_without_a_stream(
     spark: SparkSession,
     capsys: pytest.CaptureFixture[str],
     options: dict[str, object],
@@ -104,7 +104,7 @@ def test_what_is_shown_without_a_stream(
     assert set(capsys.readouterr().err.splitlines()) == shown
 
 
-def test_a_rank_that_fails_is_shown_once_with_its_last_lines_in_the_error(
+def test_last_lines_of_a_failed_rank_are_shown_once(
     spark: SparkSession,
 ) -> None:
     """Print also without a live channel: there the last lines come at the end."""

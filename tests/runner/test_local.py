@@ -56,7 +56,7 @@ def one_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setenv(name, "1")
 
 
-def test_values_come_back_by_rank() -> None:
+def test_values_are_returned_in_rank_order() -> None:
     def place(base: int, *, step: int) -> tuple[int, Any]:
         here = context()
         assert here is not None
@@ -91,7 +91,7 @@ def test_loggers_get_numbers_of_ranks_in_their_order() -> None:
     assert kept.state == "finished"
 
 
-def test_a_message_comes_behind_what_was_printed_before_it() -> None:
+def test_a_message_follows_earlier_printed_lines() -> None:
     def talk() -> None:
         for number in range(300):
             print(f"line {number}")
@@ -129,7 +129,7 @@ def test_ranks_know_the_standard_variables_and_their_threads() -> None:
     assert int(found[0]["OMP_NUM_THREADS"]) >= 1
 
 
-def test_idle_threads_of_a_rank_spin_briefly_unless_the_user_says_otherwise() -> None:
+def test_idle_threads_spin_briefly_unless_the_user_sets_their_policy() -> None:
     def spins() -> list[str | None]:
         return [os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")]
 
@@ -163,7 +163,7 @@ def test_user_variables_win_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("nursery", ["auto", *left_to_soak("by the zygote, here", "0")])
-def test_ranks_inherit_what_hadoops_library_needs(
+def test_ranks_inherit_the_variables_of_hadoops_library(
     monkeypatch: pytest.MonkeyPatch, nursery: str
 ) -> None:
     """Check what YARN gives a container, and so its tasks: tokens, tickets and classes."""
@@ -204,7 +204,7 @@ def test_settings_in_variables_count_wherever_they_were_set(tmp_path: Path) -> N
     assert (tmp_path / "timeline.json").exists()
 
 
-def test_wrong_settings_are_refused_by_their_names_and_where_ranks_differ() -> None:
+def test_wrong_or_differing_settings_raise_errors_that_name_them() -> None:
     with pytest.raises(InvalidArgumentError, match="^HOROVOD_FUSION_THRESHOLD is -5; it must be"):
         run_local(len, ("",), num_proc=1, env={"HOROVOD_FUSION_THRESHOLD": "-5"})
     with pytest.raises(InvalidArgumentError, match=r"settings is 'fast'; it must be a"):
@@ -263,7 +263,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.usefixtures("torch_in_the_zygote")
-def test_a_forked_child_is_no_rank_and_ends_with_its_own_status() -> None:
+def test_a_forked_child_is_no_rank_and_keeps_its_exit_status() -> None:
     def forks() -> list[int]:
         import sparkhvd.torch as hvd
 
@@ -289,7 +289,7 @@ def test_a_forked_child_is_no_rank_and_ends_with_its_own_status() -> None:
     assert run_local(forks, num_proc=1) == [[0, 3, 1, 0, 7]]
 
 
-def test_objects_of_the_users_main_reach_spawned_processes_and_come_back() -> None:
+def test_objects_of_the_main_module_travel_to_spawned_processes_and_back() -> None:
     class Batch:
         def __init__(self, first: int) -> None:
             self.first = first
@@ -522,7 +522,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_ranks_leave_ends_with_a_killed_driver_whose_folder_has_names_of_pythons_modules(
+def test_processes_of_ranks_end_with_a_killed_driver_beside_shadowing_modules(
     tmp_path: Path,
 ) -> None:
     folder, script = tmp_path / "own", tmp_path / "driver.py"
@@ -606,7 +606,7 @@ def _started(folder: Path) -> set[int]:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("hold", ["sleep", "hold"])
-def test_nothing_outlives_the_driver(tmp_path: Path, how: signal.Signals, hold: str) -> None:
+def test_no_process_outlives_the_driver(tmp_path: Path, how: signal.Signals, hold: str) -> None:
     script = tmp_path / "driver.py"
     script.write_text(_DRIVER)
     with started_script(script, str(tmp_path), hold) as driver:

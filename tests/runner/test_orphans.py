@@ -86,7 +86,7 @@ def test_the_end_of_a_process_is_always_reported(is_ignored: bool) -> None:
     group.signal(signal.SIGKILL)  # nothing happens
 
 
-def test_an_orphan_that_holds_the_output_delays_the_end_briefly(tmp_path: Path) -> None:
+def test_an_orphan_that_keeps_the_output_open_delays_the_end_only_briefly(tmp_path: Path) -> None:
     script = tmp_path / "leaves.sh"
     script.write_text(f"env -i setsid sleep 31 &\ntouch {tmp_path}/ends\n")
     command = [sys.executable, "-m", "sparkhvd.runner.command", "-np", "1", "sh", str(script)]

@@ -42,7 +42,7 @@ def test_outcomes_of_an_earlier_fit_with_the_same_run_id_do_not_count(tmp_path: 
     assert outcome_files.read_outcomes(files, "runs/r", 0, "two", 2) == [new]
 
 
-def test_an_outcome_that_is_seen_late_is_waited_for(
+def test_the_driver_waits_for_a_late_outcome_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = Files(tmp_path)

@@ -89,7 +89,7 @@ def test_an_outcome_in_the_store_is_referred_to_by_its_facts() -> None:
     assert find_referred(embed(raised)) == []
 
 
-def test_tokens_are_left_out_of_what_is_shown() -> None:
+def test_shown_messages_omit_outcome_tokens() -> None:
     for token in (embed(RAISED), refer(RAISED), embed(RAISED)[:-9]):
         assert "outcome" not in from_spark_failure(f"odd {token}\n\tat x.y(Z.scala:3)").message
 
@@ -117,7 +117,7 @@ def test_root_cause_among_equals_is_the_lowest_rank() -> None:
     assert root_cause([RAISED, other]) == other
 
 
-def test_root_cause_of_an_error_that_all_ranks_raise_is_the_rank_with_the_users_line() -> None:
+def test_root_cause_of_a_common_error_is_the_rank_with_user_code() -> None:
     text = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in loss\n    raise ValueError("no")\n'
     echo = Outcome(0, OutcomeKind.EXCEPTION, error="ValueError", message="rank 1: no")
     raised = replace(echo, rank=1, traceback=f"{text}ValueError: rank 1: no\n")
@@ -160,7 +160,7 @@ def test_error_carries_rank_host_exit_traceback_and_output() -> None:
     )
 
 
-def test_what_to_do_is_said_of_the_cause_alone() -> None:
+def test_only_the_root_cause_shows_a_remedy() -> None:
     echo = "broadcast('a.b'): rank 1 is lost: its connection closed, as seen by rank 0. Start the engine again."
     killed = Outcome(1, OutcomeKind.CRASH, host="h1", exit="signal SIGKILL")
     *_, last = str(error_of(killed, 2, others=[replace(PEER, message=echo), killed])).splitlines()
@@ -170,7 +170,7 @@ def test_what_to_do_is_said_of_the_cause_alone() -> None:
     )
 
 
-def test_a_module_that_only_the_driver_has_is_brought_by_spark() -> None:
+def test_error_of_a_module_only_on_the_driver_suggests_addpyfile() -> None:
     lacks = Outcome(
         0, OutcomeKind.EXCEPTION, error="ModuleNotFoundError", message="No module named 'json'"
     )
@@ -268,7 +268,7 @@ WHICH = f"{BARRIER} failure reason: Stage failed because barrier task ResultTask
         ("something else", None, OutcomeKind.SPARK, "something else"),
     ],
 )
-def test_spark_failures_are_told_apart(text: str, rank: int | None, kind: str, says: str) -> None:
+def test_spark_failures_are_classified(text: str, rank: int | None, kind: str, says: str) -> None:
     outcome = from_spark_failure(text)
     assert (outcome.rank, outcome.kind) == (rank, kind)
     assert says in outcome.message

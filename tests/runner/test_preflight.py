@@ -106,7 +106,7 @@ def test_killing_silent_workers_is_refused(idle: str, kill: str) -> None:
 @pytest.mark.parametrize(
     ("runtime", "kind"), [("16.4", "in standard access mode"), ("client.3.2", "serverless")]
 )
-def test_databricks_compute_that_keeps_tasks_apart_is_refused(
+def test_databricks_compute_that_isolates_tasks_is_refused(
     monkeypatch: pytest.MonkeyPatch, runtime: str, kind: str
 ) -> None:
     check_databricks(is_connect=True)  # a client elsewhere
@@ -202,7 +202,7 @@ def test_enough_address_space_passes(facts: RankFacts) -> None:
     assert check_ranks(FACTS, [facts]) == ""
 
 
-def test_need_of_address_space_counts_what_the_trainer_maps() -> None:
+def test_address_space_estimate_counts_torch_arrow_and_shared_memory() -> None:
     torch = address_space_needed(["pyspark.cloudpickle", "sparkhvd.torch"], 0)
     assert torch > 500 << 20
     assert address_space_needed(["torch"], 64 << 20) == torch + (64 << 20)
@@ -210,7 +210,7 @@ def test_need_of_address_space_counts_what_the_trainer_maps() -> None:
     assert address_space_needed(["json", "torchvision"], 0) == 0
 
 
-def test_need_of_address_space_counts_the_libraries_that_a_build_with_cuda_is_linked_against(
+def test_address_space_estimate_counts_libraries_of_a_cuda_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def library(path: str, mebibytes: int) -> None:
@@ -229,7 +229,7 @@ def test_need_of_address_space_counts_the_libraries_that_a_build_with_cuda_is_li
     assert address_space_needed(["torch"], 0) - cpu == 550 << 20
 
 
-def test_need_of_address_space_is_about_what_torch_and_an_engine_take() -> None:
+def test_address_space_estimate_suffices_for_torch_and_an_engine() -> None:
     """Train with little more than the need; with half of it torch cannot even be loaded."""
     needed = address_space_needed(["torch"], 0)
     script = (
@@ -283,7 +283,7 @@ def test_ranks_with_other_minor_releases_of_numpy_are_refused_and_patches_warned
     assert rank_facts(("numpy",)).numpy.count(".") >= 2
 
 
-def test_facts_of_this_process_name_what_is_missing_and_survive_json() -> None:
+def test_rank_facts_list_missing_modules_and_survive_json() -> None:
     facts = rank_facts(("json", "surely_no_such_module", "surely.no.such"))
     assert facts.missing == ("surely_no_such_module", "surely.no.such")
     assert rebuild(RankFacts, facts.to_dict()) == facts
@@ -316,7 +316,7 @@ def test_a_token_of_another_job_does_not_count(tmp_path: Path) -> None:
     assert "has other contents" in check_tokens(files, "runs/a", 0, "job", ["h0"], me=0)
 
 
-def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_error_names_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file, not a folder")
     assert "cannot write runs/a/attempts/0/token-rank-0 in file:///store" in write_token(
         Files(tmp_path), "runs/a", 0, 0, "job"

@@ -69,7 +69,7 @@ def test_a_program_takes_the_place_of_a_rank_that_has_not_called_init() -> None:
         )
 
 
-def test_a_program_of_a_rank_that_has_called_init_is_told_so() -> None:
+def test_a_program_started_by_an_initialized_rank_gets_an_error() -> None:
     def starts() -> Any:
         from sparkhvd import launchers
         from sparkhvd.engine.engine import Engine

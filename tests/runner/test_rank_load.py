@@ -1,4 +1,4 @@
-"""Load of a rank of `run(fn, loggers=...)`: what it tells while its function runs, and what the function sees."""
+"""Load of a rank of `run(fn, loggers=...)`: what it reports while its function runs, and what the function sees."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def logged(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("metrics "))["values"] for line in lines]
 
 
-def test_the_load_is_told_while_the_function_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_load_is_logged_while_the_function_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert WithSystemMetrics(works)(0.3) == os.getpid()
     values = logged(capsys)
     assert 1 <= len(values) <= 8
@@ -79,7 +79,7 @@ def test_the_gpu_is_asked_once_torch_uses_it(
     assert numbers["gpu_memory_usage_megabytes"] == 3000.0
 
 
-def test_messages_and_preparations_are_those_of_the_function_itself() -> None:
+def test_the_wrapper_keeps_the_functions_name_and_preloaded_modules() -> None:
     wrapped = WithSystemMetrics(works)
     assert (wrapped.__name__, wrapped.__module__) == ("works", __name__)  # type: ignore[attr-defined]
     assert _names_in(wrapped) == _names_in(works)

@@ -15,19 +15,19 @@ from sparkhvd.runner.hosts.connection import HostError, Reach
 pytestmark = pytest.mark.pure
 
 
-def test_ssh_command_with_an_open_quote_is_told() -> None:
+def test_an_ssh_command_with_an_open_quote_raises_a_clear_error() -> None:
     assert Reach("ssh -F 'a file'").command("other")[:3] == ["ssh", "-F", "a file"]
     with pytest.raises(HostError, match=r"SPARKHVD_SSH is .*No closing quotation"):
         Reach("ssh -F 'a file").command("other")
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
-def test_start_timeout_that_cannot_be_is_told(seconds: float) -> None:
+def test_an_invalid_start_timeout_raises_a_clear_error(seconds: float) -> None:
     with pytest.raises(InvalidArgumentError, match="start_timeout is .*seconds above 0"):
         run_hosts(print, hosts="other:1", start_timeout=seconds)
 
 
-def test_a_host_that_does_not_answer_in_time_is_told_at_once(
+def test_an_unresponsive_host_raises_promptly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An ssh that hangs, as with a server of names that does not answer, is not waited for once more at its end."""

@@ -29,7 +29,7 @@ def test_pieces_are_below_the_limit(limit: str, size: int, pieces: tuple[int, in
     assert (found.num_bytes, found.at_once) == pieces
 
 
-def test_what_is_missing_comes_by_jobs_of_a_few_pieces() -> None:
+def test_missing_results_are_fetched_in_jobs_of_a_few_pieces() -> None:
     def row(rank: int, part: int, num_parts: int = 0) -> dict[str, object]:
         outcome = Outcome(rank, OutcomeKind.OK, num_parts=num_parts)
         return {"rank": rank, "part": part, "data": outcome.to_json().encode()}

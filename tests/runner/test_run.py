@@ -78,7 +78,7 @@ class FilesOfOneProcess(Files):
 
 
 @pytest.mark.usefixtures("threads_by_default")
-def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
+def test_values_are_returned_in_rank_order_and_runs_are_independent(
     spark: SparkSession,
 ) -> None:
     """Run twice on the session's Python workers, which are reused: fresh processes, with nothing of the first run."""
@@ -132,7 +132,7 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
 
 
 @pytest.mark.usefixtures("threads_by_default")
-def test_one_rank_of_the_active_session_and_what_its_launch_leaves(spark: SparkSession) -> None:
+def test_a_one_rank_launch_uses_all_threads_and_leaves_no_files(spark: SparkSession) -> None:
     """Launch a rank with a large argument, under the user's description of jobs: it has all threads of `local`."""
     context = spark.sparkContext
     folder = Path(context._temp_dir)  # type: ignore[attr-defined]  # it has no public name
@@ -215,7 +215,7 @@ def test_an_exception_names_its_rank_and_the_next_run_works(
     assert run(lambda: 1, num_proc=2, spark=spark) == [1, 1]
 
 
-def test_arguments_that_cannot_travel_are_refused_at_once(spark: SparkSession) -> None:
+def test_arguments_that_cannot_be_pickled_are_refused_before_launch(spark: SparkSession) -> None:
     with pytest.raises(InvalidArgumentError, match=r"args\[0\], a _thread.lock"):
         run(print, (threading.Lock(),), num_proc=2, spark=spark)
     with pytest.raises(InvalidArgumentError, match="cannot be pickled"):
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_named(spark: SparkSession, wrong: Any, says: str) -
         run(print, **{"spark": spark, "num_proc": 1, **wrong})
 
 
-def test_silent_workers_that_spark_would_kill_are_refused(spark: SparkSession) -> None:
+def test_a_spark_idle_timeout_that_kills_workers_is_refused(spark: SparkSession) -> None:
     seconds = "spark.sql.execution.pyspark.udf.idleTimeoutSeconds"
     kill = "spark.sql.execution.pyspark.udf.killOnIdleTimeout"
     spark.conf.set(seconds, "60")
@@ -262,7 +262,7 @@ def test_silent_workers_that_spark_would_kill_are_refused(spark: SparkSession) -
         spark.conf.unset(kill)
 
 
-def test_a_module_that_the_workers_lack_is_named_with_their_python(spark: SparkSession) -> None:
+def test_error_names_a_module_missing_on_workers_and_their_python(spark: SparkSession) -> None:
     options = job.LaunchOptions(requirements=("surely_no_such_module",))
     with pytest.raises(PreflightError) as e:
         job.launch(SparkShim(spark), print, (), {}, 1, options)
@@ -348,7 +348,7 @@ def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
     assert (raised.value.rank, raised.value.exit) == (1, "signal SIGKILL")
 
 
-def test_a_store_that_is_not_shared_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+def test_an_unshared_store_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     options = job.LaunchOptions(shared=FilesOfOneProcess(str(tmp_path)), run_dir="runs/a")
     with pytest.raises(PreflightError) as e:
         job.launch(SparkShim(spark), print, (), {}, 2, options)
@@ -378,7 +378,7 @@ def test_jobs_that_need_all_slots_take_turns(spark: SparkSession) -> None:
 
 
 @pytest.mark.parametrize("verbose", [1, 0])
-def test_a_stage_for_which_spark_has_no_slots_is_told_of(
+def test_waiting_for_free_slots_is_reported(
     spark: SparkSession,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -424,9 +424,7 @@ def test_a_stage_for_which_spark_has_no_slots_is_told_of(
     assert not is_printed()
 
 
-def test_jobs_run_side_by_side_and_one_that_ends_leaves_the_other(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_concurrent_jobs_end_independently(spark: SparkSession, tmp_path: Path) -> None:
     def stays(name: str, folder: str) -> str:
         Path(folder, name).touch()
         deadline = time.monotonic() + 60
@@ -494,7 +492,9 @@ def test_an_interrupt_ends_a_job_that_is_submitted_after_it(
 
 
 @soak("jobs side by side, jobs that take turns, a cancelled job, an exception, here")
-def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_path: Path) -> None:
+def test_concurrent_random_jobs_end_with_their_own_outcomes(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     """Check that nothing of them is left in any combination."""
     context_ = spark.sparkContext
     draw = random.Random(7)

@@ -71,7 +71,7 @@ def test_an_entry_has_a_largest_size() -> None:
 @pytest.mark.parametrize(
     ("metrics", "step"), [({"a": "b"}, 1), ({"a": 1.0}, 1.5), ([1.0], 1), ({"a": None}, 1)]
 )
-def test_what_is_no_number_is_an_error_on_the_rank(metrics: Any, step: Any) -> None:
+def test_a_metric_other_than_a_number_raises_on_the_rank(metrics: Any, step: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="log_metrics"):
         log_metrics(metrics, step)
 

@@ -68,7 +68,7 @@ def test_num_proc_none_takes_all_slots() -> None:
     assert choose_num_proc(None, configured_slots({"spark.master": "local[3]"}, 8)) == 3
 
 
-def test_num_proc_none_is_an_error_when_nothing_bounds_the_slots() -> None:
+def test_num_proc_none_raises_if_the_number_of_slots_is_unknown() -> None:
     with pytest.raises(InvalidArgumentError) as e:
         choose_num_proc(None, configured_slots({"spark.master": "spark://h:7077"}, 8))
     assert str(e.value) == (

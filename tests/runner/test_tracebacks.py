@@ -58,7 +58,7 @@ def failed(trace: str, error: str, message: str, **more: object) -> Outcome:
     )
 
 
-def test_own_line_comes_first_and_last_and_libraries_are_a_count() -> None:
+def test_user_line_is_first_and_last_and_library_frames_are_counted() -> None:
     message = "mat1 and mat2 shapes cannot be multiplied"
     error = error_of(failed(TRACEBACK, "RuntimeError", message), 2)
     assert isinstance(error, errors.RankError)
@@ -156,7 +156,7 @@ sparkhvd.errors.InvalidArgumentError: Mine.on_epoch_end failed
     assert type(error.__cause__) is errors.InvalidArgumentError
 
 
-def test_a_package_of_the_user_counts_as_own_where_nothing_else_does() -> None:
+def test_an_installed_user_package_counts_as_user_code_without_other_code() -> None:
     mine = "/env/lib/python3.11/site-packages/mine/net.py"
     trace = TRACEBACK.replace("/home/me/net.py", mine)
     text = str(error_of(failed(trace, "RuntimeError", "mat1"), 2))
@@ -236,7 +236,7 @@ def test_a_traceback_that_was_cut_still_has_its_ends() -> None:
     assert raised.text[0].startswith("RuntimeError: mat1")
 
 
-def test_text_that_is_no_traceback_is_left_out() -> None:
+def test_text_other_than_a_traceback_is_omitted() -> None:
     assert tracebacks.parse("") == []
     assert tracebacks.parse("  + Exception Group Traceback (most recent call last):\n  | x") == []
     error = error_of(failed("odd", "ValueError", "bad"), 2)
@@ -277,5 +277,5 @@ def test_exceptions_of_python_and_of_this_package_are_rebuilt(error: Exception) 
         "",
     ],
 )
-def test_nothing_else_is_rebuilt(error: str) -> None:
+def test_names_other_than_known_exceptions_are_not_rebuilt(error: str) -> None:
     assert tracebacks.rebuild(error, "text") is None

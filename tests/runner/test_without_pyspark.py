@@ -71,7 +71,7 @@ def without(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{tmp_path / 'absent'}:{ROOT}"}
 
 
-def test_functions_run_on_this_host_and_spark_is_named_where_it_is_needed(
+def test_functions_run_locally_and_spark_features_report_missing_pyspark(
     without: dict[str, str], tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
@@ -121,7 +121,7 @@ def test_scripts_run_and_the_doctor_examines(without: dict[str, str], tmp_path: 
         (None, "is not installed"),
     ],
 )
-def test_the_doctor_knows_who_has_brought_pyspark(
+def test_the_doctor_shows_which_package_provides_pyspark(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str] | None, found: str
 ) -> None:
     monkeypatch.setattr(doctor, "_version", (installed or {}).get)

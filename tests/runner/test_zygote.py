@@ -169,7 +169,7 @@ def what_imports_have_read() -> tuple[str, str, bool]:
 
 
 @soak("whatever a process reads at its start, here")
-def test_variables_that_libraries_read_when_they_are_imported_are_those_of_the_launch(
+def test_import_time_variables_of_libraries_come_from_the_launch(
     own_zygote: None, tmp_path: Path
 ) -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed")
@@ -316,7 +316,7 @@ def end(how: str) -> None:
         raise ValueError(how)
 
 
-def test_ends_of_forks_are_told_and_what_they_have_started_ends_with_them(own_zygote: None) -> None:
+def test_forks_report_their_exit_and_their_children_end_with_them(own_zygote: None) -> None:
     launch(1)
     for how, text in (("signal", "signal SIGSEGV"), ("exit", "exit 7"), ("error", "exception")):
         with pytest.raises(RankError) as caught:
@@ -376,7 +376,7 @@ def test_a_zygote_ends_when_it_is_not_used() -> None:
         )
 
 
-def test_of_ever_other_zygotes_of_a_family_the_newest_two_and_those_in_use_stay() -> None:
+def test_only_the_newest_two_and_used_zygotes_of_a_family_stay() -> None:
     program = (
         "import os, sys; from sparkhvd.runner import zygote; zygote._OLD_S = 0.5; "
         "zygote.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), sys.argv[2], 60.0)"
@@ -498,7 +498,7 @@ def test_children_of_a_process_share_a_zygote_that_ends_with_it(tmp_path: Path) 
 
 
 @soak("engine/test_leaks: generations of processes leave nothing")
-def test_nothing_stays_open_after_many_launches(own_zygote: None) -> None:
+def test_many_launches_leak_no_descriptors_or_processes(own_zygote: None) -> None:
     """Random ends of 500 launches, with 100 kills of the zygote at random moments."""
     launch(1)
     before = len(os.listdir("/proc/self/fd"))

@@ -28,7 +28,7 @@ def parent() -> tuple[int, str]:
 
 
 @soak("test_prewarm: ranks are forked; the setting: runner/test_zygote")
-def test_ranks_are_forked_by_zygotes_unless_the_setting_says_otherwise(
+def test_zygotes_fork_ranks_unless_the_setting_disables_them(
     spark: SparkSession,
 ) -> None:
     first = run(parent, num_proc=2, spark=spark, verbose=0)

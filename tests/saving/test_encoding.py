@@ -40,7 +40,7 @@ def round_trip(value: Any) -> Any:
         {},
     ],
 )
-def test_plain_dicts_come_back_as_they_were(value: Any) -> None:
+def test_plain_dicts_survive_encoding_unchanged(value: Any) -> None:
     assert round_trip(value) == value
 
 
@@ -98,7 +98,7 @@ def test_settings_with_paths_of_a_fit_need_trust(name: str, value: Any, shown: s
         assert found == value
 
 
-def test_weights_need_trust_where_torch_cannot_keep_them_from_running_code(
+def test_weights_require_trust_where_torch_cannot_load_them_safely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     archive = Archive()

@@ -181,7 +181,7 @@ def test_code_of_a_run_needs_trust(store: Store) -> None:
         TorchModel.from_run(store, "r")
 
 
-def test_a_param_that_does_not_pickle_is_named(store: Store) -> None:
+def test_error_names_a_param_that_cannot_be_pickled(store: Store) -> None:
     module = nn.Linear(2, 1)
     lock = __import__("threading").Lock()
     run = begin(store, module, output_fn=lambda output, lock=lock: output)
@@ -190,7 +190,7 @@ def test_a_param_that_does_not_pickle_is_named(store: Store) -> None:
         TorchModel.from_run(store, "r", trust=True)
 
 
-def test_runs_that_cannot_give_a_model_are_explained(store: Store) -> None:
+def test_runs_without_a_model_raise_a_clear_error(store: Store) -> None:
     with pytest.raises(InvalidArgumentError, match="There is no run 'r' in .*It has none"):
         TorchModel.from_run(store, "r")
     module = nn.Linear(2, 1)

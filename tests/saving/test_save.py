@@ -111,7 +111,9 @@ def test_a_model_of_torch_nn_loads_without_trust(
         TorchEstimator.load(path)
 
 
-def test_own_classes_need_trust(own: TorchModel, df: DataFrame, tmp_path: Path) -> None:
+def test_loading_a_model_of_a_user_class_requires_trust(
+    own: TorchModel, df: DataFrame, tmp_path: Path
+) -> None:
     spark = df.sparkSession
     path = str(tmp_path / "model")
     own.save(path)
@@ -163,7 +165,7 @@ def test_a_save_that_fails_leaves_the_older_one(plain: TorchModel, tmp_path: Pat
         assert_same(TorchModel.load(str(path)), plain)
 
 
-def test_a_pipeline_model_holds_a_torch_model(
+def test_a_saved_pipeline_model_keeps_its_torch_model(
     own: TorchModel, plain: TorchModel, df: DataFrame, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "pipeline")
@@ -180,7 +182,7 @@ def test_a_pipeline_model_holds_a_torch_model(
     assert found == both.transform(df).select("y__output", "own", "prediction").collect()
 
 
-def test_estimators_come_back_ready_to_fit(df: DataFrame, store: Store, tmp_path: Path) -> None:
+def test_loaded_estimators_are_ready_to_fit(df: DataFrame, store: Store, tmp_path: Path) -> None:
     model = mlp(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.8, 0.9))
     model(torch.ones(1, 2)).sum().backward()
@@ -213,7 +215,7 @@ def test_estimators_come_back_ready_to_fit(df: DataFrame, store: Store, tmp_path
     assert loaded.fit(df).history[0]["loss"] == pytest.approx(fit.fit(df).history[0]["loss"])
 
 
-def test_estimators_with_own_code_need_trust(store: Store, tmp_path: Path) -> None:
+def test_loading_estimators_with_user_code_requires_trust(store: Store, tmp_path: Path) -> None:
     model = Mine()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = Pipeline(
@@ -239,7 +241,7 @@ def test_estimators_with_own_code_need_trust(store: Store, tmp_path: Path) -> No
     assert float(stage.getLoss()(torch.tensor(3.0), torch.tensor(1.0))) == 2.0
 
 
-def test_a_cross_validator_model_holds_a_torch_model(
+def test_a_saved_cross_validator_model_keeps_its_torch_model(
     df: DataFrame, store: Store, tmp_path: Path
 ) -> None:
     from pyspark.ml.evaluation import RegressionEvaluator
@@ -279,7 +281,7 @@ def mount_table(spark: SparkSession, tmp_path: Path) -> Iterator[Path]:
         conf.unset(f"fs.viewfs.mounttable.default.link.{at}")
 
 
-def test_a_mount_table_decides_where_paths_are(df: DataFrame, mount_table: Path) -> None:
+def test_a_hadoop_mount_table_resolves_model_paths(df: DataFrame, mount_table: Path) -> None:
     model = fitted(mlp(2))
     for path in ("/models/a", "viewfs:///models/a"):
         model.write().overwrite().save(path)

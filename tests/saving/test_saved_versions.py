@@ -48,7 +48,7 @@ def test_models_of_earlier_versions_predict_the_same(spark: SparkSession, folder
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_estimators_of_earlier_versions_come_back(spark: SparkSession, folder: Path) -> None:
+def test_estimators_saved_by_earlier_versions_load(spark: SparkSession, folder: Path) -> None:
     for name, now in estimators().items():
         found = TorchEstimator.load(f"{folder}/{name}_estimator", trust=name == "own")
         for param in ("feature_cols", "label_cols", "batch_size", "random_seed", "metrics"):
@@ -69,7 +69,7 @@ def test_estimators_of_earlier_versions_come_back(spark: SparkSession, folder: P
     assert own.getOptimizer() is torch.optim.SGD
 
 
-def test_a_run_that_the_version_before_the_merge_left_is_resumed(
+def test_a_run_of_the_version_before_the_merge_resumes(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(saved_store.FIXTURE / "store", tmp_path / "store")

@@ -287,7 +287,7 @@ def test_odd_values_of_state_survive() -> None:
     on_ranks(2, body)
 
 
-def test_state_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
+def test_optimizer_state_that_cannot_be_sent_raises_on_every_rank() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([p], lr=0.1)

@@ -124,7 +124,7 @@ def _shape_error(optimizer: str, whose: str) -> str:
     ],
 )
 @pytest.mark.parametrize("same_memory", [False, True])
-def test_a_parameter_that_gets_another_shape_is_an_error(
+def test_a_parameter_whose_shape_changes_raises(
     options: dict[str, Any], message: str, same_memory: bool
 ) -> None:
     """Check that the memory behind its gradient is not written."""
@@ -245,7 +245,7 @@ def change(p: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_gradients_that_hooks_replace_are_reduced(options: dict[str, Any]) -> None:
+def test_gradients_replaced_by_hooks_are_reduced(options: dict[str, Any]) -> None:
     """Also where they come behind the optimizer's own."""
 
     def halve(p: nn.Parameter) -> None:
@@ -327,7 +327,7 @@ def test_changing_a_matrix_or_a_sparse_gradient_in_flight_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_a_gradient_that_is_replaced_before_it_is_submitted_counts(options: dict[str, Any]) -> None:
+def test_a_gradient_replaced_before_submission_is_reduced(options: dict[str, Any]) -> None:
     def body() -> Any:
         p, optimizer = wrapped(options)
         optimizer.zero_grad()
@@ -352,7 +352,7 @@ def test_gradients_may_be_replaced_after_synchronize(options: dict[str, Any]) ->
     assert on_ranks(2, body) == [[-3.0] * 3] * 2
 
 
-def test_a_hook_behind_a_submission_that_overlaps_is_an_error() -> None:
+def test_a_hook_that_replaces_a_submitted_gradient_raises() -> None:
     """Submit from the optimizer's own hook, as on several hosts."""
 
     def body() -> Any:
@@ -407,7 +407,7 @@ class Failing:
         ("wait", lambda tensor: hvd.allreduce_async_(tensor, name="x").wait()),
     ],
 )
-def test_memory_is_kept_where_the_library_fails_behind_a_submission(
+def test_memory_is_kept_if_the_library_fails_after_a_submission(
     function: str, call: Callable[[torch.Tensor], Any]
 ) -> None:
     """Operations that the library has accepted continue."""

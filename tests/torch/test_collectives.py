@@ -294,7 +294,7 @@ def test_group_is_reduced_as_a_whole_or_not_at_all(case: str, asynchronous: bool
     assert on_ranks(2, body) == [[[2.0, 2.0], [2, 2, 2]]] * 2
 
 
-def test_group_with_a_part_that_cannot_be_reduced_is_left_alone() -> None:
+def test_a_group_with_an_unsupported_dtype_is_left_unchanged() -> None:
     def body() -> Any:
         tensors = [torch.full((2,), hvd.rank() + 1.0), torch.ones(2, dtype=torch.bool)]
         with pytest.raises(
@@ -342,7 +342,7 @@ def test_asynchronous_groups_of_several_dtypes_need_no_order() -> None:
     assert on_ranks(2, body) == [[[[2.0, 2.0], [2]]] * 3] * 2
 
 
-def test_names_end_where_the_engine_would_end_them() -> None:
+def test_names_with_a_zero_character_are_refused() -> None:
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match="zero character"):
             hvd.allreduce(torch.ones(1), name="a\0b")

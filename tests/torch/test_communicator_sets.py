@@ -60,7 +60,7 @@ def test_ranks_without_a_communicator_know_the_set() -> None:
     assert on_comms(3, body) == [([1, 2], False, None), ([1, 2], True, 3.0), ([1, 2], True, 3.0)]
 
 
-def test_communicators_that_do_not_fit_are_an_error_on_every_rank() -> None:
+def test_inconsistent_communicators_raise_on_every_rank() -> None:
     def body(comm: ThreadComm) -> None:
         with pytest.raises(InvalidArgumentError, match="every rank passed a null communicator"):
             hvd.add_process_set(NullComm())
@@ -90,7 +90,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_init_with_others_than_those_of_the_job_is_refused() -> None:
+def test_init_with_ranks_other_than_the_jobs_is_refused() -> None:
     hvd.init(comm=world(1)[0])
     hvd.init(comm=[0])
     with pytest.raises(
@@ -112,7 +112,7 @@ def test_init_with_others_than_those_of_the_job_is_refused() -> None:
         ([-1], "0 to 0"),
     ],
 )
-def test_lists_of_ranks_that_are_not_there_are_refused(ranks: list[int], message: str) -> None:
+def test_lists_of_nonexistent_ranks_are_refused(ranks: list[int], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         hvd.init(comm=ranks)
     assert not hvd.is_initialized()
@@ -138,7 +138,7 @@ def test_horovods_choices_of_a_transport_are_one_line() -> None:
     assert environment.note_of({"HOROVOD_CPU_OPERATIONS": ""}) == ""
 
 
-def test_calls_of_mpi_mix_where_mpi_has_started_the_process(
+def test_mpi_threads_are_supported_only_in_processes_started_by_mpi(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not hvd.mpi_threads_supported()

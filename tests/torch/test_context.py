@@ -84,7 +84,7 @@ def test_collectives_work_with_one_rank(alone: Any) -> None:
     hvd.barrier()
 
 
-def test_ranks_and_hosts_are_those_of_the_engine() -> None:
+def test_ranks_and_hosts_match_the_engine() -> None:
     def body() -> Any:
         return (hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
 
@@ -120,7 +120,7 @@ def test_every_public_name_exists() -> None:
     assert all(hasattr(hvd, name) for name in hvd.__all__)
 
 
-def test_a_process_set_that_is_not_registered_is_a_clear_error(alone: Any) -> None:
+def test_an_unregistered_process_set_raises_a_clear_error(alone: Any) -> None:
     assert hvd.global_process_set.ranks == [0]
     assert hvd.global_process_set.size() == 1
     assert hvd.global_process_set.rank() == 0

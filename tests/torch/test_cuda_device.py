@@ -44,7 +44,7 @@ def test_the_default_stream_is_waited_for_although_its_handle_is_zero(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float16])
-def test_copies_where_torch_has_no_kernel_for_many(
+def test_tensors_are_copied_singly_if_torch_has_no_foreach_kernel(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     kernels: list[int] = []
@@ -62,7 +62,7 @@ def test_copies_where_torch_has_no_kernel_for_many(
     assert kernels == ([2] if dtype == torch.float16 else [])
 
 
-def test_strides_that_say_nothing_do_not_part_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_irrelevant_strides_do_not_split_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
         torch, "_foreach_copy_", lambda *both: given.extend(zip(*both, strict=True))

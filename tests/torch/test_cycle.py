@@ -68,7 +68,7 @@ def test_the_last_of_several_passes_completes_the_gradients() -> None:
     assert cycle.passes_left == 3
 
 
-def test_the_end_of_a_pass_whose_cycle_has_ended_inside_it_counts_nothing() -> None:
+def test_the_end_of_a_pass_does_not_count_after_a_reset() -> None:
     cycle = Cycle(passes=1)
     running = Pass(cycle)
     cycle.reset()  # a step inside the pass
@@ -76,7 +76,7 @@ def test_the_end_of_a_pass_whose_cycle_has_ended_inside_it_counts_nothing() -> N
     assert cycle.state is CycleState.IDLE
 
 
-def test_a_pass_that_ended_in_an_exception_is_recognized() -> None:
+def test_a_pass_ended_by_an_exception_is_recognized() -> None:
     cycle = Cycle(passes=1)
     running = Pass(cycle)
     assert not cycle.is_interrupted

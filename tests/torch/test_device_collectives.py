@@ -130,7 +130,7 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
             pytest.fail(f"Without event wait {number} everything is right.")
 
 
-def test_a_name_comes_again_before_the_gpu_has_finished(fake_gpus: Driver) -> None:
+def test_a_name_may_be_reused_before_the_gpu_has_finished(fake_gpus: Driver) -> None:
     def body(gpu: FakeDevice) -> Any:
         x = gpu.tensor(torch.ones(4))
         hvd.allreduce_(x, name="again")
@@ -282,6 +282,6 @@ def test_registered_memory_elsewhere_is_refused() -> None:
     on_gpus(2, body)
 
 
-def test_built_functions_tell_the_truth() -> None:
+def test_cuda_built_and_nccl_built_match_torch() -> None:
     assert hvd.cuda_built() is (torch.version.cuda is not None)
     assert (hvd.nccl_built() > 0) is (hvd.cuda_built() and torch.distributed.is_nccl_available())

@@ -311,7 +311,7 @@ class Whole(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_gradients_that_come_all_at_once_as_from_a_compiled_model(sharded: bool) -> None:
+def test_gradients_that_arrive_together_from_a_compiled_model_are_reduced(sharded: bool) -> None:
     def compiled(module: nn.Module) -> Any:
         names = [name for name, _ in module.named_parameters()]
 

@@ -129,7 +129,7 @@ def test_a_layer_that_some_ranks_use() -> None:
     on_gpus(2, body)
 
 
-def test_saved_state_goes_on_from_the_cpu() -> None:
+def test_a_saved_state_on_the_cpu_resumes_on_the_gpu() -> None:
     def body(gpu: FakeDevice) -> None:
         first = hvd.Compression.powersgd(rank=2)
         train(gpu, first)

@@ -70,7 +70,7 @@ OTHERS = [name for name in OPTIMIZERS if name not in (*NOT_HERE, *CROSS_SECTION)
 @pytest.mark.parametrize(
     "name", [*CROSS_SECTION, *left_to_soak("the cross-section here, test_sharded", *OTHERS)]
 )
-def test_weights_are_those_of_one_process(name: str) -> None:
+def test_weights_equal_one_process(name: str) -> None:
     expected = weights(alone(OPTIMIZERS[name]))
 
     def body(gpu: FakeDevice) -> Tensor:

@@ -114,7 +114,7 @@ def test_ranks_with_another_layout_learn_of_it() -> None:
     on_gpus(2, body)
 
 
-def test_a_gradient_that_is_late_on_another_stream_is_waited_for() -> None:
+def test_reduction_waits_for_a_late_gradient_on_another_stream() -> None:
     def body(gpu: FakeDevice) -> Any:
         table = nn.Parameter(gpu.tensor(torch.ones(ROWS, COLUMNS)))
         optimizer = hvd.DistributedOptimizer(

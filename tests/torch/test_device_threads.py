@@ -35,7 +35,7 @@ def test_reentrant_checkpoints_on_a_thread_of_autograds_own() -> None:
 
 
 @pytest.mark.usefixtures("fake_gpus")
-def test_the_stand_in_lets_go_what_has_run_outside_of_the_thread_of_its_stream() -> None:
+def test_the_stand_in_releases_finished_tasks_outside_its_stream_thread() -> None:
     """There nothing of CUDA may be called, and what goes may be its memory."""
     device, where = gpu(0), []
 

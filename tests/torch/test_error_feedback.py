@@ -172,7 +172,7 @@ def test_applied_and_unsent_gradients_add_up_to_all(op: Any) -> None:
             assert torch.allclose(found, mean_given, rtol=0, atol=1e-12)
 
 
-def test_a_gradient_of_low_rank_comes_through_whole() -> None:
+def test_a_low_rank_gradient_is_reduced_without_loss() -> None:
     def body() -> Any:
         generator = torch.Generator().manual_seed(5)
         whole = torch.randn(50, 2, generator=generator) @ torch.randn(2, 40, generator=generator)
@@ -187,7 +187,7 @@ def test_a_gradient_of_low_rank_comes_through_whole() -> None:
     assert on_ranks(2, body) == [True, True]
 
 
-def test_after_a_gradient_of_zeros_it_goes_on() -> None:
+def test_powersgd_recovers_after_a_zero_gradient() -> None:
     def body() -> Any:
         compression = hvd.Compression.powersgd(rank=2)
         scale = lambda step, rank: 0.0 if step < 2 else 1.0  # noqa: E731
@@ -274,7 +274,7 @@ def test_several_passes_are_one_gradient() -> None:
     assert on_ranks(2, body, settings=SMALL) == [True, True]
 
 
-def test_training_goes_on_exactly_from_a_saved_state() -> None:
+def test_training_resumes_exactly_from_a_saved_state() -> None:
     def body() -> Any:
         straight = weights(train(hvd.Compression.powersgd(2, 1), steps=6))
         compression = hvd.Compression.powersgd(2, 1)
@@ -322,7 +322,7 @@ def test_parameters_that_some_or_no_ranks_use() -> None:
     assert on_ranks(2, body) == [[-3.0, -6.0, 0.0, -2.0]] * 2
 
 
-def test_ranks_that_joined_come_back() -> None:
+def test_ranks_continue_training_after_join() -> None:
     def body() -> Any:
         model = network()
         optimizer = hvd.DistributedOptimizer(
@@ -375,7 +375,7 @@ def test_gradients_with_other_strides_take_the_result() -> None:
     assert on_ranks(2, body) == [(True, True)] * 2
 
 
-def test_options_that_exclude_powersgd_are_an_error() -> None:
+def test_options_incompatible_with_powersgd_raise() -> None:
     def body() -> Any:
         messages = []
         p = [nn.Parameter(torch.zeros(40, 30))]

@@ -58,7 +58,7 @@ def test_alltoall_of_every_dtype(dtype: torch.dtype) -> None:
     on_ranks(3, body)
 
 
-def test_alltoall_takes_any_layout_and_nothing_at_all() -> None:
+def test_alltoall_takes_any_layout_and_empty_tensors() -> None:
     def body() -> Any:
         x = torch.arange(12.0).view(3, 4).t()  # not contiguous
         assert torch.equal(hvd.alltoall(x), torch.cat([x[2 * hvd.rank() : 2 * hvd.rank() + 2]] * 2))
@@ -71,7 +71,7 @@ def test_alltoall_takes_any_layout_and_nothing_at_all() -> None:
     assert on_ranks(2, body) == [(99_999.0, 199_998), (1.0, 2)]
 
 
-def test_gradient_of_alltoall_goes_back_where_the_rows_came_from() -> None:
+def test_gradient_of_alltoall_returns_to_the_ranks_of_the_rows() -> None:
     def body() -> Any:
         x = torch.ones(5, 2, requires_grad=True)
         output, received = hvd.alltoall(x, [1, 2])
@@ -184,7 +184,7 @@ def test_sparse_allreduce_joins_entries() -> None:
 # --- join ---
 
 
-def test_a_joined_rank_counts_as_zeros_and_unnamed_operations_go_on_afterwards() -> None:
+def test_a_joined_rank_counts_as_zeros_and_unnamed_operations_continue_afterwards() -> None:
     def body() -> Any:
         found = []
         for _ in range(hvd.rank() + 1):

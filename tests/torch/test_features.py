@@ -510,7 +510,9 @@ def test_parameters_without_dimensions() -> None:
     ],
     ids=["fp16", "powersgd", "max"],
 )
-def test_complex_parameters_are_refused_where_pairs_will_not_do(options: Any, says: str) -> None:
+def test_complex_parameters_are_refused_by_options_for_real_numbers(
+    options: Any, says: str
+) -> None:
     def body() -> Any:
         p = nn.Parameter(torch.ones(3, dtype=torch.complex128))
         with pytest.raises(InvalidArgumentError, match=says) as caught:
@@ -553,7 +555,7 @@ def test_complex_parameters_in_the_rarer_ways_of_sharding(kind: str) -> None:
     compare(run)
 
 
-def test_groups_with_learning_rates_of_their_own_and_names_from_a_generator() -> None:
+def test_groups_keep_their_learning_rates_with_names_from_a_generator() -> None:
     def run(distributed: bool) -> Tensor:
         model: Any = MLP.build()
         weights = [p for p in model.parameters() if p.dim() > 1]
@@ -601,7 +603,7 @@ def test_a_training_that_is_saved_and_resumed_has_the_same_bits(make: Any, hosts
         assert torch.equal(straight, resumed)
 
 
-def test_state_of_one_process_goes_on_over_ranks_and_back() -> None:
+def test_optimizer_state_moves_from_one_process_to_ranks_and_back() -> None:
     """Load a checkpoint at another number of ranks than wrote it."""
 
     def go_on(state: Any, steps: range, distributed: bool) -> Any:

@@ -62,7 +62,7 @@ def one_without_a_batch() -> list[float]:
 
 
 @pytest.mark.parametrize("body", [each_another_optimizer, each_another_group, one_without_a_batch])
-def test_a_rank_without_gradients_keeps_nobody_waiting_in_backward(
+def test_a_rank_without_gradients_does_not_block_backward_elsewhere(
     body: Callable[[], list[float]],
 ) -> None:
     for found in on_ranks(2, body):
@@ -207,7 +207,7 @@ def test_other_strides_and_a_rank_that_joins_in_the_first_step() -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("num_elements", [1000, 100_000])
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 0, 0], [0, 1, 1]])
-def test_two_gradients_that_are_views_of_one_are_both_right(
+def test_two_gradients_that_share_memory_are_both_correct(
     hosts: list[int], num_elements: int, sharded: bool
 ) -> None:
     def body() -> list[list[float]]:
@@ -238,7 +238,7 @@ def test_two_gradients_that_are_views_of_one_are_both_right(
     ],
     ids=str,
 )
-def test_a_gradient_that_backward_still_reads_is_not_written(options: dict[str, Any]) -> None:
+def test_a_gradient_still_read_by_backward_is_not_overwritten(options: dict[str, Any]) -> None:
     # With one row, the bias' gradient is the very memory from which the layer before gets its own.
     def body() -> list[tuple[float, float]]:
         layer = nn.Linear(4, 300_000, bias=False)
@@ -292,7 +292,7 @@ def test_views_of_one_gradient_on_one_rank_only(how: str) -> None:
             assert each == pytest.approx(wanted, abs=1e-5)
 
 
-def test_gradients_that_the_user_keeps_in_one_flat_tensor_are_reduced_there() -> None:
+def test_gradients_in_the_users_flat_tensor_are_reduced_in_place() -> None:
     def body() -> list[float]:
         a, b = parameter(3), parameter(2, 2)
         optimizer = hvd.DistributedOptimizer(sgd(a, b))
@@ -311,7 +311,7 @@ def test_gradients_that_the_user_keeps_in_one_flat_tensor_are_reduced_there() ->
 # --- What ranks are compared by. ---
 
 
-def test_a_difference_is_told_again_to_who_asks_again() -> None:
+def test_a_mismatch_is_raised_again_on_repeated_calls() -> None:
     def body() -> list[str]:
         a = parameter(3 + hvd.rank())
         optimizer = hvd.DistributedOptimizer(sgd(a))

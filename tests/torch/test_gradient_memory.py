@@ -37,7 +37,7 @@ def test_training_gives_the_same_bits_as_with_gradients_of_their_own(name: str, 
     on_ranks(size, body, settings=SMALL)
 
 
-def test_gradients_stay_where_they_are_and_are_reduced_there() -> None:
+def test_gradients_keep_their_memory_and_are_reduced_in_place() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(
@@ -62,7 +62,7 @@ def test_gradients_stay_where_they_are_and_are_reduced_there() -> None:
         assert all(torch.isfinite(grad.add_(1)).all() for grad in gradients)  # after shutdown
 
 
-def test_gradients_that_were_dropped_or_replaced_are_taken_back() -> None:
+def test_dropped_or_replaced_gradients_return_to_the_bucket() -> None:
     def body() -> Any:
         results = []
         for views in (False, True):
@@ -128,7 +128,7 @@ def test_parameters_of_any_layout_and_type_and_unused_ones() -> None:
     assert on_ranks(2, body) == [([18.0], [-3.0] * 5)] * 2
 
 
-def test_ranks_with_different_parameters_are_told() -> None:
+def test_different_parameters_raise_on_every_rank() -> None:
     def body() -> Any:
         model = nn.Linear(3, 2 + hvd.rank())
         with pytest.raises(MismatchError, match="ranks disagree on parameter 0"):
@@ -140,7 +140,7 @@ def test_ranks_with_different_parameters_are_told() -> None:
 
 
 @pytest.mark.parametrize("options", [{"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}])
-def test_options_that_exclude_views_are_an_error(options: Any) -> None:
+def test_options_incompatible_with_bucket_views_raise(options: Any) -> None:
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match="gradient_as_bucket_view=True reduces"):
             hvd.DistributedOptimizer(
@@ -174,7 +174,7 @@ def test_sparse_gradients_need_to_be_made_dense() -> None:
     assert on_ranks(2, body) == [[-0.5, -0.5, 0.0, 0.0]] * 2
 
 
-def test_memory_is_not_registered_for_what_no_collective_takes() -> None:
+def test_registered_memory_refuses_dtypes_without_collectives() -> None:
     def body() -> None:
         with pytest.raises(InvalidArgumentError, match="registered_empty"):
             hvd.registered_empty(4, torch.float8_e4m3fn)

@@ -36,7 +36,7 @@ def test_tensors_of_every_dtype_and_shape_arrive(hosts: list[int] | None) -> Non
     on_ranks(3, body, hosts=hosts)
 
 
-def test_a_message_of_any_rank_says_whose_it_is() -> None:
+def test_receiving_from_any_rank_returns_the_sender() -> None:
     def body() -> None:
         handle = hvd.send_async(torch.full((4,), hvd.rank()), 0, tag=3)
         if hvd.rank() == 0:
@@ -51,7 +51,7 @@ def test_a_message_of_any_rank_says_whose_it_is() -> None:
     on_ranks(3, body)
 
 
-def test_errors_say_what_to_do() -> None:
+def test_wrong_calls_raise_a_clear_error() -> None:
     def body() -> None:
         other = 1 - hvd.rank()
         tensor = torch.zeros(50_000)

@@ -31,7 +31,7 @@ def distribute(optimizer: torch.optim.Optimizer, distributed: bool, **options: A
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"sharded": True}])
 @pytest.mark.parametrize("last_is_held", [False, True])
-def test_gradients_of_held_passes_are_reduced_with_those_behind_them(
+def test_gradients_of_no_sync_passes_are_reduced_with_the_next_pass(
     options: dict[str, Any], last_is_held: bool
 ) -> None:
     def run(distributed: bool) -> Tensor:
@@ -57,7 +57,7 @@ def operations() -> int:
     return sum(each["operations"] for each in context().engine.counters()["collectives"])
 
 
-def test_held_passes_send_nothing() -> None:
+def test_no_sync_passes_send_nothing() -> None:
     def body() -> list[bool]:
         model = MLP.build()
         optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))

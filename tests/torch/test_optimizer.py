@@ -594,7 +594,7 @@ def test_noncontiguous_parameters_and_gradients() -> None:
         assert torch.allclose(result, expected, rtol=0, atol=1e-12)
 
 
-def test_gradients_are_reduced_where_they_lie() -> None:
+def test_gradients_are_reduced_in_place() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

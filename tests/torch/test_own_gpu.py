@@ -50,7 +50,7 @@ def launched() -> Iterator[Callable[[int | None], None]]:
         (1, 1, None, []),  # the script has hidden the others
     ],
 )
-def test_the_ranks_gpu_becomes_current(
+def test_init_makes_the_ranks_gpu_current(
     cuda: Callable[..., list[int]],
     launched: Callable[[int | None], None],
     gpu: int | None,
@@ -66,7 +66,7 @@ def test_the_ranks_gpu_becomes_current(
     assert chosen == expected
 
 
-def test_nothing_is_asked_of_cuda_in_a_process_that_no_launcher_started(
+def test_a_process_without_a_launcher_makes_no_cuda_call(
     cuda: Callable[..., list[int]],
 ) -> None:
     chosen = cuda(4)

@@ -139,7 +139,7 @@ def test_wrong_sets_are_errors_at_once(ranks: Any, message: str) -> None:
     on_ranks(2, body)
 
 
-def test_ranks_that_add_different_sets_are_told() -> None:
+def test_adding_different_sets_raises_on_every_rank() -> None:
     def body() -> Any:
         with pytest.raises(MismatchError):
             hvd.add_process_set([hvd.rank()])

@@ -178,7 +178,7 @@ def test_a_further_pass_adds_to_the_mean_and_is_an_error_of_other_reductions() -
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_sharded_gradients_that_are_changed_are_an_error_on_every_rank(size: int) -> None:
+def test_changed_sharded_gradients_raise_on_every_rank(size: int) -> None:
     def body() -> Any:
         model = fill(nn.Linear(6, 5)).double()
         optimizer: Any = hvd.DistributedOptimizer(
@@ -203,7 +203,7 @@ def test_sharded_gradients_that_are_changed_are_an_error_on_every_rank(size: int
     on_ranks(size, body)
 
 
-def test_sharded_gradients_that_are_never_zeroed_are_an_error_unless_they_are_whole() -> None:
+def test_sharded_gradients_that_are_never_zeroed_raise_unless_synchronized() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(5))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), sharded=True)
@@ -291,7 +291,7 @@ def test_modules_in_reentrant_checkpoints_alone_are_reduced_after_backward(hosts
         assert mine_.any()
 
 
-def test_a_module_in_more_checkpoints_than_before_is_an_error_where_it_was_sent() -> None:
+def test_a_module_in_more_activation_checkpoints_than_before_raises() -> None:
     def body() -> Any:
         layer = nn.Linear(4, 4)
         optimizer = hvd.DistributedOptimizer(
@@ -313,7 +313,7 @@ def test_a_module_in_more_checkpoints_than_before_is_an_error_where_it_was_sent(
     on_ranks(2, body, hosts=[0, 1])
 
 
-def test_a_pass_that_ends_in_an_exception_is_forgotten() -> None:
+def test_a_backward_pass_that_raises_is_discarded() -> None:
     class Failing(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ def test_a_pass_that_ends_in_an_exception_is_forgotten() -> None:
     assert on_ranks(2, body) == [-9.0] * 2
 
 
-def test_a_difference_between_ranks_comes_out_of_backward_with_its_class() -> None:
+def test_backward_raises_a_mismatch_error_if_ranks_differ() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(3 + hvd.rank()))
         hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("w", p)])
@@ -356,7 +356,7 @@ def test_a_difference_between_ranks_comes_out_of_backward_with_its_class() -> No
     on_ranks(2, body)
 
 
-def test_optimizers_whose_gradients_come_in_another_order_on_each_rank() -> None:
+def test_optimizers_work_when_gradient_order_differs_between_ranks() -> None:
     """Wait for the optimizers in one order on all ranks, also in the first step."""
 
     def body() -> Any:

@@ -129,7 +129,7 @@ SHARED = ("momentum", "AdamW", "Adamax", *{"Adafactor"}.intersection(OPTIMIZERS)
         ),
     ],
 )
-def test_weights_are_those_of_one_process(name: str, share: bool) -> None:
+def test_weights_equal_one_process(name: str, share: bool) -> None:
     expected = weights(alone(OPTIMIZERS[name]))
 
     def body() -> torch.Tensor:
@@ -717,9 +717,7 @@ def test_shared_parameters_need_one_host() -> None:
         ),
     ],
 )
-def test_optimizers_that_cannot_be_sharded_are_an_error(
-    make: Any, options: Any, message: str
-) -> None:
+def test_optimizers_that_cannot_be_sharded_raise(make: Any, options: Any, message: str) -> None:
     def body() -> None:
         with pytest.raises(InvalidArgumentError, match=message):
             sharded(make, steps=0, **options)
@@ -846,7 +844,7 @@ def test_step_hooks_see_whole_gradients_and_parameters(share: bool) -> None:
         assert_close(found, expected)
 
 
-def test_an_optimizer_that_calls_its_closure_twice_is_an_error() -> None:
+def test_an_optimizer_that_calls_its_closure_twice_raises() -> None:
     class Twice(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             closure()

@@ -184,7 +184,7 @@ def test_rows_are_added_in_the_order_of_ranks() -> None:
         assert torch.equal(grad.to_dense(), expected)
 
 
-def test_ranks_without_entries_or_without_gradient_add_nothing() -> None:
+def test_ranks_with_empty_or_missing_gradients_contribute_zeros() -> None:
     empty = coo([[]], [], (4,))
     full = coo([[2]], [3.0], (4,))
     for grads in ([full, None, empty], [empty, full, None], [None, empty, full]):
@@ -213,7 +213,7 @@ def test_a_table_that_no_rank_uses_keeps_no_gradient() -> None:
     assert on_ranks(2, body, settings=SMALL) == [[None, None, True, None, True]] * 2
 
 
-def test_a_dense_parameter_that_is_used_late_is_reduced_at_once_and_from_then_on() -> None:
+def test_a_dense_parameter_first_used_late_is_reduced_from_then_on() -> None:
     def body() -> Any:
         used, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(
@@ -317,7 +317,7 @@ def test_sparse_on_one_rank_and_dense_on_another_is_an_error_on_all(grads: Any, 
         )
 
 
-def test_a_dense_gradient_in_a_later_step_is_an_error_on_all_and_the_engine_goes_on() -> None:
+def test_a_later_dense_gradient_raises_on_every_rank_and_the_engine_continues() -> None:
     def body() -> Any:
         p, used = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1))
         optimizer = hvd.DistributedOptimizer(
@@ -447,7 +447,7 @@ def test_gradients_with_other_strides_than_their_parameters() -> None:
     ids=["one element", "rows", "overlapping"],
 )
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.bf16])
-def test_gradients_whose_elements_share_memory_are_replaced(make: Any, compression: Any) -> None:
+def test_gradients_with_overlapping_elements_are_replaced(make: Any, compression: Any) -> None:
     plain = torch.arange(12.0).view(3, 4)
     expected = (make() + plain + make()) / 3
 

@@ -172,7 +172,7 @@ def test_equal_batches_have_the_statistics_of_one(size: Any) -> None:
     ],
     ids=str,
 )
-def test_options_mean_what_they_mean_to_batch_norm(options: Any, sizes: Any) -> None:
+def test_options_behave_as_in_batch_norm(options: Any, sizes: Any) -> None:
     compare(sizes, **options)
 
 
@@ -200,7 +200,7 @@ def test_a_layer_of_half_types_has_float32_statistics_on_the_way(dtype: Any) -> 
 
 
 @pytest.mark.parametrize("dimensions", [4, 5])
-def test_channels_last_stays_and_changes_nothing(dimensions: Any) -> None:
+def test_channels_last_is_preserved_and_does_not_change_results(dimensions: Any) -> None:
     last = {4: torch.channels_last, 5: torch.channels_last_3d}[dimensions]
     parts = compare(
         (3, 2), dimensions=dimensions, change=lambda x: x.contiguous(memory_format=last)
@@ -236,7 +236,7 @@ def test_statistics_do_not_cancel_far_from_zero() -> None:
         assert torch.allclose(found.double(), expected, rtol=1e-3)  # sums of squares: wrong by 10
 
 
-def test_one_rank_is_torchs_own_layer_bit_by_bit() -> None:
+def test_one_rank_equals_torchs_layer_bit_by_bit() -> None:
     shape = (4, CHANNELS, 5, 3)
     x, dy = values(shape, torch.float32), values(shape, torch.float32, 8)
     whole = run_layer(plain_layer(4), x, dy)
@@ -272,7 +272,7 @@ def on_alone(fn: Callable[[], Any]) -> Any:
     return outcome
 
 
-def test_a_batch_without_rows_anywhere_changes_nothing() -> None:
+def test_an_empty_batch_on_every_rank_changes_nothing() -> None:
     def body() -> Any:
         layer = sync_layer()
         return run_layer(layer, torch.ones(0, CHANNELS, 2, 2), torch.ones(0, CHANNELS, 2, 2))
@@ -310,7 +310,7 @@ def test_training_without_init_is_an_error_and_evaluation_is_not() -> None:
 
 
 @pytest.mark.parametrize("track", [True, False])
-def test_evaluation_is_torchs_and_communicates_nothing(track: Any) -> None:
+def test_evaluation_equals_torch_and_does_not_communicate(track: Any) -> None:
     x = values((4, CHANNELS, 5, 3))
 
     def body() -> Any:
@@ -658,7 +658,7 @@ def test_ranks_of_a_process_set_normalize_together_and_others_alone() -> None:
         assert_equals_one_process([parts[1][index]], alone, 1e-12)
 
 
-def test_a_process_set_that_is_not_registered_is_a_clear_error() -> None:
+def test_an_unregistered_process_set_raises_a_clear_error() -> None:
     def body() -> Any:
         layer = sync_layer(process_set=hvd.ProcessSet([0, 1]))
         with pytest.raises(InvalidArgumentError, match="the process set is not registered"):
@@ -740,7 +740,7 @@ def test_state_is_exchangeable_with_batch_norm() -> None:
     assert repr(sync) == repr(plain).replace("BatchNorm2d", "SyncBatchNorm")
 
 
-def test_parameters_are_made_where_and_as_asked() -> None:
+def test_parameters_have_the_requested_device_and_dtype() -> None:
     layer = hvd.SyncBatchNorm(3, device="meta", dtype=torch.float64)
     assert layer.weight.is_meta
     assert layer.running_var.dtype is torch.float64

@@ -190,7 +190,7 @@ def test_predictions_need_no_hooks() -> None:
 
 
 @pytest.mark.parametrize("what", ["a hook", "attributes"])
-def test_what_cannot_be_sent_is_named(what: str) -> None:
+def test_error_names_a_parameter_that_cannot_be_sent(what: str) -> None:
     model, lock = linear(), threading.Lock()
     if what == "a hook":
         model[0].bias.register_hook(lambda grad: grad if lock.locked() else None)

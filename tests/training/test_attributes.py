@@ -66,7 +66,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda v: f"{type(v).__name__} {v!r:.20}")
-def test_every_kind_of_value_comes_back(value: Any) -> None:
+def test_every_type_of_value_survives_a_round_trip(value: Any) -> None:
     module, other = nn.Module(), nn.Module()
     attributes = Attributes(lambda: {"": module})
     module.value = value
@@ -198,7 +198,7 @@ def test_members_counters_and_generators_of_the_same_class_are_kept() -> None:
 
 
 @pytest.mark.parametrize("value", [{"k": 1.0}, np.ones(2), torch.ones(2), [1], Configuration()])
-def test_objects_that_places_share_are_shared_as_in_the_run(value: Any) -> None:
+def test_shared_objects_stay_shared_after_loading(value: Any) -> None:
     def made(*, is_shared: bool) -> Any:
         module: Any = nn.Module()
         module.a = copy.deepcopy(value)
@@ -251,7 +251,7 @@ def test_inner_objects_stay_the_same() -> None:
     assert inner == [1, 2, 3]
 
 
-def test_a_value_that_holds_itself_and_one_without_memory_are_left_alone() -> None:
+def test_recursive_values_and_meta_tensors_are_ignored() -> None:
     module: Any = nn.Module()
     module.endless = [1]
     module.endless.append(module.endless)
@@ -272,7 +272,7 @@ def test_a_view_of_a_parameter_is_found() -> None:
     assert list(views(owners)) == [("view", "0.weight")]
 
 
-def test_another_rank_keeps_what_its_start_has_set() -> None:
+def test_another_rank_keeps_values_set_at_its_start() -> None:
     module, other = make(), make()
     attributes, of_other = (Attributes(lambda m=m: {"": m}) for m in (module, other))
     for each, rank in ((module, 0), (other, 1)):

@@ -56,7 +56,7 @@ def test_a_write_longer_than_the_interval_is_followed_by_the_next() -> None:
     assert taken >= 18
 
 
-def test_the_first_steps_are_slow_and_the_interval_holds_nevertheless() -> None:
+def test_slow_first_steps_do_not_delay_a_checkpoint_beyond_the_interval() -> None:
     cadence = Cadence(10.0, 0.0)
     _, num_steps = cadence.ask(8.0, is_writing=False)  # the first step took 8 s
     assert num_steps == 1

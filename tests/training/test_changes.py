@@ -359,7 +359,7 @@ class TrainedLoss(nn.Module):
 
 
 @pytest.mark.parametrize("place", [(3, 0), (3, 3)])
-def test_attributes_and_what_methods_write_again_are_kept(
+def test_attributes_and_values_rewritten_by_methods_are_kept(
     tmp_path: Path, place: tuple[int, int]
 ) -> None:
     def new(folder: str) -> Case:
@@ -543,7 +543,7 @@ def add_function(ctx: Any) -> None:
         ),
     ],
 )
-def test_what_no_checkpoint_holds_is_an_error_when_it_happens(
+def test_a_change_that_no_checkpoint_can_hold_raises_immediately(
     tmp_path: Path, callback: Callback, message: str
 ) -> None:
     one = case(tmp_path / "store", 1, [callback])
@@ -600,7 +600,7 @@ class Briefly(Callback):
         self.handle.remove()
 
 
-def test_what_is_done_again_or_undone_is_no_error(tmp_path: Path) -> None:
+def test_repeatable_and_reverted_changes_are_allowed(tmp_path: Path) -> None:
     callbacks = [
         Alters("on_train_begin", hook_layer),
         Alters("on_train_begin", replace_layer),

@@ -56,7 +56,7 @@ def files(store: Store) -> set[str]:
     return {p.name for p in folder.iterdir()} - {"latest.json"}
 
 
-def test_the_last_two_stay_and_those_to_keep(store: Store) -> None:
+def test_the_last_two_checkpoints_and_kept_epochs_remain(store: Store) -> None:
     checkpoints = Checkpoints(store, RUN)
     for position in POSITIONS:
         checkpoints.save(checkpoint(*position), keep=lambda epochs: 1)
@@ -72,7 +72,7 @@ def test_the_last_two_stay_and_those_to_keep(store: Store) -> None:
     assert files(store) == {"epoch-1.pt", "epoch-2.pt", "epoch-2-step-9.pt"}
 
 
-def test_of_two_writers_the_last_that_began_goes_on(store: Store) -> None:
+def test_the_writer_that_began_last_replaces_an_earlier_writer(store: Store) -> None:
     first, second = Checkpoints(store, RUN), Checkpoints(store, RUN)
     first.save(checkpoint(1, 0))
     first.save(checkpoint(2, 0))
@@ -128,7 +128,7 @@ def test_without_a_whole_checkpoint_the_error_names_them(store: Store) -> None:
 
 
 @pytest.mark.parametrize("pointer", [b"", b'{"epo', b"[]", b"3", b'{"epoch": 1}'])
-def test_a_pointer_that_is_damaged_is_made_from_the_files(store: Store, pointer: bytes) -> None:
+def test_a_damaged_pointer_is_rebuilt_from_the_files(store: Store, pointer: bytes) -> None:
     for position in POSITIONS[:3]:
         Checkpoints(store, RUN).save(checkpoint(*position))
     store.write_bytes(f"{RUN}/checkpoints/latest.json", pointer)
@@ -427,7 +427,7 @@ def test_records_are_added_and_read_once(tmp_path: Path, url: str) -> None:
             reader.after(0)
 
 
-def test_records_that_another_fit_has_written_meanwhile_are_replaced(store: Store) -> None:
+def test_records_written_by_a_concurrent_fit_are_replaced(store: Store) -> None:
     checkpoints = Checkpoints(store, RUN)
     checkpoints.write_history([record(1)])
     path = f"{RUN}/metrics.jsonl"
@@ -436,7 +436,7 @@ def test_records_that_another_fit_has_written_meanwhile_are_replaced(store: Stor
     assert checkpoints.history() == [record(1), record(2)]
 
 
-def test_records_of_a_mount_that_cannot_add_are_written_as_a_whole(
+def test_records_are_rewritten_whole_on_a_mount_without_append(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: str, mode: str) -> Any:

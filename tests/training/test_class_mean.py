@@ -72,7 +72,7 @@ def class_case(store: Store, model: nn.Module, loss: Any, seed: int, **options: 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", LOSSES)
-def test_ignored_rows_of_ranks_are_those_of_one_process(
+def test_ranks_with_ignored_rows_equal_one_process(
     tmp_path: Path, store: Store, data_seed: int, name: str, accumulate: int
 ) -> None:
     loss, ignored = LOSSES[name]
@@ -91,7 +91,7 @@ def test_ignored_rows_of_ranks_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_rank_whose_rows_are_all_ignored_adds_nothing(store: Store, name: str) -> None:
+def test_a_rank_with_only_ignored_rows_contributes_nothing(store: Store, name: str) -> None:
     loss, ignored = LOSSES[name]
     model = linear(torch.float64, outputs=CLASSES)
     case = class_case(store, model, loss, 3, shuffle=False)
@@ -104,7 +104,7 @@ def test_a_rank_whose_rows_are_all_ignored_adds_nothing(store: Store, name: str)
     assert all(np.isfinite(r["loss"]) for r in result.history)
 
 
-def test_a_step_whose_rows_are_all_ignored_is_left_out(store: Store) -> None:
+def test_a_step_with_only_ignored_rows_is_skipped(store: Store) -> None:
     model = linear(torch.float64, outputs=CLASSES)
     case = class_case(store, model, nn.CrossEntropyLoss(), 3)
     case.values["y"][:] = -100
@@ -137,7 +137,7 @@ class Tokens(nn.Module):
         return self.layer(x).reshape(len(x), CLASSES, 5)
 
 
-def test_ignored_tokens_of_rows_are_those_of_one_process(store: Store, data_seed: int) -> None:
+def test_ranks_with_ignored_tokens_equal_one_process(store: Store, data_seed: int) -> None:
     model = Tokens()
     case = class_case(store, model, nn.CrossEntropyLoss(), data_seed)
     labels = class_labels(np.random.default_rng(data_seed), (66, 5), -100)
@@ -231,7 +231,7 @@ def test_labels_that_ignore_different_rows_equal_plain_torch(store: Store, data_
     assert_close(case.weights(2), model.state_dict(), 1e-10)
 
 
-def test_losses_that_tell_their_denominator() -> None:
+def test_class_mean_accepts_only_losses_with_a_known_denominator() -> None:
     counting = [
         nn.NLLLoss(),
         F.nll_loss,
@@ -268,7 +268,7 @@ def test_a_first_batch_of_several_labels_that_does_not_fit_stops_all_ranks(store
 
 
 @pytest.mark.parametrize("label", [3, -1])
-def test_a_class_that_the_model_lacks_is_named(label: int) -> None:
+def test_error_names_a_class_beyond_the_models_output(label: int) -> None:
     loss = ClassMean.of(nn.CrossEntropyLoss())
     assert loss is not None
     with pytest.raises(InvalidArgumentError) as wrong:

@@ -92,7 +92,7 @@ def test_f1_of_two_classes_is_that_of_the_positive_one(rows: int, link: str) -> 
 
 
 @pytest.mark.parametrize("rows", SIZES)
-def test_f1_of_more_classes_is_the_mean_of_those_that_occur(rows: int) -> None:
+def test_multiclass_f1_averages_over_classes_that_occur(rows: int) -> None:
     z, y = scores(rows, 5), classes(rows, 3)  # two classes may be predicted alone
     expected = pytest.approx(reference.f1_score(y, z.argmax(1), average="macro", zero_division=0.0))
     assert value("f1", z, y, "softmax") == expected
@@ -132,6 +132,6 @@ def test_f1_without_anything_positive_is_zero_with_a_warning() -> None:
         (Auc("m", 0, "sigmoid"), torch.ones(4, 2), torch.ones(4, 2)),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(metric: F1 | Auc, output: Any, label: Any) -> None:
+def test_mismatched_shapes_raise_a_clear_error(metric: F1 | Auc, output: Any, label: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"metric 'm' .*shape \(4.*of shape \("):
         metric.update(output, label)

@@ -25,7 +25,7 @@ reference = Later("sklearn.metrics")
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["float32", "float64", "ties", "equal"])
-def test_merged_metrics_are_those_of_all_rows(rows: tuple[int, ...], kind: str) -> None:
+def test_merged_metrics_equal_metrics_over_all_rows(rows: tuple[int, ...], kind: str) -> None:
     generator = np.random.default_rng()
     dtype = np.float64 if kind == "float64" else np.float32
     scores = [generator.standard_normal(n).astype(dtype) + r for r, n in enumerate(rows)]

@@ -103,7 +103,7 @@ def described(
     ],
 )
 @pytest.mark.parametrize("as_function", [False, True])
-def test_two_fits_are_told_apart(
+def test_descriptions_distinguish_two_fits(
     before: dict[str, Any], now: dict[str, Any], difference: str, as_function: bool
 ) -> None:
     first, second = (described(**one, as_function=as_function) for one in (before, now))
@@ -149,7 +149,7 @@ def test_metrics_of_torchmetrics_are_compared_by_their_options() -> None:
         ),
     ],
 )
-def test_the_monitor_is_compared_where_it_chooses_the_model(
+def test_the_monitor_is_compared_only_if_it_selects_the_model(
     before: Any, now: Any, difference: str
 ) -> None:
     texts = [

@@ -86,7 +86,7 @@ def test_the_device_of_a_rank(
     assert bool(reason) == bool(problem)
 
 
-def test_a_process_that_no_runner_started_is_the_first_of_its_host(sees: Any) -> None:
+def test_a_process_without_a_launcher_uses_the_first_gpu(sees: Any) -> None:
     sees(1)
     assert choose_device(None, looks=True) == (torch.device("cuda", 0), "")
     assert choose_device(None, looks=False) == (CPU, "")
@@ -249,7 +249,7 @@ def test_optimizers_and_losses_move_with_the_model(monkeypatch: pytest.MonkeyPat
     assert partial.keywords["weight"].device.type == "meta"
 
 
-def test_random_numbers_of_a_gpu_say_nothing_on_a_machine_without(sees: Any) -> None:
+def test_a_gpu_random_state_is_ignored_without_a_gpu(sees: Any) -> None:
     import random
 
     import numpy as np

@@ -68,7 +68,7 @@ def test_the_rest_of_an_epoch_is_divided_among_other_ranks(
     assert nothing[:3] == ([], 0, 4)
 
 
-def test_sums_of_ranks_go_on_as_one() -> None:
+def test_totals_of_ranks_add_up() -> None:
     states = []
     for rank in range(3):
         totals = Totals([], num_parts=1)

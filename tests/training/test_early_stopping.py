@@ -71,7 +71,7 @@ def test_the_reason_is_in_words() -> None:
     )
 
 
-def test_a_number_that_is_not_there_is_named() -> None:
+def test_error_names_a_monitored_value_missing_from_records() -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         best_epoch(history(1), Monitor("auc"))
     assert str(failed.value) == (

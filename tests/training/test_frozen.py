@@ -105,7 +105,7 @@ def test_checkpoints_share_one_file_of_frozen_parameters(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("step", [9, 16], ids=["in the second epoch", "in the third"])
-def test_a_run_goes_on_with_its_own_frozen_parameters(tmp_path: Path, step: int) -> None:
+def test_a_run_resumes_with_its_saved_frozen_parameters(tmp_path: Path, step: int) -> None:
     whole, parts = (case(tmp_path / name, net()) for name in ("whole", "parts"))
     expected = whole.train(2)
     # As of a script that makes a module by random numbers each time.
@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_its_own_frozen_parameters(tmp_path: Path, step: int)
     assert len(frozen_files(parts)) == 1
 
 
-def test_parameters_that_user_code_thaws_or_writes_to_are_saved(tmp_path: Path) -> None:
+def test_parameters_that_user_code_unfreezes_or_changes_are_saved(tmp_path: Path) -> None:
     whole, parts = (case(tmp_path / name, net(), Changes()) for name in ("whole", "parts"))
     expected = whole.train(2)
     names = [whole.checkpoint(epoch).frozen["names"] for epoch in (1, 2, 3)]
@@ -134,7 +134,7 @@ def test_a_lost_file_of_frozen_parameters_is_named(tmp_path: Path) -> None:
         Checkpoints(one.store, RUN_DIR).load(3)
 
 
-def test_frozen_parameters_are_broadcast_where_ranks_differ_alone() -> None:
+def test_frozen_parameters_are_broadcast_only_where_ranks_differ() -> None:
     made = net(width=200)  # threads draw from one generator
 
     def body(engine: Any) -> tuple[int, int, bool]:
@@ -155,7 +155,7 @@ def test_frozen_parameters_are_broadcast_where_ranks_differ_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
-def test_a_checksum_tells_values_signs_and_places(dtype: torch.dtype) -> None:
+def test_the_checksum_depends_on_values_signs_and_positions(dtype: torch.dtype) -> None:
     values = torch.randn(300_001).to(dtype)
     values[0], values[-1] = 1, 0
 

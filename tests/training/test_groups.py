@@ -112,7 +112,7 @@ def test_a_ranking_loss_sees_whole_groups_and_trains_as_one_process(
         assert {rank for rank, _ in parts} == set(range(size))
 
 
-def test_a_run_that_was_lost_inside_an_epoch_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_resumed_mid_epoch_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     options = {"checkpoint_interval_s": 1e-6, "batch_size": 6}
     whole = case(tmp_path / "whole", **options)
     expected = whole.train(2)

@@ -94,7 +94,7 @@ def keep(names: frozenset[str], changed: bool, width: int) -> list[str]:
     return ["frozen" if "memfd:sparkhvd-frozen" in each else "own" for each in places]
 
 
-def test_what_differs_or_is_not_named_stays() -> None:
+def test_differing_or_unnamed_parameters_stay_private() -> None:
     names = frozenset({"0.weight", "1.weight", "2.weight"})
     first, second = run_local(keep, (names, True, WIDTH), num_proc=2)
     assert first == ["frozen"] * 3 + ["own"]

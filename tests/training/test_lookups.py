@@ -128,7 +128,7 @@ def test_joined_columns_and_arrays_are_named_by_their_table() -> None:
         lambda a, b: 1 / 0,
     ],
 )
-def test_indices_that_the_model_changes_are_left_to_it(index: Callable[..., Tensor]) -> None:
+def test_indices_changed_by_the_model_are_not_checked(index: Callable[..., Tensor]) -> None:
     checked(Model(index), 0, 12)
 
 
@@ -140,7 +140,7 @@ def test_indices_that_the_model_changes_are_left_to_it(index: Callable[..., Tens
         lambda words, b: torch.where(torch.arange(4) <= b[:, None], words, 0),
     ],
 )
-def test_a_part_of_an_array_may_not_hold_its_largest_value(index: Callable[..., Tensor]) -> None:
+def test_parts_of_an_index_array_are_not_checked(index: Callable[..., Tensor]) -> None:
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,7 +158,7 @@ class Shifted(nn.Embedding):
         return super().forward(input % self.num_embeddings)
 
 
-def test_an_embedding_of_the_users_own_is_left_to_it() -> None:
+def test_custom_embeddings_are_not_checked() -> None:
     checked(Model(lambda a, b: a, Shifted(ROWS, 2)), 0, 12)
     checked(nn.Linear(2, 1), 0, 12)
 
@@ -232,7 +232,7 @@ def test_other_errors_stay_as_they_are() -> None:
         lambda k: torch.zeros(3)[k],
     ],
 )
-def test_other_indices_beyond_come_with_the_integers_of_the_batch(operation: Any) -> None:
+def test_errors_of_other_indices_list_the_integers_of_the_batch(operation: Any) -> None:
     k = torch.tensor([1, 7])
     columns = {"k": k.numpy(), "x": np.ones(2), "text": ["a", "b"]}
     with pytest.raises(InvalidArgumentError) as raised, naming_lookups(Tokens(), columns):
@@ -241,7 +241,7 @@ def test_other_indices_beyond_come_with_the_integers_of_the_batch(operation: Any
     assert str(raised.value).endswith(" Integers of this batch: 'k' from 1 to 7.")
 
 
-def test_an_error_of_a_gpu_comes_with_the_tables_too() -> None:
+def test_gpu_errors_list_integers_and_embedding_tables() -> None:
     error = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be")
     columns = {"k": np.array([1, 7])}
     with pytest.raises(InvalidArgumentError) as raised, naming_lookups(Tokens(), columns):

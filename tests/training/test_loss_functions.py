@@ -42,7 +42,7 @@ class WithoutReduction(nn.Module):
 
 
 @pytest.mark.parametrize("loss", [WithoutReduction(), lambda output, label: output.mean()])
-def test_one_that_takes_no_reduction_is_an_error(loss: object) -> None:
+def test_a_loss_without_a_reduction_argument_raises(loss: object) -> None:
     with pytest.raises(
         InvalidArgumentError, match="has no argument 'reduction'. Give a torch.nn lo"
     ):

@@ -141,7 +141,7 @@ def test_parameters_of_a_loss_are_trained_as_in_one_process(
     assert set(found.others["parameters"]) == {name}  # and none that stays unchanged
     torch.testing.assert_close(found.others["parameters"][name], criterion.log_var.detach())
     torch.testing.assert_close(found.model, dict(expected.state_dict()))
-    assert loss.log_var == 0  # what was given is not changed
+    assert loss.log_var == 0  # the given object is not changed
     if kind == "train_step":
         return
     made: Any = returned_loss([given], model, model, found.others)
@@ -199,7 +199,7 @@ def test_tensors_that_require_a_gradient_are_trained(store: Store) -> None:
     assert torch.equal(found["loss0.unused"], torch.ones(2))
 
 
-def test_parameters_that_no_optimizer_holds_are_named() -> None:
+def test_warning_names_parameters_missing_from_the_optimizer() -> None:
     model, loss = linear(), Uncertain()
 
     def closure(output: Tensor, label: Tensor) -> Tensor:
@@ -358,7 +358,7 @@ class Annealed(Holder):
 
 
 @pytest.mark.parametrize("ended", ["inside an epoch", "between epochs"])
-def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(store: Store, ended: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(store: Store, ended: str) -> None:
     options = {"epochs": 3, "batch_size": 8, "has_validation": True, "validation": 0.25}
     fields: dict[str, Any] = {"metrics": {"count": Counting()}, "user": {"callbacks": [Fails()]}}
     other = Store.create(Path(store.url.removeprefix("file://")) / "2")
@@ -387,7 +387,7 @@ def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(store: Store, en
     assert found.others["objects"]["metric count"]["calls"] > 6
 
 
-def test_what_a_step_has_is_not_of_the_loss_that_comes_back() -> None:
+def test_the_returned_loss_excludes_the_state_of_train_step() -> None:
     model, loss, other = linear(), Uncertain(), Uncertain()
     others = LossState([loss], (), model, {"train_step": lambda *_: other})
     with torch.no_grad():
@@ -420,7 +420,7 @@ class Scaled(nn.Module):
         return self.alpha * ((output - label) ** 2).mean()
 
 
-def test_a_run_that_starts_from_another_has_the_buffers_of_its_own_loss(store: Store) -> None:
+def test_a_run_started_from_another_keeps_its_own_loss_buffers(store: Store) -> None:
     case(store, Scaled(1.0), lambda p: torch.optim.SGD(p, lr=0.0)).train(1)
     store.write_bytes("kept.pt", store.read_bytes(Checkpoints(store, RUN_DIR).path(2)))
     losses = {}
@@ -468,7 +468,7 @@ def test_sample_weights_and_several_labels_share_one_loss() -> None:
     assert [id(p) for p in LossState(used).trained] == [id(loss.log_var)]
 
 
-def test_what_is_the_models_and_options_of_torchs_losses_are_left_out() -> None:
+def test_loss_state_excludes_model_parameters_and_torch_loss_options() -> None:
     model = linear()
 
     class Penalty(nn.Module):
@@ -496,7 +496,7 @@ def test_an_optimizer_of_another_model_is_still_refused() -> None:
         check_optimizer(adam(linear().parameters()), model, model, LossState([loss], (), model))
 
 
-def test_a_metric_whose_state_cannot_be_read_back_is_named(store: Store) -> None:
+def test_error_names_a_metric_whose_state_cannot_be_reloaded(store: Store) -> None:
     class Odd(Counting):
         def state_dict(self) -> dict[str, Any]:
             return {"store": store}

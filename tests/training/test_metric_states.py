@@ -44,7 +44,7 @@ def predictions(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     ("size", "rows"),
     [(1, 77), (3, 77), (3, 2)],  # the last: a rank without rows
 )
-def test_class_metrics_are_those_of_one_process(tmp_path: Path, size: int, rows: int) -> None:
+def test_class_metrics_over_ranks_equal_one_process(tmp_path: Path, size: int, rows: int) -> None:
     metrics = {
         "accuracy": classification.MulticlassAccuracy(2, average="micro"),
         "f1": classification.MulticlassF1Score(2, average="macro"),
@@ -154,7 +154,7 @@ def test_a_metric_gets_numbers_of_rows_flat_and_may_not_broadcast() -> None:
         add(Squared(1), 1)
 
 
-def test_a_state_goes_on_where_it_was_saved() -> None:
+def test_a_saved_metric_state_resumes_exactly() -> None:
     metrics = resolve_metrics(
         {"auc": classification.BinaryAUROC(), "r": regression.PearsonCorrCoef()},
         ["y"],
@@ -173,7 +173,7 @@ def test_a_state_goes_on_where_it_was_saved() -> None:
         add(whole, rows)
     add(before, slice(0, 10))
     saved = before.state_dict()
-    add(before, slice(10, 20))  # what was saved is not touched by it
+    add(before, slice(10, 20))  # this does not change the saved state
     after.load_state_dict(saved)
     add(after, slice(10, 20))
     add(after, slice(20, 30))
@@ -197,7 +197,7 @@ def curve() -> Any:
     return Curve()
 
 
-def test_a_metric_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
+def test_error_names_a_metric_that_returns_no_numbers(tmp_path: Path) -> None:
     case = constant(tmp_path, 1, metrics=[curve()])
     with pytest.raises(RanksFailed) as failed:
         case.train(2)

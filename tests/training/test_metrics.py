@@ -69,7 +69,7 @@ def test_a_group_with_another_number_is_named() -> None:
     )
 
 
-def test_means_come_in_the_order_of_the_metrics() -> None:
+def test_means_keep_the_order_of_the_metrics() -> None:
     totals = Totals(resolve_metrics(["f1", "mse", "auc", "mae"], ["y"], ["sigmoid"]))
     assert list(totals.means("val_")) == ["val_loss", "val_f1", "val_mse", "val_auc", "val_mae"]
 
@@ -131,7 +131,7 @@ def test_accuracy_of_probabilities_is_that_of_their_largest(shape: tuple[int, ..
     assert float(found) == pytest.approx(50 * np.mean(output.argmax(1) == label.argmax(1)))
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
+def test_mismatched_shapes_raise_a_clear_error() -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         Metric("mse", "mse", 0, "identity").row_sum(torch.ones(4, 3), torch.ones(4))
     assert str(failed.value) == (
@@ -142,7 +142,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         Metric("m", lambda o, t: torch.ones(2), 0, "identity").row_sum(torch.ones(4), torch.ones(4))
 
 
-def test_totals_of_batches_are_those_of_all_rows() -> None:
+def test_totals_over_batches_equal_totals_over_all_rows() -> None:
     metrics = resolve_metrics("mae", ["y"], ["identity"])
     generator = torch.Generator().manual_seed(0)
     output, label = torch.rand(10, 1, generator=generator), torch.rand(10, 1, generator=generator)
@@ -155,7 +155,7 @@ def test_totals_of_batches_are_those_of_all_rows() -> None:
     assert means["val_mae"] == pytest.approx(float((output - label).abs().mean()), rel=1e-6)
 
 
-def test_a_mean_over_nothing_adds_nothing() -> None:
+def test_a_mean_over_no_rows_adds_nothing() -> None:
     totals = Totals(())
     rows, nan = torch.ones(2, 1), torch.tensor(float("nan"))
     totals.add(Forward((rows,), (rows,), torch.tensor(3.0), 2.0, True, 2))

@@ -60,7 +60,7 @@ class Frozen(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [ReturnsNothing, Empty, Frozen])
-def test_methods_that_return_nothing_are_called_for_their_effect(kind: type[nn.Linear]) -> None:
+def test_train_and_eval_methods_may_return_none(kind: type[nn.Linear]) -> None:
     net = kind(2, 1)
     assert check_model(net) is net
     schema = DataSchema((X,), (Y,))
@@ -85,7 +85,7 @@ class Reading:
         return self.module
 
 
-def test_a_module_that_is_read_back_is_in_eval_mode() -> None:
+def test_a_loaded_module_is_in_eval_mode() -> None:
     net = Empty(2, 1)
     model = TorchModel.from_module(net, feature_cols=["x"], label_cols=["y"])
     content = encode_model(model, archive := Archive())
@@ -108,7 +108,7 @@ def test_a_worker_of_transform_loads_the_module() -> None:
     assert not found.training
 
 
-def test_ranks_train_a_module_whose_methods_return_nothing(tmp_path: Path) -> None:
+def test_ranks_train_a_module_whose_mode_methods_return_none(tmp_path: Path) -> None:
     net = ReturnsNothing(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     case = Case(

@@ -103,7 +103,7 @@ def test_anything_else_has_no_description(module: nn.Module) -> None:
     assert describe(module) is None
 
 
-def test_own_classes_are_named() -> None:
+def test_foreign_class_names_a_user_class() -> None:
     assert foreign_class(nn.Sequential(Mine(2, 2))) == f"{__name__}.Mine"
 
 
@@ -163,7 +163,7 @@ def test_caches_of_functions_and_properties_travel_by_value() -> None:
 def importable() -> None: ...
 
 
-def test_a_light_copy_shares_memory_and_nothing_else() -> None:
+def test_a_light_copy_shares_only_parameter_memory() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     copied = light_copy(module).eval()
     assert module.training
@@ -181,7 +181,7 @@ def test_a_forward_of_a_light_copy_scales_no_embedding_of_the_caller() -> None:
     assert torch.equal(module[0].weight, before)
 
 
-def test_a_copy_holds_the_tensors_it_is_given() -> None:
+def test_a_copy_uses_the_tensors_of_the_given_state() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[2].weight = module[0].weight
     module[0].bias.requires_grad_(False)

@@ -44,7 +44,7 @@ def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setattr(hvd, "size", lambda: 2)
 
 
-def test_another_rank_tells_how_long_it_waits_when_that_changes_and_now_and_then(
+def test_another_rank_reports_its_waiting_time_on_change_and_periodically(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, sent: list[dict[str, Any]]
 ) -> None:
     be_rank(monkeypatch, 1)

@@ -72,7 +72,7 @@ def plain(output: Tensor, label: Tensor, **others: Any) -> Tensor:
         (Loss(w=Loss(log=logging.getLogger(), a=np.zeros(2), g=torch.Generator())), []),
     ],
 )
-def test_what_an_object_has(root: object, expected: list[str]) -> None:
+def test_tensors_of_an_object_get_stable_names(root: object, expected: list[str]) -> None:
     assert same_elsewhere(root) == dict.fromkeys(expected, True)
 
 
@@ -92,7 +92,7 @@ def test_slots_and_attributes_of_classes() -> None:
     assert same_elsewhere(Slotted()) == dict.fromkeys(["_Base__private", "own", "shared"], True)
 
 
-def test_what_functions_name_is_not_their_own() -> None:
+def test_tensors_that_functions_refer_to_are_not_owned_by_them() -> None:
     first, second, third = weight(), weight(), weight()
 
     def inner(
@@ -130,7 +130,7 @@ def names_globals(output: Any) -> Any:
     return (lambda: GLOBAL)(), output.UNUSED  # an attribute
 
 
-def test_globals_where_a_pickle_holds_them() -> None:
+def test_globals_count_only_where_a_pickle_holds_them() -> None:
     assert named_globals(names_globals) == {"GLOBAL": GLOBAL}  # type: ignore[arg-type]
     assert tensors(names_globals) == {}  # each process imports its own
     module = sys.modules[__name__]

@@ -215,7 +215,9 @@ def assert_equal(found: Any, expected: Any, where: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_checkpoint_of_every_step_changes_nothing(tmp_path: Path, size: int) -> None:
+def test_a_checkpoint_after_every_step_does_not_change_the_weights(
+    tmp_path: Path, size: int
+) -> None:
     """Compare weights with a checkpoint after nearly every step and with none inside the epoch."""
 
     def weights(name: str, interval_s: float) -> dict[str, torch.Tensor]:
@@ -262,7 +264,7 @@ class Trained(Callback):
             SlowStore.is_trained.set()
 
 
-def test_a_store_that_hangs_is_not_waited_for_without_end(
+def test_waiting_for_a_hanging_store_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver, "WRITE_LIMIT_S", 0.5)

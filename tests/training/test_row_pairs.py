@@ -182,7 +182,9 @@ def ranked_errors(output: Tensor, label: Tensor) -> Tensor:
         (lambda o, t: (o - t).square().mean() + (o.squeeze() + t).mean(), COLUMN, COLUMN),
     ],
 )
-def test_pairs_that_are_meant_are_not(loss: Any, output: Tensor, label: Tensor) -> None:
+def test_intended_pairwise_losses_are_not_reported(
+    loss: Any, output: Tensor, label: Tensor
+) -> None:
     assert said(loss, output, label) == ""
 
 
@@ -277,7 +279,7 @@ def test_metrics(metric: Any, output: Tensor, label: Tensor, is_found: bool) -> 
     assert bool(of_metric(metric, output, label)) is is_found
 
 
-def test_torchmetrics_of_the_users_own_are_tried() -> None:
+def test_custom_torchmetrics_are_checked() -> None:
     class Mean(torchmetrics.Metric):  # type: ignore[misc]
         """The mean of a function."""
 
@@ -348,7 +350,7 @@ def by_name(output: Tensor, label: Tensor) -> Tensor:
     return result
 
 
-def test_nothing_is_changed() -> None:
+def test_the_check_leaves_states_and_random_generators_unchanged() -> None:
     own = Centers()
     functions = (own, own.forward, lambda o, t: own(o, t), by_name, functools.partial(own))
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
@@ -377,7 +379,7 @@ def noisy(output: Tensor, label: Tensor) -> Tensor:
     return ((noted(output) + float(RANDOM.normal()) / 1000 - label) ** 2).mean()
 
 
-def test_generators_and_objects_that_a_loss_names_are_as_before() -> None:
+def test_the_check_leaves_objects_used_by_a_loss_unchanged() -> None:
     before = RANDOM.bit_generator.state
     assert said(noisy) == ""
     assert (RANDOM.bit_generator.state, CALLS, vars(noisy)) == (before, [], {})
@@ -408,7 +410,7 @@ def test_no_other_warning_is_shown() -> None:
         assert said(warns) == ""
 
 
-def test_several_labels_are_told_apart() -> None:
+def test_several_labels_are_checked_separately() -> None:
     losses, _ = resolve_losses([F.mse_loss, squeezed], 2, per_row=False)
     metrics = resolve_metrics({"m": squeezed}, ["y", "z"], ["value"] * 2)
     text = unpaired(losses, metrics, [PAIR, COLUMN], [PAIR, COLUMN])
@@ -471,7 +473,7 @@ def either(output: Tensor, label: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_losses_of_class_indices_are_told_by_labels_of_floats(
+def test_float_labels_detect_losses_that_take_only_class_indices(
     loss: Any, width: int, expected: bool, dtype: torch.dtype
 ) -> None:
     if dtype == torch.float64 and isinstance(loss, Focal):
@@ -503,7 +505,7 @@ def table(output: Tensor, label: Tensor) -> Tensor:
         (lambda o, y: 1 / 0, (0, 9), ""),
     ],
 )
-def test_an_own_loss_that_takes_no_end_of_the_labels_is_an_error(
+def test_a_custom_loss_that_fails_on_the_extreme_labels_raises(
     loss: Any, range_: tuple[int, int], said: str
 ) -> None:
     def check() -> None:

@@ -76,7 +76,7 @@ def train_fn(ctx: TrainFnContext) -> None:
         ctx.save_checkpoint()
 
 
-def test_a_loop_of_the_users_own_is_seen_from_outside(tmp_path: Path) -> None:
+def test_the_timeline_records_a_custom_training_loop(tmp_path: Path) -> None:
     case = case_of(tmp_path, loss=None, user={"train_fn": train_fn})
     case.train(2, timeline=1000, batch_size=8, epochs=1)
     found = spans(json.loads(case.store.read_bytes(PATH)), 1)
@@ -84,7 +84,7 @@ def test_a_loop_of_the_users_own_is_seen_from_outside(tmp_path: Path) -> None:
     assert len(found["data"]) == 5
 
 
-def test_a_fit_goes_on_without_a_timeline_that_cannot_be_written(
+def test_a_fit_continues_if_its_timeline_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = case_of(tmp_path)

@@ -124,7 +124,7 @@ def test_a_plateau_per_step_is_refused(store: Store) -> None:
         )
 
 
-def test_a_schedule_per_step_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_per_step_schedule_resumes_at_its_last_step(tmp_path: Path) -> None:
     whole = case(Store.create(tmp_path / "whole"), one_cycle, epochs=4)
     parts = case(Store.create(tmp_path / "parts"), one_cycle, epochs=4)
     expected = whole.train(2).history
@@ -137,7 +137,7 @@ def test_a_schedule_per_step_goes_on_where_it_stopped(tmp_path: Path) -> None:
         assert torch.equal(value, parts.weights(4)[name]), name
 
 
-def test_a_fit_ends_when_nothing_improves_and_does_not_go_on(store: Store) -> None:
+def test_a_fit_stops_without_improvement_and_does_not_resume(store: Store) -> None:
     early = EarlyStopping(Monitor("loss"), patience=2, min_delta=1e9)
     ranks = case(store, None, epochs=9, early_stopping=early, lr_scheduler_interval="epoch")
     result = ranks.train(3)
@@ -176,7 +176,7 @@ def test_an_epoch_may_be_cut_short(store: Store) -> None:
     assert history[-1]["val_loss"] == pytest.approx(float(expected), rel=1e-10)
 
 
-def test_the_best_epoch_may_be_told_by_a_metric(store: Store) -> None:
+def test_a_metric_may_select_the_best_epoch(store: Store) -> None:
     def most(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return output.abs().mean()
 

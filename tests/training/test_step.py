@@ -59,7 +59,7 @@ def data_seed() -> int:
         (2, 50, 4, 1, {"gradient_clip_value": 0.05, "gradient_clip_norm": 0.06}),
     ],
 )
-def test_accumulated_steps_are_those_of_one_process_with_larger_batches(
+def test_accumulated_steps_equal_one_process_with_larger_batches(
     store: Store,
     data_seed: int,
     size: int,
@@ -181,7 +181,7 @@ def test_several_losses_are_added_by_their_weights(
     assert {"y_mse", "z_mse"} <= set(result.history[0])
 
 
-def test_a_step_whose_rows_weigh_nothing_is_left_out(store: Store) -> None:
+def test_a_step_of_rows_with_zero_weight_is_skipped(store: Store) -> None:
     model = linear(outputs=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, weight_decay=0.5)
     case = Case(store, model, optimizer, loss=nothing_counts, label="class")
@@ -190,7 +190,7 @@ def test_a_step_whose_rows_weigh_nothing_is_left_out(store: Store) -> None:
 
 
 @pytest.mark.parametrize("part", ["training", "validation"])
-def test_rows_that_all_weigh_nothing_are_named(store: Store, part: str) -> None:
+def test_zero_weights_in_all_rows_raise_a_clear_error(store: Store, part: str) -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"has_validation": True, "validation": 0.25, "seed": 3}
@@ -280,7 +280,7 @@ def squeezed_rows(output: torch.Tensor, label: torch.Tensor, reduction: str) -> 
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_ranks_find_a_loss_over_all_pairs_of_rows_where_the_driver_could_not(
+def test_ranks_detect_a_pairwise_loss_that_the_driver_cannot_check(
     store: Store, weighted: bool
 ) -> None:
     model = linear()
@@ -301,7 +301,7 @@ def test_ranks_find_a_loss_over_all_pairs_of_rows_where_the_driver_could_not(
         ("metrics", "metric 'broadcasting' broadcasts: Using a target size"),
     ],
 )
-def test_a_loss_or_metric_that_torch_warns_of_is_an_error_in_ranks(
+def test_broadcast_warnings_of_losses_and_metrics_raise_in_ranks(
     store: Store, where: str, says: str
 ) -> None:
     def broadcasting(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ def test_a_setting_goes_with_the_work_and_is_put_back(name: str) -> None:
 
 
 def test_the_newer_names_of_a_setting_go_too() -> None:
-    """Torch refuses to tell an older setting after a newer one of the same thing was set."""
+    """Torch refuses to return an older setting after its newer form was set."""
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         torch.set_float32_matmul_precision("high")  # what older versions have in its place
     else:
@@ -122,7 +122,7 @@ def test_the_newer_names_of_a_setting_go_too() -> None:
         assert settings_here() == carried
 
 
-def test_what_cannot_be_set_is_a_warning() -> None:
+def test_torch_settings_that_cannot_be_applied_cause_a_warning() -> None:
     with (
         pytest.warns(
             UserWarning, match=r"torch\.backends\.of_later to True, but this process cannot set it"

@@ -191,7 +191,7 @@ class Centred(nn.Module):
         return result + 0.1 * self.norm(x).sum(1, keepdim=True)
 
 
-def test_a_buffer_that_training_changes_is_rank_0s_in_every_step(store: Store) -> None:
+def test_every_step_starts_from_the_buffers_of_rank_0(store: Store) -> None:
     """As DistributedDataParallel does: here two replicas, whose gradients are averaged."""
     torch.manual_seed(0)
     model = Centred()
@@ -273,7 +273,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path) ->
     assert [r["lr"] for r in resumed.history] == [r["lr"] for r in expected.history]
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_what_differs(store: Store) -> None:
+def test_a_checkpoint_of_another_run_is_refused_with_the_differences(store: Store) -> None:
     model = linear()
     case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1))
     case.train(1)
@@ -287,7 +287,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(store: Store) 
         )
 
 
-def test_a_run_that_has_more_epochs_is_refused(store: Store) -> None:
+def test_resuming_a_run_with_fewer_epochs_than_it_has_is_refused(store: Store) -> None:
     model = linear()
     case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1))
     case.train(1, epochs=2)
@@ -296,7 +296,7 @@ def test_a_run_that_has_more_epochs_is_refused(store: Store) -> None:
     assert "it has 2 epochs, but epochs is 1." in str(failed.value.errors[0])
 
 
-def test_checkpoints_are_read_without_unpickling_and_old_ones_go(store: Store) -> None:
+def test_checkpoints_load_without_unpickling_and_old_checkpoints_are_deleted(store: Store) -> None:
     model = linear()
     optimizer = torch.optim.Adam(model.parameters())
     monitor = Monitor("val_loss")
@@ -536,7 +536,7 @@ def test_a_loss_of_class_indices_may_have_as_many_classes_as_rows(store: Store) 
     assert result.epoch == 1
 
 
-def test_a_program_that_the_driver_did_not_write_is_not_unpickled(store: Store) -> None:
+def test_a_program_not_written_by_the_driver_is_not_unpickled(store: Store) -> None:
     model = linear()
     case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1))
     spec = replace(case.spec(), program_sha256="0" * 64)
@@ -546,7 +546,7 @@ def test_a_program_that_the_driver_did_not_write_is_not_unpickled(store: Store) 
     assert "runs/r/program.pkl is not what the driver wrote" in str(failed.value.errors[0])
 
 
-def test_the_weights_of_a_large_model_travel_beside_the_program(
+def test_the_weights_of_a_large_model_are_stored_outside_the_program(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kind_of(optimizer: Any) -> Any:
@@ -595,7 +595,7 @@ def test_ranks_without_rows_neither_hang_nor_fail(store: Store, rows: int) -> No
     assert all(math.isfinite(r[key]) for r in history for key in ("loss", "val_loss", "val_mae"))
 
 
-def test_validation_data_of_their_own_without_rows_are_named(store: Store) -> None:
+def test_separate_validation_data_without_rows_raise_a_clear_error(store: Store) -> None:
     case = Case(store, linear(), torch.optim.SGD, rows=50)
     Manifest((), case.schema, 0).save(store, "held_out")
     with pytest.raises(RanksFailed) as failed:
@@ -603,7 +603,7 @@ def test_validation_data_of_their_own_without_rows_are_named(store: Store) -> No
     assert "no validation steps, because 0 of 0 rows" in str(failed.value.errors[0])
 
 
-def test_validation_data_of_their_own_may_have_fewer_rows_than_ranks(store: Store) -> None:
+def test_separate_validation_data_may_have_fewer_rows_than_ranks(store: Store) -> None:
     case = Case(store, linear(), torch.optim.SGD, rows=50)
     held_out = {name: case.values[name][:2] + 1 for name in ("x", "y")}
     file = write_packed(store, "held_out/part-0.parquet", list(case.schema.columns), held_out)

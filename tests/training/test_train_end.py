@@ -72,7 +72,7 @@ class Averages(Callback):
 
 
 @pytest.mark.parametrize("ranks", ["all", 0])
-def test_averages_are_in_the_model_that_comes_back(store: Store, ranks: Any) -> None:
+def test_the_returned_model_has_the_averaged_weights(store: Store, ranks: Any) -> None:
     callback = Averages()
     callback.ranks = ranks
     average = case(store, callback)
@@ -142,13 +142,13 @@ class Freezes(Callback):
         ctx.model[0].large = torch.ones(1 << 19)
 
 
-def test_nothing_is_written_if_nothing_changes(store: Store) -> None:
+def test_no_final_state_is_written_without_changes(store: Store) -> None:
     reads = case(store, Reads())
     assert reads.train(1).warning == ""
     assert reads.checkpoint(3).final == {}
 
 
-def test_flags_and_attributes_are_in_the_model_that_comes_back(store: Store) -> None:
+def test_the_returned_model_has_changed_flags_and_attributes(store: Store) -> None:
     case(store, Freezes()).train(1)
     checkpoints = Checkpoints(store, RUN_DIR)
     module = net()

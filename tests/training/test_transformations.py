@@ -42,7 +42,7 @@ def both(row: dict[str, Any]) -> dict[str, Any]:
     return {"image": row["x"].reshape(2, 2) / 2, "y": row["y"] + row["n"]}
 
 
-def test_rows_may_drop_rename_and_add_fields_and_batches_come_after_them() -> None:
+def test_row_function_may_change_fields_before_the_batch_function_runs() -> None:
     functions = Transformations(both, lambda b: {**b, "image": b["image"][:, None] * 10})
     found = functions.run(columns(), is_training=True)
     assert list(found) == ["image", "y"]
@@ -50,7 +50,7 @@ def test_rows_may_drop_rename_and_add_fields_and_batches_come_after_them() -> No
     np.testing.assert_allclose(found["y"], [1, 2, 3])
 
 
-def test_a_function_with_an_argument_training_is_told() -> None:
+def test_a_function_with_a_training_argument_receives_it() -> None:
     def row(values: dict[str, Any], training: bool) -> dict[str, Any]:
         return {"x": values["x"] * (2 if training else 1)}
 
@@ -63,7 +63,7 @@ def test_a_function_with_an_argument_training_is_told() -> None:
     np.testing.assert_array_equal(functions.run(columns(), is_training=False)["x"], first)
 
 
-def test_the_schema_follows_what_the_functions_return() -> None:
+def test_the_schema_follows_the_return_values_of_the_functions() -> None:
     def change(batch: dict[str, Any]) -> dict[str, Any]:
         return {
             "image": batch["x"].reshape(-1, 1, 2, 2).astype(np.float64),
@@ -133,7 +133,7 @@ def test_class_labels_stay_whole() -> None:
         halves.apply(given, made.columns, is_training=True)
 
 
-def test_numbers_that_the_model_cannot_hold_are_errors_behind_the_function() -> None:
+def test_returned_numbers_that_overflow_the_models_dtype_raise() -> None:
     functions = Transformations(row=lambda row: {"x": row["x"], "y": row["y"] * 1e300})
     given = {"x": columns()["x"], "y": np.ones(3)}
     with pytest.raises(
@@ -227,6 +227,6 @@ def test_invalid_results_of_transformations_are_named(row: Any, batch: Any, mess
         ),
     ],
 )
-def test_functions_that_take_something_else_are_refused(row: Any, batch: Any, message: str) -> None:
+def test_functions_with_a_wrong_signature_are_refused(row: Any, batch: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{re.escape(message)}$"):
         resolve_transformations(row, batch)

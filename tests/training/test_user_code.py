@@ -92,7 +92,7 @@ def test_train_step_trains_as_the_declarative_loop_does(store: Store, size: int)
     assert 1 <= result.history[0]["step"] < result.history[1]["step"]
 
 
-def test_train_step_may_return_what_its_mean_counts_and_params_still_work(store: Store) -> None:
+def test_train_step_may_return_its_weight_and_params_still_apply(store: Store) -> None:
     options = {"gradient_clip_norm": 0.05, "accumulate": 2, "epochs": 3}
     custom = case(store, user={"train_step": weighted_step}, weighted=True, options=options)
     custom.train(2)
@@ -102,7 +102,7 @@ def test_train_step_may_return_what_its_mean_counts_and_params_still_work(store:
     assert_close(custom.weights(3), expected.weights(3), 1e-6)
 
 
-def test_a_batch_has_arguments_by_name_where_inputs_name_them(store: Store) -> None:
+def test_a_batch_names_its_entries_by_the_keys_of_inputs(store: Store) -> None:
     def step(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) -> torch.Tensor:
         assert list(batch) == ["input", "y", "w"]
         assert batch["input"].shape[1:] == (3,)
@@ -162,7 +162,7 @@ def test_an_invalid_loss_stops_all_ranks_at_the_first_batch(
         assert str(error).startswith("The first batch, on rank 0: " + message)
 
 
-def test_a_loss_that_broadcasts_its_label_is_an_error(store: Store) -> None:
+def test_a_train_step_that_broadcasts_its_label_raises(store: Store) -> None:
     # One rank, because threads share Python's filters of warnings.
     errors = failures(case(store, user={"train_step": broadcasting}), size=1)
     assert str(errors[0]).startswith(
@@ -289,7 +289,7 @@ class StopThenFail(Callback):
 
 
 @pytest.mark.parametrize("fails_at", [9, "checkpoint"])
-def test_a_run_that_was_asked_to_stop_stops_when_it_goes_on(store: Store, fails_at: Any) -> None:
+def test_a_stop_request_survives_a_resume(store: Store, fails_at: Any) -> None:
     options = {"epochs": 3, "checkpoint_interval_s": 1e-6, "batch_size": 4}
     custom = case(store, user={"callbacks": [StopThenFail()]}, options=options)
     StopThenFail.fails_at, StopThenFail.saved = fails_at, Checkpoints(store, RUN_DIR)
@@ -313,7 +313,7 @@ class Holds(Callback):
         self.state = state["best"][0]
 
 
-def test_a_state_of_a_callback_that_could_not_be_read_is_refused(store: Store) -> None:
+def test_a_callback_state_that_cannot_be_reloaded_is_refused(store: Store) -> None:
     custom = case(store, user={"callbacks": [Holds(np.zeros(2))]})
     assert str(failures(custom, 1)[0]) == (
         "The callback Holds has a ndarray in its state_dict(), so a checkpoint with it could not be "
@@ -331,7 +331,7 @@ class Broken(Callback):
         raise KeyError("nothing")
 
 
-def test_a_callback_that_raises_is_named(store: Store) -> None:
+def test_error_names_a_callback_that_raises(store: Store) -> None:
     errors = failures(case(store, user={"callbacks": [Broken()]}))
     message = "The callback Broken raised KeyError in on_epoch_end: 'nothing'"
     error = cause_of(errors)
@@ -354,7 +354,7 @@ def test_a_callback_that_raises_is_named(store: Store) -> None:
         ),
     ],
 )
-def test_a_number_that_no_record_would_get_is_refused(
+def test_logging_a_value_outside_of_an_epoch_record_is_refused(
     store: Store, method: str, message: str
 ) -> None:
     def log(self: Any, ctx: Any, *_: Any) -> None:
@@ -387,7 +387,7 @@ class Begins(Callback):
                 raise ValueError("a loss")
 
 
-def test_the_beginning_of_an_epoch_repeats_in_a_run_that_goes_on_inside_it(store: Store) -> None:
+def test_on_epoch_begin_repeats_exactly_in_a_run_resumed_mid_epoch(store: Store) -> None:
     options = {"epochs": 3, "checkpoint_interval_s": 1e-6, "batch_size": 4}
     custom = case(store, user={"callbacks": [Begins()]}, options=options)
     other = Store.create(Path(store.url.removeprefix("file://")) / "2")
@@ -496,7 +496,7 @@ def test_train_fn_trains_as_the_declarative_loop_does(store: Store, size: int) -
 
 @pytest.mark.parametrize("stops_after", [None, 2, 3])
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_best_of_train_fn_is_one_that_it_saved(
+def test_the_best_epoch_of_train_fn_is_a_saved_epoch(
     store: Store, size: int, stops_after: int | None
 ) -> None:
     values = [1.0, 3.0, 2.0, 2.5, 0.5, 4.0]  # of the saved ones the second is the best: 3, 2.5, 4
@@ -527,7 +527,7 @@ def test_the_best_of_train_fn_is_one_that_it_saved(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_train_fn_goes_on_inside_an_epoch_with_the_states_that_it_keeps(
+def test_train_fn_resumes_mid_epoch_with_its_kept_states(
     store: Store, tmp_path: Path, size: int
 ) -> None:
     stops_at = [0]
@@ -571,7 +571,7 @@ def test_train_fn_goes_on_inside_an_epoch_with_the_states_that_it_keeps(
         assert torch.equal(weights, stopped.weights(3)[name])
 
 
-def test_train_fn_without_records_and_with_its_own_optimizer_gives_its_model(store: Store) -> None:
+def test_train_fn_with_its_own_optimizer_and_no_records_returns_its_model(store: Store) -> None:
     def loop(ctx: Any) -> None:
         assert ctx.optimizer is None
         assert ctx.val_loader is None
@@ -640,7 +640,7 @@ def noisy(batch: dict[str, Any], training: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("level", ["declarative", "train_step", "train_fn"])
-def test_transformed_rows_are_what_every_level_sees(store: Store, level: str) -> None:
+def test_every_api_level_trains_on_transformed_rows(store: Store, level: str) -> None:
     def step(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) -> torch.Tensor:
         return F.mse_loss(model(batch["input"]).squeeze(1), batch["y"])
 
@@ -663,7 +663,7 @@ def test_transformed_rows_are_what_every_level_sees(store: Store, level: str) ->
     assert_close(custom.weights(result.epoch), reference, 1e-5)
 
 
-def test_random_transformations_repeat_in_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_random_transformations_repeat_in_a_resumed_run(tmp_path: Path) -> None:
     def custom(name: str) -> Case:
         user = {"transformation_fn": reversed_row, "batch_transform_fn": noisy}
         store = Store.create(tmp_path / name)
@@ -741,12 +741,12 @@ def three(model: Any, batch: Any, ctx: Any) -> None: ...
         ),
     ],
 )
-def test_params_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
+def test_invalid_params_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{re.escape(message)}$"):
         check_user_code(params, train_fn_effects())
 
 
-def test_values_that_cannot_be_pickled_are_named_by_their_params() -> None:
+def test_error_names_the_param_of_a_value_that_cannot_be_pickled() -> None:
     lock = threading.Lock()
     user = UserCode(batch_transform_fn=lambda batch: lock.locked())
     with pytest.raises(InvalidArgumentError) as raised:

@@ -68,7 +68,7 @@ def test_weights_of_a_store(
     )
 
 
-def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
+def test_a_file_whose_checksum_differs_from_its_name_raises(tmp_path: Path) -> None:
     store = Store.create(tmp_path)
     with pytest.raises(InternalError, match="changed while they were written"):
         weights.store_weights(TENSORS, "0" * 64, store)
@@ -81,7 +81,7 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["{}", "memory://cut-off{}"])
-def test_a_file_that_is_cut_off_is_written_again(tmp_path: Path, url: str) -> None:
+def test_a_truncated_file_is_rewritten(tmp_path: Path, url: str) -> None:
     store = Store.create(url.format(tmp_path))
     sink = io.BytesIO()
     stored = Weights(weights.dump(TENSORS, sink), None, store)

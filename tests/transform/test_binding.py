@@ -162,7 +162,7 @@ def vector(width: int) -> StructField:
     return StructField("x", VectorUDT(), metadata={"ml_attr": {"num_attrs": width}})
 
 
-def test_a_vectors_metadata_tell_its_width() -> None:
+def test_the_width_of_a_vector_is_read_from_its_metadata() -> None:
     model = TorchModel.from_module(nn.Linear(4, 1), feature_cols="x", label_cols="y")
     fitted, _ = bound(model, [vector(4)])
     assert [(c.kind, c.shape) for c in fitted.columns] == [("vector", (4,))]
@@ -185,7 +185,7 @@ def test_a_vectors_metadata_tell_its_width() -> None:
         ({"link": ["softmax", "sigmoid"]}, ("softmax", "sigmoid")),
     ],
 )
-def test_losses_or_links_tell_how_probabilities_follow(
+def test_losses_or_links_define_the_probabilities(
     given: dict[str, Any], links: tuple[str, ...]
 ) -> None:
     class Pair(nn.Module):
@@ -235,7 +235,9 @@ def test_losses_or_links_tell_how_probabilities_follow(
         ({"loss": ["mse", "mse"]}, "was given 2 losses, but its module has 1 outputs"),
     ],
 )
-def test_what_does_not_fit_is_named(params: dict[str, Any], says: str) -> None:
+def test_mismatched_params_and_columns_raise_a_clear_error(
+    params: dict[str, Any], says: str
+) -> None:
     given = {"feature_cols": "a", "label_cols": "y", "input_shapes": [[-1, 4]], **params}
     if "feature_cols" in params and "input_shapes" not in params:
         given["input_shapes"] = None
@@ -251,7 +253,7 @@ def test_what_does_not_fit_is_named(params: dict[str, Any], says: str) -> None:
         bound(model, fields)
 
 
-def test_modules_that_cannot_travel_are_named() -> None:
+def test_modules_that_cannot_be_sent_raise_a_clear_error() -> None:
     with pytest.raises(
         InvalidArgumentError, match="parameter 'weight' of a lazy module has no shape yet. Run the"
     ):

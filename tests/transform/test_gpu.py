@@ -59,7 +59,7 @@ def test_the_device_of_a_task(
     assert choose(use_gpu, TaskGpus(addresses, partition)) == expected
 
 
-def test_a_torch_without_cuda_computes_on_the_cpu_where_nobody_asked_for_a_gpu(
+def test_a_torch_without_cuda_uses_the_cpu_unless_use_gpu_is_set(
     sees: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sees(0)
@@ -70,7 +70,7 @@ def test_a_torch_without_cuda_computes_on_the_cpu_where_nobody_asked_for_a_gpu(
         choose(True, TaskGpus(("0",)))
 
 
-def test_a_gpu_that_is_not_there_is_an_error(sees: Any) -> None:
+def test_a_missing_gpu_raises(sees: Any) -> None:
     host = socket.gethostname()
     sees(0)
     for use_gpu, addresses, why in (
@@ -163,7 +163,7 @@ def test_a_place_is_taken_until_the_last_worker_of_the_task_has_ended(
         pass
 
 
-def test_gpus_of_containers_that_share_a_folder_are_apart(
+def test_gpus_of_containers_with_a_shared_folder_are_distinguished(
     sees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Number the GPU 0 in each."""

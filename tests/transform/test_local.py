@@ -180,7 +180,7 @@ class Own(nn.Module):
         return name[:, None] * 100 + z.sum(1, keepdim=True)
 
 
-def test_a_process_without_pyspark_predicts_with_what_spark_has_saved(tmp_path: Path) -> None:
+def test_a_process_without_pyspark_predicts_with_models_saved_by_spark(tmp_path: Path) -> None:
     name = Column(
         "name", "string", "uint8", (-1,), "string", "float32", has_decoder=True, decoded=()
     )
@@ -222,7 +222,7 @@ def test_a_process_without_pyspark_predicts_with_what_spark_has_saved(tmp_path: 
     )
 
 
-def test_nothing_of_a_pickle_runs_unasked(tmp_path: Path) -> None:
+def test_no_pickled_code_runs_without_trust(tmp_path: Path) -> None:
     class Marks:
         def __reduce__(self) -> Any:
             return (tmp_path / "ran").touch, ()
@@ -257,7 +257,7 @@ def test_paths_urls_and_stores_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert repr(load_local(tmp_path / "p")) == "LocalModel of Linear: x -> y__output"
 
 
-def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         InvalidArgumentError, match=r"this process finds no saved model there\. .*URL"
@@ -286,7 +286,7 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         load_local(path)
 
 
-def test_params_of_a_saved_model_are_those_of_its_class(tmp_path: Path) -> None:
+def test_a_loaded_model_has_the_params_of_its_class(tmp_path: Path) -> None:
     from sparkhvd.horovod.spark.torch.estimator import TorchModel as OfHorovod
 
     kinds = {
@@ -582,7 +582,7 @@ def test_no_rows_give_no_rows(data: Any) -> None:
         ),
     ],
 )
-def test_data_that_do_not_fit_are_refused(data: Any, says: str) -> None:
+def test_data_that_mismatch_the_model_are_refused(data: Any, says: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^predict: .*{says}") as failed:
         net().local().predict(data)
     assert "transform: " not in str(failed.value)
@@ -612,7 +612,7 @@ class Keeps(nn.Module):
         return self.kept.sum(1, keepdim=True)
 
 
-def test_threads_of_a_service_get_their_own_results() -> None:
+def test_concurrent_threads_get_their_own_results() -> None:
     model = trained(Keeps(), X).local()
     before = torch.get_num_threads(), torch.is_grad_enabled()
     start = threading.Barrier(8)

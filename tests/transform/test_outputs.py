@@ -50,7 +50,7 @@ def outputs(
         ("softmax", 3, {}, CLASSES),
         ("sigmoid", 1, {}, CLASSES),
         ("value", 1, {}, VALUE),
-        # Nothing tells what these mean.
+        # Their meaning is unknown.
         ("identity", 1, {}, ALONE),
         ("identity", 3, {}, ALONE),
         ("softmax", 1, {}, ALONE),
@@ -73,7 +73,7 @@ def outputs(
         ("softmax", 3, {"label_cols": "own"}, ["own__output", *CLASSES[1:]]),
     ],
 )
-def test_columns_are_added_where_the_loss_tells_their_meaning(
+def test_columns_are_added_if_the_loss_defines_their_meaning(
     link: str, width: int, params: dict[str, Any], expected: list[str]
 ) -> None:
     assert [o.name for o in outputs((link,), (width,), **params)] == expected
@@ -88,7 +88,7 @@ def test_several_outputs_have_no_prediction() -> None:
 
 
 @pytest.mark.parametrize("link", ["identity", "value"])
-def test_probabilities_that_no_loss_tells_need_a_function(link: str) -> None:
+def test_probabilities_that_no_loss_defines_require_a_function(link: str) -> None:
     with pytest.raises(InvalidArgumentError, match="does not define how to compute probabilities"):
         outputs((link,), (3,), probabilityCol="p")
     assert outputs((link,), (3,), probabilityCol="p", output_fn=print)[-1].name == "p"
@@ -107,7 +107,7 @@ def test_widths_and_classes_are_known(link: str, width: int, sizes: list[int]) -
     }
 
 
-def test_widths_of_an_own_function_are_not_known() -> None:
+def test_widths_of_a_custom_output_function_are_unknown() -> None:
     sizes = {o.name: o.size for o in outputs(("softmax",), (3,), output_fn=print)}
     assert sizes == {"y__output": 3, "rawPrediction": 3, "probability": 0, "prediction": 0}
 
@@ -116,9 +116,7 @@ def test_widths_of_an_own_function_are_not_known() -> None:
     ("taken", "remedy"),
     [("PREDICTION", "predictionCol=''"), ("y__output", "outputCols with '' at its position")],
 )
-def test_a_column_that_exists_is_an_error_that_says_how_to_leave_it_out(
-    taken: str, remedy: str
-) -> None:
+def test_error_of_an_existing_column_explains_how_to_omit_it(taken: str, remedy: str) -> None:
     with pytest.raises(InvalidArgumentError, match="which exists already") as wrong:
         outputs(("value",), (1,), existing=(taken,))
     assert f"Drop the existing column, set another name, or omit the output: {remedy}." in str(
@@ -134,7 +132,7 @@ SHARES = Column("y", "array", "float32", (3,), "array<double>", "float32")
 TAGS = Column("y", "array", "int64", (1,), "array<int>", "int64", is_collated=True)
 
 
-def test_labels_of_places_in_a_row_are_told_from_labels_of_rows() -> None:
+def test_per_row_labels_are_distinguished_from_per_element_labels() -> None:
     assert [is_of_row(c) for c in (INDEX, PIXELS, SHARES, TAGS)] == [True, False, True, False]
 
 
@@ -142,7 +140,7 @@ def test_labels_of_places_in_a_row_are_told_from_labels_of_rows() -> None:
     ("own_step", "label", "expected"),
     [(False, INDEX, True), (False, PIXELS, False), (True, INDEX, False)],
 )
-def test_a_loss_tells_nothing_where_a_step_of_the_users_trains(
+def test_a_loss_does_not_define_outputs_with_a_custom_train_step(
     own_step: bool, label: Column, expected: bool
 ) -> None:
     user = SimpleNamespace(computes_loss=own_step)

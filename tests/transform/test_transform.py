@@ -195,7 +195,7 @@ def test_later_stages_find_the_metadata_that_they_need(spark: SparkSession) -> N
         assert row["all"].toArray().tolist() == [row.y__output, row.i, row.n]
 
 
-def test_columns_that_cannot_be_used_are_named_before_a_job(df: DataFrame) -> None:
+def test_error_names_unusable_columns_before_a_job(df: DataFrame) -> None:
     model = fitted(mlp(2))
     metadata = {"ml_attr": {"num_attrs": 3}}
     wide = df.select(F.col("x").alias("x", metadata=metadata))
@@ -219,7 +219,7 @@ def test_columns_that_cannot_be_used_are_named_before_a_job(df: DataFrame) -> No
         assert str(wrong.value) == message
     with pytest.raises(InvalidArgumentError, match="names column 'x' of type string, which cannot"):
         model.transform(df.withColumn("x", F.col("s")))
-    # Only the rows tell how long an array is.
+    # Only the rows show how long an array is.
     with pytest.raises(
         Exception, match="column 'x' has 3 elements per row in a batch, but the model takes"
     ):
@@ -255,7 +255,9 @@ def test_names_are_compared_as_spark_compares_them(df: DataFrame) -> None:
         ("parse_json('1')", "variant"),
     ],
 )
-def test_columns_that_cannot_pass_are_named(df: DataFrame, expression: str, kind: str) -> None:
+def test_error_names_columns_that_cannot_pass_through_python(
+    df: DataFrame, expression: str, kind: str
+) -> None:
     if kind == "variant" and df.sparkSession.version < "4":
         pytest.skip("Spark 3 has no variants")
     with pytest.raises(InvalidArgumentError) as wrong:

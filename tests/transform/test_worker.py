@@ -79,7 +79,7 @@ def test_the_widths_of_all_outputs() -> None:
         Calls(lambda x: "no tensor"),
     ],
 )
-def test_a_model_that_no_rank_could_run_is_an_error(model: nn.Module) -> None:
+def test_a_model_that_no_rank_could_run_raises(model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(InvalidArgumentError, match=r"^model[:.]"):
@@ -99,7 +99,7 @@ def test_a_model_that_no_rank_could_run_is_an_error(model: nn.Module) -> None:
         lambda x: x[:, x.std(0) > 0.4] @ torch.ones(4, 1),
     ],
 )
-def test_a_forward_that_needs_ranks_or_real_rows_is_no_error(
+def test_a_forward_that_needs_ranks_or_real_rows_is_accepted(
     function: Callable[[Tensor], Any],
 ) -> None:
     with warnings.catch_warnings():
@@ -107,7 +107,7 @@ def test_a_forward_that_needs_ranks_or_real_rows_is_no_error(
         assert widths(Calls(function)) is None
 
 
-def test_a_forward_that_rejects_zeros_or_two_rows_is_tried_on_others() -> None:
+def test_a_forward_that_rejects_two_zero_rows_is_tried_on_other_rows() -> None:
     def packed(x: Tensor) -> Tensor:
         lengths = x[:, 0].ceil().long()
         padded = x.unsqueeze(-1)
@@ -255,7 +255,9 @@ def test_a_task_computes_with_as_many_threads_as_it_has_cores(
         ),
     ],
 )
-def test_values_that_a_model_cannot_have_are_named(row: list[float] | None, says: str) -> None:
+def test_values_that_the_model_cannot_take_raise_a_clear_error(
+    row: list[float] | None, says: str
+) -> None:
     column = Column("x", "array", "float32", (4,), "array", "float32")
     good = [1.0, 2.0, 3.0, 4.0]
     rows = pa.array([row] if row and len(row) == 3 else [good, row], pa.list_(pa.float64()))
@@ -271,7 +273,7 @@ print([m for m in ("pandas", "pyspark", "sparkhvd.torch", "sparkhvd.engine", "sp
 """
 
 
-def test_collections_of_a_worker_leave_out_what_it_has_imported() -> None:
+def test_garbage_collection_of_a_worker_skips_imported_objects() -> None:
     worker._freeze_imports.cache_clear()
     before = gc.get_freeze_count()
     kept: list[list[int]] = [[] for _ in range(1000)]

@@ -38,7 +38,7 @@ def bind_inputs(
     input_shapes: Sequence[Shape] | Mapping[str, Shape] | None = None,
     inputs: Mapping[str, str | Sequence[str]] | None = None,
 ) -> InputBinding:
-    """Bind feature columns to the arguments of `model.forward`; works before materialization.
+    """Bind feature columns to the arguments of `model.forward`, also before materialization.
 
     - `input_shapes` is a list: each column becomes a positional argument with that shape per row. A leading -1 stands
       for the batch, as in Horovod: [-1, 1, 28, 28] and [1, 28, 28] mean the same.
@@ -91,7 +91,7 @@ _LABELS = re.compile(r"label|^targets?$|^(start|end)_positions$|^future_values$"
 
 
 def label_arguments(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
-    """Select the optional arguments of `forward` for labels, from which the model computes its own loss."""
+    """Select the optional label arguments of `forward`, for a loss computed by the model."""
     forward = _Forward.of(model)
     return tuple(
         n
@@ -169,7 +169,7 @@ def _single(name: str | None, column: Column) -> Argument:
 
 
 def _joined(name: str | None, columns: Sequence[Column], default: str) -> Argument:
-    """Bind columns as one tensor (B, sum of widths); `default` is the model's dtype."""
+    """Bind columns as one tensor (B, sum of widths). `default` is the model's dtype."""
     if len(columns) == 1 and columns[0].is_collated:
         return _single(name, columns[0])
     for column in columns if len(columns) > 1 else ():
@@ -264,7 +264,7 @@ class _Forward:
 
 
 def _called(model: nn.Module) -> nn.Module:
-    """Unwrap modules such as DataParallel, which pass *args and **kwargs to their only child."""
+    """Unwrap modules such as DataParallel: wrappers with one child and forward(*args, **kwargs)."""
     kinds = inspect.Parameter
     while not isinstance(model, torch.jit.ScriptModule):
         taken = {p.kind for p in inspect.signature(model.forward).parameters.values()}
@@ -371,7 +371,7 @@ class Argument:
 
 
 def _as_tensors(value: object, dtype: torch.dtype) -> object:
-    """Convert arrays in the result of a collate function to tensors; floats become `dtype`, if that is floating."""
+    """Convert a collate function's arrays to tensors, and floats to a floating `dtype`."""
     if isinstance(value, SparseRows):
         return _sparse(value).to(dtype)
     if isinstance(value, np.ndarray):
@@ -401,14 +401,14 @@ def _sparse(rows: SparseRows) -> Tensor:
 
 
 def from_numpy(array: Array, dtype: torch.dtype) -> Tensor:
-    """Convert an array to a tensor that shares its memory if the array is writable and has this dtype."""
+    """Convert an array to a tensor, without a copy if it is writable and has this dtype."""
     # A tensor cannot be read-only, but Arrow's buffers are.
     return torch.from_numpy(array if array.flags.writeable else array.copy()).to(dtype)
 
 
 @dataclass(frozen=True)
 class InputBinding:
-    """Arguments of the model and their columns; picklable."""
+    """Picklable binding of columns to the model's arguments."""
 
     arguments: tuple[Argument, ...]
 
@@ -430,7 +430,7 @@ class InputBinding:
         return tuple(args), kwargs
 
     def with_casts(self, columns: Sequence[Column]) -> tuple[Column, ...]:
-        """Set `cast_to` of integer features that an argument joins with floats."""
+        """Set `cast_to` of integer features joined with floats in an argument."""
         casts: dict[str, str] = {}
         for argument in self.arguments:
             if argument.is_joined and argument.dtype in FLOATS:

@@ -1,4 +1,4 @@
-"""Check a source's columns on the driver: names, roles, dtypes and policies; starts no job."""
+"""Check a source's columns on the driver, without a job: names, roles, dtypes and policies."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ _GROUP_TYPES = ("ByteType", "ShortType", "IntegerType", "LongType", "StringType"
 
 @dataclass
 class _Builder:
-    """Builder of a schema's columns. A column has one role, except that a feature may be a label, too.
+    """Builder of a schema's columns. A column has one role, or is both feature and label.
 
     Attributes:
         fields: of the source, by name.
@@ -158,7 +158,7 @@ class _Builder:
     features: dict[str, Column] = field(default_factory=dict)
 
     def feature(self, name: str, role: str, override: str | None) -> Column:
-        """Build a feature column; vectors may be sparse."""
+        """Build a feature column. Vectors may be sparse."""
         column = self._values(self._field(name, role), name, role, self.default, override)
         if self.sparse_cols is not None:
             column = replace(column, is_sparse=name in self.sparse_cols)
@@ -170,7 +170,7 @@ class _Builder:
         return self.features[name]
 
     def label(self, name: str, role: str, override: str | None) -> Column:
-        """Build a label column; a floating scalar with class indices becomes int64."""
+        """Build a label column. A floating scalar with class indices becomes int64."""
         scalar = "int64" if name in self.class_labels else self.default
         if (feature := self.features.get(name)) is not None:
             return self._shared_label(feature, role, scalar, override)
@@ -180,7 +180,7 @@ class _Builder:
     def _shared_label(
         self, feature: Column, role: str, scalar: str, override: str | None
     ) -> Column:
-        """Build the label from a feature column, whose stored values it shares."""
+        """Build a label column with the stored values of a feature column."""
         name = feature.name
         field = _field(self.fields, name, role, self.data_name)
         column = self._values(field, name, role, scalar, override)
@@ -233,7 +233,7 @@ class _Builder:
         return replace(column, is_collated=name in self.collated)
 
     def _with_policy(self, column: Column, role: str = "") -> Column:
-        """Set the policy of a column; `role` is "" for features and labels."""
+        """Set the policy of a column. `role` is "" for features and labels."""
         policy = self.policies.get(column.name, ("error",))
         if policy[0] == "fill":
             _check_fill(column, policy[1])
@@ -297,7 +297,7 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
 
 
 def _cannot_keep(column: Column, role: str) -> str:
-    """Explain why a column cannot keep NaN, as the end of a sentence; "" if it can."""
+    """Explain why a column cannot keep NaN, as the end of a sentence, or return "" if it can."""
     if role:
         return f"which is {role} and needs a number in every row: give 'skip', 'error' or a number."
     if column.kind in ("binary", "string"):

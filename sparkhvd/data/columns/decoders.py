@@ -1,4 +1,4 @@
-"""User functions on rows: decoders of single values, and functions that collate rows to a batch.
+"""User functions on rows: decoders of single values, and collate functions of batches.
 
 A decoder receives Spark's value of the row (`bytes`, `str`, or a numpy array) and returns a number or an array. A
 collate function receives the rows of a batch as a list and returns an argument of the model.
@@ -146,7 +146,7 @@ class RowFunctions:
         return found.columns
 
     def decode_usable(self, columns: Sequence[Column], values: Mapping[str, Values]) -> Decoded:
-        """Run the decoders as `decode` does, and drop the rows that a decoder skips from all columns."""
+        """Run the decoders like `decode`, and drop skipped rows from all columns."""
         return self.begin(columns, values)()
 
     def begin(
@@ -155,7 +155,9 @@ class RowFunctions:
         values: Mapping[str, Values],
         pool: ThreadPoolExecutor | None = None,
     ) -> Callable[[], Decoded]:
-        """Start the decoders in threads; return a function that waits for the rows, with the errors of `decode`.
+        """Start the decoders in threads and return a function that waits for the rows.
+
+        The errors are as in `decode`.
 
         Args:
             columns: those of `values`, as `with_decoded` described them.
@@ -238,7 +240,7 @@ class RowFunctions:
         broken: dict[int, str],
         numbers: Iterator[int],
     ) -> None:
-        """Decode rows into `out`, and record the rows that their decoder skips."""
+        """Decode rows into `out`, and record skipped rows in `broken`."""
         into = _into(self.decoders.get(column.name), column)
         for number in numbers:
             raw: Any = _raw(column, values, number)
@@ -251,7 +253,7 @@ class RowFunctions:
                 broken[number] = str(e)
 
     def _row(self, column: Column, raw: bytes | str | Array) -> Any:
-        """Decode one row; return it unchanged without a decoder."""
+        """Decode one row and return it unchanged without a decoder."""
         if not column.has_decoder:
             return raw
         row = self._decode_one(column, raw)
@@ -283,7 +285,7 @@ class RowFunctions:
         call: Callable[..., Result],
         *arguments: Any,
     ) -> Result:
-        """Call a decoding function; an error of the function names the column's decoder."""
+        """Call a decoding function, and name the column's decoder in its errors."""
         function = self.decoders[column.name]
         try:
             return call(raw, *arguments)
@@ -304,7 +306,7 @@ class RowFunctions:
             ) from e
 
     def _decoded_dtype(self, column: Column, first: Array) -> np.dtype[Any]:
-        """Return the dtype of the first decoded row; for a mapping, the common dtype of its values."""
+        """Find the dtype of decoded rows: the first row's, or a mapping's common dtype."""
         function = self.decoders[column.name]
         if not isinstance(function, Mapping):
             return first.dtype
@@ -346,7 +348,7 @@ class Decoded:
 
 
 def _into(function: Decoder | None, column: Column) -> Callable[..., None] | None:
-    """Return the function that decodes directly into a batch's memory, or None if the decoder has none."""
+    """Find a function to decode directly into a batch's memory, or None if the decoder cannot."""
     if not isinstance(function, image) or column.is_collated or function.shape != column.decoded:
         return None
     return function.into if column.row_dtype == function.dtype else None
@@ -362,7 +364,7 @@ def _skips(function: Decoder) -> bool:
 
 
 def _raw(column: Column, values: Values, number: int) -> bytes | str | Array:
-    """Return a row for the user's function: bytes, text, or a copy as an array."""
+    """Convert a row for the user's function: to bytes, text, or a copy as an array."""
     assert isinstance(values, Ragged)
     row = values.row(number)
     if column.kind == "binary":

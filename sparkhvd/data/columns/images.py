@@ -113,7 +113,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
 
     @functools.cached_property
     def _scale(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return the factor and shift per channel that convert bytes to values."""
+        """Factor and shift per channel to convert bytes to values."""
         mean, std = (
             np.broadcast_to(np.asarray(v, np.float64), self.channels) for v in (self.mean, self.std)
         )
@@ -136,7 +136,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         return out
 
     def into(self, value: bytes | str, out: npt.NDArray[Any]) -> None:
-        """Decode one image into an array of `shape` and `dtype`; errors as in a call."""
+        """Decode one image into an array of `shape` and `dtype`. Errors are as in a call."""
         try:
             data = value if isinstance(value, bytes) else _read(value)
         except _MISSING as e:

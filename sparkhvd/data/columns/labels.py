@@ -1,4 +1,4 @@
-"""Label columns as tensors that the loss compares with the model's outputs."""
+"""Convert label columns to tensors for the loss, to match the model's outputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _label(name: str, value: object, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelBinding:
-    """Converter of label columns to tensors that match the model's outputs; picklable.
+    """Picklable converter of label columns to tensors for the loss.
 
     Attributes:
         columns: names of the label columns. All other attributes have one entry per label column.
@@ -65,7 +65,10 @@ class LabelBinding:
     extremes: tuple[tuple[int, ...], ...] = ()
 
     def apply(self, batch: Mapping[str, object]) -> tuple[Tensor, ...]:
-        """Build a tensor (B, *shape) per label column; by default (B,) for scalars, (B, w) for arrays and vectors."""
+        """Build a tensor (B, *shape) per label column.
+
+        The default shape is (B,) for scalars, and (B, w) for arrays and vectors.
+        """
         labels = [
             _label(name, batch[name], getattr(torch, dtype))
             for name, dtype in zip(self.columns, self.dtypes, strict=True)
@@ -76,7 +79,7 @@ class LabelBinding:
         )
 
     def match(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Convert labels to the shape and dtype that the loss needs for these outputs.
+        """Convert labels to the shape and dtype required by the loss for these outputs.
 
         Runs at every step before the loss; it compares shapes and mostly returns a view of the label.
 
@@ -94,7 +97,7 @@ class LabelBinding:
         )
 
     def dtype_hint(self, error: Exception) -> str:
-        """Name the `label_dtypes` to set if a custom loss failed on the dtype of its labels; else return ""."""
+        """Suggest `label_dtypes` if a custom loss failed on its labels' dtype, or return ""."""
         own = [
             (name, dtype in _INTEGERS)
             for name, dtype, kind in zip(self.columns, self.dtypes, self.kinds, strict=True)
@@ -228,7 +231,7 @@ def bind_labels(
 
 
 def _extremes(column: Column, loss: Loss, ranges: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
-    """Smallest and largest class of a label, without the value that its loss ignores; empty if unknown."""
+    """Find a label's smallest and largest class except `ignore_index`, or () if unknown."""
     # The user's subclass of a loss may number the classes in another way.
     is_torchs = not isinstance(loss, nn.Module) or type(loss).__module__.startswith("torch.nn")
     if not is_torchs or column.is_collated or column.name not in ranges:
@@ -274,12 +277,12 @@ def is_class_index(loss: object) -> bool:
 
 
 def is_of_user(loss: object) -> bool:
-    """Whether a loss is the user's own function or module, which does not reveal the kind of its labels."""
+    """Whether a loss is the user's own function or module. The kind of its labels is unknown."""
     return loss is not None and _kind(loss) == "unknown"
 
 
 def is_of_row(column: Column) -> bool:
-    """Whether a label describes the whole row; class indices of parts of it, such as pixels, do not."""
+    """Whether a label describes the whole row, unlike class indices of parts such as pixels."""
     shape = column.row_shape
     return shape is not None and (column.is_floating or math.prod(shape) == 1)
 
@@ -384,7 +387,7 @@ def _is_nested(value: object) -> bool:
 
 
 def link_of(loss: object) -> str:
-    """Link of a model trained with this loss; IDENTITY for an unknown loss."""
+    """Find the link of a model trained with this loss. An unknown loss gives IDENTITY."""
     while isinstance(loss, functools.partial):
         loss = loss.func
     for link, classes in _CLASSES.items():
@@ -394,14 +397,14 @@ def link_of(loss: object) -> str:
 
 
 def known_kinds(link: str, width: int) -> tuple[str, ...]:
-    """List the kinds of columns that follow from a model's only output: "raw", "probability", "prediction"."""
+    """List the column kinds for a model's only output: "raw", "probability", "prediction"."""
     if (link == SOFTMAX and width > 1) or (link == SIGMOID and width == 1) or link == PROBABILITY:
         return ("raw", "probability", "prediction")
     return ("prediction",) if link == VALUE and width == 1 else ()
 
 
 def num_classes(link: str, width: int) -> int:
-    """Number of classes of `prediction`; 0 if `prediction` is a value."""
+    """Count the classes of `prediction`, or return 0 if it is a value."""
     return width if width > 1 else 2 * (link in (SIGMOID, PROBABILITY))
 
 
@@ -416,7 +419,7 @@ def widths_of(outputs: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def prediction(link: str, output: Tensor) -> Tensor:
-    """Return the class of each row, or the output itself if it is a value."""
+    """Predict the class of each row, or return the output itself if it is a value."""
     flat = flat_rows(output)
     if flat.shape[1] > 1:
         return flat.argmax(dim=1)
@@ -427,7 +430,7 @@ def prediction(link: str, output: Tensor) -> Tensor:
 
 
 def probability(link: str, output: Tensor) -> Tensor | None:
-    """Compute probabilities (rows, classes), of both classes for one logit; None if the link gives none."""
+    """Compute probabilities (rows, classes), of both classes for one logit, or return None if the link gives none."""
     flat = flat_rows(output)
     if link == SOFTMAX:
         return torch.softmax(flat, dim=1)
@@ -437,7 +440,7 @@ def probability(link: str, output: Tensor) -> Tensor | None:
 
 
 def both_classes(positive: Tensor) -> Tensor:
-    """Extend (rows, 1) probabilities of class 1 to both classes; return more columns unchanged."""
+    """Extend (rows, 1) probabilities of class 1 to both classes, and return more columns unchanged."""
     return torch.cat([1 - positive, positive], dim=1) if positive.shape[1] == 1 else positive
 
 

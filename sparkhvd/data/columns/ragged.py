@@ -54,7 +54,7 @@ class Ragged:
         return Ragged(self.values, self.starts[rows], self.lengths[rows], self.inner)
 
     def take(self, rows: Array) -> Ragged:
-        """Select rows by number, in this order; the values are shared."""
+        """Select rows by number, in this order. The values are shared."""
         return Ragged(self.values, self.starts[rows], self.lengths[rows], self.inner)
 
     def row(self, number: int) -> Array:
@@ -64,7 +64,7 @@ class Ragged:
         return flat.reshape(-1, *self.inner) if self.inner else flat
 
     def gathered(self) -> Array:
-        """Return the elements (n,) row by row, without gaps."""
+        """Gather the elements (n,) row by row, without gaps."""
         total = int(self.lengths.sum())
         if not total:
             return self.values[:0]
@@ -140,7 +140,7 @@ class SparseRows:
         return out
 
     def dense(self) -> Array:
-        """Convert to a dense matrix (rows, width); only tests and interactive code use it."""
+        """Convert to a dense matrix (rows, width), for tests and interactive code only."""
         out = np.zeros((len(self), self.width), self.values.values.dtype)
         rows, columns = self.coordinates()
         out[rows, columns] = self.values.gathered()
@@ -151,7 +151,7 @@ Values = Array | Ragged | SparseRows
 
 
 def take(values: Values, rows: Array, empty: Callable[..., Array] = np.empty) -> Values:
-    """Select rows by number, in this order; an array is allocated by `empty(shape, dtype)`."""
+    """Select rows by number, in this order. An array is allocated by `empty(shape, dtype)`."""
     if isinstance(values, np.ndarray):
         out = empty((len(rows), *values.shape[1:]), values.dtype)
         # Row numbers come from a permutation and are in range. mode="clip" avoids numpy's range check and buffer.
@@ -160,7 +160,7 @@ def take(values: Values, rows: Array, empty: Callable[..., Array] = np.empty) ->
 
 
 def joined(parts: Sequence[Ragged | SparseRows], empty: Ragged | SparseRows) -> Ragged | SparseRows:
-    """Join packed parts of the same class as `empty`; return `empty` if there are no parts."""
+    """Join packed parts of the same class as `empty` and return `empty` if there are no parts."""
     if not parts:
         return empty
     if len(parts) == 1:
@@ -202,7 +202,7 @@ def num_bytes(values: Values) -> int:
 
 
 def value_range(values: Values) -> tuple[int, int] | None:
-    """Return the smallest and largest integer of rows without gaps; None for sparse rows or without values."""
+    """Find the smallest and largest integer of rows without gaps, or None if sparse or empty."""
     flat = values if isinstance(values, np.ndarray) else values.values
     return (
         (int(flat.min()), int(flat.max())) if isinstance(flat, np.ndarray) and flat.size else None

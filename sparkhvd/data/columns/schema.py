@@ -83,13 +83,13 @@ class Column:
 
     @property
     def number_type(self) -> str:
-        """Name of the type that must hold the numbers: the tensor's, or the stored type if a user function reads it."""
+        """Name of the final number type: the tensor's, or the stored type for a user function."""
         is_own = self.has_decoder or self.keeps_type
         return self.dtype if is_own else self.cast_to or self.tensor_dtype
 
     @property
     def holds_nan(self) -> bool:
-        """True if NaN is possible both in the files and in the type that receives the numbers."""
+        """True if NaN is possible both in the files and in `number_type`."""
         return self.dtype in FLOATS and self.number_type in FLOATS
 
     @property
@@ -99,7 +99,7 @@ class Column:
         return not is_raw and self.dtype != stored_dtype(self.tensor_dtype)
 
     def for_model(self) -> Column:
-        """Return the column as it would be stored without a `transformation_fn`."""
+        """Return the column as if stored without a `transformation_fn`."""
         return replace(self, dtype=stored_dtype(self.tensor_dtype)) if self.keeps_type else self
 
     @property
@@ -109,7 +109,7 @@ class Column:
 
     @property
     def row_shape(self) -> tuple[int, ...] | None:
-        """Shape of one row as the model's input, after the decoder; None if unknown, or if a batch is collated."""
+        """Shape of one row as the model's input, after the decoder, or None if unknown, or if a batch is collated."""
         if self.is_collated:
             return None
         return self.decoded if self.has_decoder else self.shape
@@ -126,7 +126,7 @@ class Column:
 
     @property
     def has_range(self) -> bool:
-        """True if the stored values are integers that the trainer receives unchanged."""
+        """True if values are stored as integers and reach the trainer unchanged."""
         return (
             self.dtype in INTEGERS
             and self.tensor_dtype != "bool"
@@ -135,7 +135,7 @@ class Column:
 
     @property
     def num_elements(self) -> int:
-        """Elements per row; only known once materialized."""
+        """Elements per row, known only after materialization."""
         if self.shape is None:
             raise InvalidArgumentError(
                 f"Column {self.name!r}: the number of elements per row is known only after the data "
@@ -145,7 +145,7 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row in the packed files; for variable rows, bytes of the row's end position."""
+        """Bytes per row in the packed files, or bytes of a variable row's end position."""
         return self.num_elements * np.dtype(self.dtype).itemsize if self.is_fixed else 8
 
     @property
@@ -162,7 +162,7 @@ class Column:
         return width > DENSE_WIDTH if self.is_sparse is None else self.is_sparse
 
     def with_shape(self, shape: tuple[int, ...]) -> Column:
-        """Set the shape found in the data; a wide vector becomes sparse."""
+        """Set the shape found in the data. A wide vector becomes sparse."""
         if self.kind == "vector" and self.keeps_sparse(math.prod(shape)):
             return replace(self, kind="sparse", shape=shape)
         return replace(self, shape=shape)
@@ -170,7 +170,7 @@ class Column:
 
 @dataclass(frozen=True)
 class DataSchema:
-    """Columns of a fit by role; a feature column may also be a label."""
+    """Columns of a fit by role. A feature column may also be a label."""
 
     features: tuple[Column, ...]
     labels: tuple[Column, ...]
@@ -235,7 +235,7 @@ class DataSchema:
 
     @classmethod
     def from_json(cls, text: str) -> DataSchema:
-        """Rebuild the schema from `to_json`; raises ValueError for any other text."""
+        """Rebuild the schema from `to_json`. Any other text raises ValueError."""
         return rebuild(cls, read_json(text))
 
 
@@ -265,7 +265,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def stored_dtype(tensor_dtype: str) -> str:
-    """Numpy type that stores values of a torch type without loss."""
+    """Choose the numpy type to store values of a torch type without loss."""
     return {"bfloat16": "float32", "bool": "uint8"}.get(tensor_dtype, tensor_dtype)
 
 
@@ -374,7 +374,7 @@ def raw_column(field: AnyField, default: str, override: str | None, *, has_decod
 
 
 def _classify(data_type: AnyType) -> tuple[str, str | None, str]:
-    """Return the kind, the numpy type of the elements (or None), and Spark's name of the type."""
+    """Classify a Spark type: kind, numpy type of the elements (or None), and Spark's name."""
     name = type(data_type).__name__
     if name == "VectorUDT":
         return "vector", "float64", "vector"
@@ -411,7 +411,7 @@ def _remedy(source: str, name: str) -> str:
 
 
 def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int, ...]:
-    """Check the row shape that a Param gives for a column, and drop its leading -1 for the batch.
+    """Check the row shape in a Param for a column, and drop its leading -1 for the batch.
 
     Raises:
         InvalidArgumentError: the value is not a shape, or has another number of elements than the column.
@@ -479,7 +479,7 @@ class Shaped:
 
 
 class SparkType:
-    """Spark type without pyspark; its class has pyspark's name, by which types are recognised."""
+    """Stand-in for a Spark type without pyspark, recognised by pyspark's class name."""
 
     def __init__(self, text: str, **parts: Any) -> None:
         self._text = text

@@ -22,16 +22,16 @@ _NO_LIMIT = 1 << 40
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of `forward` by name that one column provides."""
+    """Arguments of `forward` from one column, by name."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class tokenizer:  # noqa: N801 - used as a function: collate_fn={"text": tokenizer(tok)}
-    """Collate function of a column of strings that returns `input_ids` and `attention_mask`, both int64 (rows, tokens).
+    """Collate function for a column of strings, using a tokenizer of `transformers`.
 
-    Both become arguments of `forward` if the column is the model's only input, or if `inputs` binds it to one of the
-    two
-    names: `inputs={"input_ids": "text", ...}`. An argument with another name receives the dict of both.
+    It returns `input_ids` and `attention_mask`, both int64 (rows, tokens). Both become arguments of `forward` if the
+    column is the model's only input, or if `inputs` binds it to one of the two names:
+    `inputs={"input_ids": "text", ...}`. An argument with another name receives the dict of both.
 
     Attributes:
         tok: a tokenizer of `transformers`; it is pickled with the model.

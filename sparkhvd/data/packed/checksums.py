@@ -1,4 +1,4 @@
-"""Checksums of the blocks of a file, which verify any read of it, however small.
+"""Checksums of a file's blocks, to verify reads of any size.
 
 The checksums are stored between the last row group and the footer, where readers of Parquet do not look: a CRC-32
 (little-endian uint32) of every 16 KiB from the start of the file, and a trailer of 16 bytes: the number of covered
@@ -71,7 +71,7 @@ def _with_zlib(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
 
 
 class SummingSink(io.RawIOBase):
-    """Sink that writes a file once from start to end and computes the checksums of its bytes.
+    """Sequential file sink with checksums of the written bytes.
 
     Attributes:
         table_crc: CRC-32 of the checksums, once they are written.
@@ -116,13 +116,13 @@ class SummingSink(io.RawIOBase):
 
 
 def table_bytes(trailer: bytes) -> int | None:
-    """Size of the table of checksums that ends with this trailer; None if the bytes are not a trailer."""
+    """Compute a checksum table's size from its trailer, or None if the bytes are no trailer."""
     size, _, mark = _TRAILER.unpack(trailer)
     return -(-size // BLOCK_BYTES) * 4 + TRAILER_BYTES if mark == _MARK else None
 
 
 def decode(table: bytes) -> tuple[int, Crcs] | None:
-    """Return the number of bytes that a table of checksums covers, and the CRCs; None if the table is damaged."""
+    """Decode a checksum table to its number of covered bytes and CRCs, or None if damaged."""
     crcs, trailer = table[:-TRAILER_BYTES], table[-TRAILER_BYTES:]
     size, crc, _ = _TRAILER.unpack(trailer)
     is_whole = len(table) == table_bytes(trailer)

@@ -51,7 +51,7 @@ class _Chunk:
 
 
 class PackedFile:
-    """Open packed file. A block is read whole and verified by its checksum until that succeeds once."""
+    """Open packed file. Every block is read whole and verified until its checksum matches once."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class PackedFile:
         self._page: tuple[tuple[int, int], Array] | None = None
 
     def damaged(self, reason: str) -> StoreError:
-        """Mark the data as damaged, so that no fit reuses them; return the error to raise."""
+        """Mark the data as damaged, so that no fit reuses them, and return the error to raise."""
         with suppress(Exception):  # this user may have no permission to write
             self._store.write_bytes(
                 f"{self.path.rpartition('/')[0]}/{DAMAGED_NAME}", reason.encode()
@@ -139,7 +139,7 @@ class PackedFile:
         return self._end[len(self._end) - count :]
 
     def _read_sums(self, footer_bytes: int, *, is_own: bool) -> None:
-        """Read the checksums before the footer, which must exist if the file is our own."""
+        """Read the checksums before the footer. A file of our own must have them."""
         table = None
         size = table_bytes(self._last(footer_bytes + TRAILER_BYTES)[:TRAILER_BYTES])
         if size is not None and size + footer_bytes <= self._source.size():
@@ -156,7 +156,7 @@ class PackedFile:
         self._decoded = None
 
     def columns(self) -> list[Column]:
-        """Return the columns as described in the file's own metadata."""
+        """List the columns described in the file's own metadata."""
         if self._description is None:
             raise InvalidArgumentError(
                 f"{self.path!r} is Parquet, but not packed: it has no {METADATA_KEY.decode()!r} metadata. read_packed reads "
@@ -188,7 +188,10 @@ class PackedFile:
         self._read_at(out, chunk.offset + offset, (row_group, index))
 
     def _read_at(self, out: Array, offset: int, where: tuple[int, int]) -> None:
-        """Fill `out` with bytes of a column chunk from `offset` and verify them; thread-safe for a remote file."""
+        """Fill `out` with verified bytes of a column chunk from `offset`.
+
+        It is thread-safe for a remote file.
+        """
         if not len(out):
             return
         end = offset + len(out)
@@ -237,7 +240,7 @@ class PackedFile:
         self._check_length(self._source.readinto(out.data), out.nbytes)
 
     def _request(self, count: int, offset: int) -> Array:
-        """Read bytes from `offset`; the array is read-only. Thread-safe."""
+        """Read bytes from `offset`. The array is read-only. Thread-safe."""
         content = np.frombuffer(self._source.read_at(count, offset), np.uint8)
         self._check_length(len(content), count)
         return content
@@ -247,7 +250,7 @@ class PackedFile:
             raise self.damaged(f"it ended early: {got} of {expected} bytes were there")
 
     def _locate(self, row_group: int, index: int, row_bytes: int | None = None) -> _Chunk:
-        """Find the page of a column in a row group; None as `row_bytes` means rows of variable length."""
+        """Find the page of a column in a row group. `row_bytes=None` means variable rows."""
         group = self.metadata.row_group(row_group)
         column = group.column(index)
         chunk = _Chunk(None)
@@ -298,7 +301,7 @@ class PackedFile:
 
 
 def _page_bytes(header: bytes) -> int:
-    """Read the size of a page's values from its header; -1 if the page is not a plain data page.
+    """Read the size of a page's values from its header, or return -1 if the page is not a plain data page.
 
     The header is Thrift compact: field 1 (int32 type, 0 = DATA_PAGE), then 2 (int32 size before compression), zigzag
     varints.
@@ -342,12 +345,15 @@ class Description:
 
 
 def little_endian(dtype: str) -> np.dtype[np.generic]:
-    """Little-endian numpy type, in which files store a dtype on every machine."""
+    """Convert a dtype to little-endian, the byte order in files on every machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 def payload_types(column: Column) -> list[np.dtype[np.generic]]:
-    """Types of a column's BYTE_ARRAY columns: the values, after the indices of sparse vectors; [] for fixed rows."""
+    """List the types of a column's BYTE_ARRAY columns, or [] for fixed rows.
+
+    The list has the values' type, preceded by the indices' type for sparse vectors.
+    """
     if column.is_fixed:
         return []
     values = little_endian(column.dtype)
@@ -355,12 +361,15 @@ def payload_types(column: Column) -> list[np.dtype[np.generic]]:
 
 
 def payloads(values: Ragged | SparseRows) -> list[Ragged]:
-    """Return the rows of a column's BYTE_ARRAY columns, in the order of `payload_types`."""
+    """Split a column's rows into its BYTE_ARRAY columns, in the order of `payload_types`."""
     return [values.indices, values.values] if isinstance(values, SparseRows) else [values]
 
 
 def parquet_fields(column: Column) -> list[pa.Field]:
-    """Make the Parquet fields of a column; they are required, so that a page has no definition levels."""
+    """Make the required Parquet fields of a column.
+
+    Pages of required fields have no definition levels.
+    """
     if column.is_fixed:
         return [pa.field(column.name, pa.binary(column.row_bytes), nullable=False)]
     names = [f"{column.name}.indices", column.name] if column.kind == "sparse" else [column.name]

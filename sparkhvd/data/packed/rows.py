@@ -33,7 +33,7 @@ _GAP_BYTES = 128 << 10
 
 
 class RowSource:
-    """Reader of rows by number from the packed files of a manifest; not thread-safe."""
+    """Reader of rows by number from a manifest's packed files, not thread-safe."""
 
     # Any row can be read alone.
     block_edges: Rows | None = None
@@ -69,7 +69,9 @@ class RowSource:
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
     ) -> dict[str, Values]:
-        """Read columns as arrays (rows, *shape); `Ragged` or `SparseRows` if rows differ in length.
+        """Read columns as arrays (rows, *shape), or as `Ragged` or `SparseRows`.
+
+        `Ragged` and `SparseRows` hold rows of different lengths.
 
         Args:
             names: columns to read.
@@ -261,7 +263,7 @@ class RowSource:
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring rows of a row group that one read returns.
+    """Adjacent rows of a row group, returned by one read.
 
     Attributes:
         group: number of the row group.
@@ -291,7 +293,7 @@ class Span:
         return self.wanted is None and itemsize <= PREFIX_BYTES
 
     def num_bytes(self, itemsize: int) -> int:
-        """Memory of the rows in bytes; it includes the length prefixes if values stay as the page holds them."""
+        """Compute the rows' memory in bytes, with length prefixes if values stay as in the page."""
         if self.stays(itemsize):
             return self.page_bytes(itemsize)
         counts = np.diff(self.ends)
@@ -308,7 +310,7 @@ _REQUESTS_S = 3600.0
 
 
 def together(calls: Sequence[Callable[[], None]]) -> None:
-    """Run calls that wait for a remote store in threads; raise the first error after all calls have ended.
+    """Run remote store calls in threads. Raise the first error after all calls have ended.
 
     Raises:
         TimeoutError: the store has not answered some calls for an hour.
@@ -397,7 +399,7 @@ def _manifest_of_folder(store: Store, name: str) -> Manifest:
 
 
 def _as_objects(column: Column, values: Values) -> Array:
-    """Convert rows of different lengths to an object array; return an array unchanged."""
+    """Convert rows of different lengths to an object array and return an array unchanged."""
     if isinstance(values, np.ndarray):
         return values
     out = np.empty(len(values), object)

@@ -37,7 +37,7 @@ _ARGUMENTS = inspect.signature(pq.ParquetWriter).parameters
 
 
 class PackedWriter:
-    """Writer of one packed file; holds at most one row group in memory."""
+    """Writer of one packed file, with at most one row group in memory."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class PackedWriter:
                 self._flush()
 
     def close(self) -> tuple[int, ...]:
-        """Write pending rows, the checksums and the footer; return the number of rows of each row group."""
+        """Write pending rows, the checksums and the footer, and return the number of rows of each row group."""
         self._flush()
         self._sink.write_table()
         self._writer.close()
@@ -104,14 +104,14 @@ class PackedWriter:
 
     @property
     def footer_crc(self) -> int:
-        """CRC-32 of the end of the file, starting at its footer; available once closed."""
+        """CRC-32 of the file from its footer to its end, available once closed."""
         footer = io.BytesIO()
         self._written[0].write_metadata_file(footer)
         return zlib.crc32(footer.getbuffer()[len(MAGIC) :])
 
     @property
     def values_crc(self) -> int:
-        """CRC-32 of the checksums of everything before the footer; available once closed."""
+        """CRC-32 of the checksums of all data before the footer, available once closed."""
         return self._sink.table_crc
 
     def _variable_bytes(self, values: Sequence[Values], rows: int) -> Array:
@@ -131,7 +131,7 @@ class PackedWriter:
         return total
 
     def _fitting(self, sizes: Array | None) -> int:
-        """Number of the next rows (of `sizes` bytes each) that fit into the row group; at least 1 if it is empty."""
+        """Count the next rows (`sizes` bytes each) that fit the row group, at least 1 if empty."""
         room = self._group_bytes - self._pending_bytes - self._pending_rows * self._fixed_bytes
         if sizes is None:
             fitting = max(room, 0) // max(self._fixed_bytes, 1)
@@ -164,7 +164,10 @@ def _fixed_array(kind: pa.DataType, values: Array) -> pa.Array:
 
 
 def _arrays(column: Column, values: Values) -> list[pa.Array]:
-    """Make the Arrow arrays of a column. For variable rows the first has lengths, which `_flush` converts to ends."""
+    """Make the Arrow arrays of a column, with row lengths first for variable rows.
+
+    `_flush` converts these lengths to ends.
+    """
     if isinstance(values, np.ndarray):
         return [_fixed_array(pa.binary(column.row_bytes), values)]
     parts = payloads(values)

@@ -1,4 +1,6 @@
-"""Find the files, the folders `column=value` and the schema of an ordinary Parquet data set; reads one footer.
+"""Find files, `column=value` folders and schema of an ordinary Parquet data set.
+
+It reads one footer.
 
 `Store` lists the files. `pyarrow.dataset` is not used, because it lacks three things: sizes and times of change (which
 later reveal a replaced file), folders named by floating numbers, and file systems that a Connect client reaches only
@@ -31,7 +33,7 @@ from sparkhvd.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class TableFiles:
-    """Facts of one version of a table that are not in its files.
+    """Facts about one table version beyond the content of its files.
 
     Attributes:
         version: table and version.
@@ -100,7 +102,7 @@ class ParquetDataset:
 
     @cached_property
     def schema(self) -> Schema:
-        """Columns with their Spark types; columns of folders come last, as in Spark."""
+        """Columns with their Spark types. Folder columns come last, as in Spark."""
         names = self.partition_columns
         fields = [
             Field(f.name, spark_type(f.type)) for f in self.arrow_schema if f.name not in names
@@ -116,7 +118,7 @@ class ParquetDataset:
 def open_dataset(
     path: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None
 ) -> ParquetDataset:
-    """Find the files of a data set and read the schema of the first file with rows; starts no Spark job.
+    """Find a data set's files and read the schema of the first file with rows, without a Spark job.
 
     Files and folders whose names begin with "_" or "." are skipped, and so are empty files; all other files must be
     Parquet.
@@ -163,7 +165,10 @@ def open_dataset(
 def store_of(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Store:
-    """Make a data set's store without accessing it; a relative path refers to this process's working directory."""
+    """Make a data set's store without accessing it.
+
+    A relative path refers to this process's working directory.
+    """
     text = os.fspath(path)
     return Store(text if ":" in text.partition("/")[0] else os.path.abspath(text), storage_options)
 
@@ -191,7 +196,7 @@ def read_footer(store: Store, file: StoredFile) -> tuple[pq.FileMetaData, pa.Sch
 
 
 def _first_schema(store: Store, files: Sequence[StoredFile]) -> tuple[str, pa.Schema]:
-    """Return path and Arrow schema of the first file with rows, or of the last file if no file has rows."""
+    """Find path and Arrow schema of the first file with rows, or of the last if all are empty."""
     for file in files:
         metadata, schema = read_footer(store, file)
         if metadata.num_rows:
@@ -232,7 +237,7 @@ def is_hidden(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """Table that a file belongs to.
+    """Table of a file: its format, log and reader.
 
     Attributes:
         kind: name of the format with its article, such as "a Delta table".
@@ -246,7 +251,7 @@ class Table:
 
 
 def table_of(path: str) -> Table | None:
-    """Return the table whose log holds the file at this path; None for other files."""
+    """Find the table with the file at this path in its log, or None for other files."""
     *folders, name = path.split("/")
     for at, folder in enumerate(folders):
         if folder in _LOGS:
@@ -275,7 +280,7 @@ def refuse_tables(url: str, paths: Iterable[str]) -> None:
 
 
 def partition_values(url: str, files: Sequence[StoredFile]) -> dict[str, dict[str, PartitionValue]]:
-    """Parse the values of folders `column=value` by path, as int, float or text; a column has one type.
+    """Parse the values of folders `column=value` by path, as int, float or text. A column has one type.
 
     Raises:
         InvalidArgumentError: files are in folders of different columns.

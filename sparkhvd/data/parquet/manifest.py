@@ -1,4 +1,7 @@
-"""Make the manifest of a Parquet data set from all footers and the first rows; no Spark job reads the data."""
+"""Make the manifest of a Parquet data set from all footers and the first rows.
+
+No Spark job reads the data.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,7 @@ def read_manifest(
 
 
 def _of_folders(schema: DataSchema, files: tuple[DataFile, ...]) -> Iterator[dict[str, Range]]:
-    """Yield, per file, the ranges of integer columns that folder names hold."""
+    """Yield the value ranges of integer folder columns, file by file."""
     names = {c.name for c in (*schema.features, *schema.labels) if c.has_range}
     for file in files:
         yield {
@@ -196,7 +199,7 @@ def _is_nested(column: Column) -> bool:
 
 
 def _entry_shape(source: ParquetSource, column: Column) -> tuple[int, ...] | None:
-    """Return the shape of an entry from the first row that has entries; None if all rows are empty."""
+    """Find the shape of an entry from the first row with entries, or None if all rows are empty."""
     for arrays in source.arrays([column.name]):
         array = arrays[column.name]
         if column.invalid[0] == "skip" and (mask := usable_rows(array, column)) is not None:
@@ -214,7 +217,10 @@ def _refuse(lines: Iterable[str], where: str = "") -> None:
 
 
 def fingerprint(manifest: Manifest) -> dict[str, str]:
-    """Return size and time of change by path, to detect a replaced file; one digest for very many files."""
+    """Collect size and time of change by path, to detect replaced files.
+
+    Very many files give one digest instead.
+    """
     facts = {f.path: f"{f.size} bytes of {f.modified_ns}" for f in manifest.files}
     if len(facts) <= _LISTED_FILES:
         return facts
@@ -255,7 +261,7 @@ class Footer:
 
 
 class KnownFooters:
-    """Footers of a table's files, kept in a store between fits, so that a fit reads only the footers of new files.
+    """Cache of a table's footers in a store, so that a fit reads only the footers of new files.
 
     Files of a table never change. Footers of files with deleted rows are read by each fit, because deletes belong to
     one version. One file of the store holds all footers and is written atomically, so a killed fit leaves the earlier
@@ -283,12 +289,12 @@ class KnownFooters:
             self._footers = rebuild(dict[str, tuple[int, Footer]], values.get("footers", {}))
 
     def get(self, file: StoredFile) -> Footer | None:
-        """Return a known footer; None for a file that is unknown or has another size."""
+        """Look up a file's footer, or None if the file is unknown or has another size."""
         size, footer = self._footers.get(self._name(file), (-1, None))
         return footer if size == file.size else None
 
     def put(self, files: Sequence[StoredFile], footers: Sequence[Footer]) -> None:
-        """Keep the footers of these files and drop all others; write them if any is new."""
+        """Keep the footers of only these files, and write them if any is new."""
         found = zip(files, footers, strict=True)
         self._footers = {self._name(file): (file.size, footer) for file, footer in found}
         if self.num_read:
@@ -395,7 +401,7 @@ def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) 
 
 
 def _size(dataset: ParquetDataset, file: StoredFile) -> int | None:
-    """Return the size of a file; None if it does not exist."""
+    """Read the size of a file, or None if it does not exist."""
     try:
         return dataset.store.num_bytes(file.path)
     except FileNotFoundError:
@@ -419,7 +425,7 @@ def _gone(dataset: ParquetDataset, file: StoredFile) -> InvalidArgumentError:
 
 
 def _constant(value: object, name: str, table: TableFiles) -> PartitionValue:
-    """Convert the value of a column that files lack to the form in a manifest."""
+    """Convert the value of a column missing in the files to its form in a manifest."""
     if isinstance(value, (bool, Decimal)):
         return int(value) if isinstance(value, bool) else float(value)
     if value is None or isinstance(value, (int, float, str)):
@@ -438,7 +444,7 @@ def _kept_rows(
     names: Mapping[str, str],
     constants: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """Apply deletes and filter to a file; return the mask of the remaining rows as text ("" for all), and a count."""
+    """Apply deletes and filter to a file, and return the mask of the remaining rows as text ("" for all), and a count."""
     kept = np.ones(metadata.num_rows, np.bool_)
     if (deleted := table.deleted.get(file.path)) is not None:
         mask = deleted()  # rows beyond the end of a shorter mask are kept
@@ -463,7 +469,10 @@ def _matching(
     names: Mapping[str, str],
     constants: Mapping[str, Any],
 ) -> npt.NDArray[np.bool_]:
-    """Mask (rows,) of the rows that a filter selects; reads only the filter's columns, one row group at a time."""
+    """Make the mask (rows,) of the rows selected by a filter.
+
+    It reads only the filter's columns, one row group at a time.
+    """
     types = {name: dataset.arrow_schema.field(name).type for name in where.columns}
     stored = [name for name in where.columns if name not in constants]
 
@@ -493,7 +502,10 @@ def _matching(
 
 
 def _range(chunks: Sequence[pq.ColumnChunkMetaData], column: Column) -> Range | None:
-    """Range of an integer column from its statistics; None without statistics, or if the type cannot hold the ends."""
+    """Find an integer column's range in its statistics, or None if missing or unusable.
+
+    Statistics are unusable if the column's type cannot hold the ends.
+    """
     known = [c.statistics for c in chunks if c.statistics is not None and c.statistics.has_min_max]
     ends = [end for s in known for end in (s.min, s.max)]
     limits = np.iinfo(column.dtype)
@@ -510,7 +522,10 @@ def _check_types(
     columns: Sequence[Column],
     names: Mapping[str, str],
 ) -> None:
-    """Reject a file with a column of another kind than in the first file; numbers may have another width."""
+    """Reject a file with a column of another kind than in the first file.
+
+    Numbers may have another width.
+    """
     if schema.equals(dataset.arrow_schema):
         return
     where, first = dataset.name, dataset.schema_path
@@ -544,7 +559,7 @@ _FAMILIES = {
 
 
 def _family(kind: SparkType) -> str:
-    """Name the family of a type: types whose values have the same meaning share a family."""
+    """Name the family of a type. Types with values of the same meaning share a family."""
     name = type(kind).__name__
     element = getattr(kind, "elementType", None)
     return _FAMILIES.get(name, name) if element is None else f"array of {_family(element)}"

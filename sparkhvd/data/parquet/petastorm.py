@@ -25,7 +25,7 @@ _SCALAR = "ScalarCodec"  # a column with this codec is stored plain in the files
 
 @dataclass(frozen=True)
 class CodecDecoder:
-    """Decoder of one column that applies petastorm's codec, then the user's own function, if any.
+    """Decoder of one column by petastorm's codec, then by the user's function, if any.
 
     Attributes:
         field: petastorm's UnischemaField.
@@ -46,7 +46,7 @@ class CodecDecoder:
 def codec_decoders(
     metadata: Mapping[bytes, bytes], names: Sequence[str], decoders: Mapping[str, Decoder]
 ) -> dict[str, Decoder]:
-    """Put petastorm's decoders before the user's, for the columns that petastorm encoded.
+    """Put petastorm's decoders before the user's, for columns encoded by petastorm.
 
     Args:
         metadata: metadata of `_common_metadata`; without a Unischema the data are plain, and the user's decoders are

@@ -34,7 +34,7 @@ _PIECE_ROWS = 64 << 10
 
 
 class ParquetSource:
-    """Reader of rows by number from the ordinary Parquet files of a manifest; not thread-safe."""
+    """Reader of rows by number from a manifest's ordinary Parquet files, not thread-safe."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store = store
@@ -52,7 +52,7 @@ class ParquetSource:
 
     @property
     def block_edges(self) -> Rows:
-        """Row numbers at which row groups begin, ending with the number of rows."""
+        """First row numbers of the row groups, followed by the number of rows."""
         ends = [
             (ends if kept is None else np.searchsorted(kept, ends)) + first
             for ends, kept, first in zip(self._group_ends, self._kept, self._firsts, strict=False)
@@ -73,7 +73,9 @@ class ParquetSource:
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
     ) -> dict[str, Any]:
-        """Read the named columns as arrays (rows, *shape); `Ragged` or `SparseRows` if rows differ in length.
+        """Read columns as arrays (rows, *shape), or as `Ragged` or `SparseRows`.
+
+        `Ragged` and `SparseRows` hold rows of different lengths.
 
         Args:
             names: columns to read.
@@ -128,7 +130,7 @@ class ParquetSource:
         return usable
 
     def examples(self, count: int) -> Rows:
-        """Numbers of the first `count` rows that `handle_invalid` does not skip; fewer if there are not so many."""
+        """Find the numbers of the first `count` rows (or fewer) not skipped by `handle_invalid`."""
         skipping = [c for c in self._columns.values() if c.invalid[0] == "skip"]
         if not skipping:
             return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
@@ -153,7 +155,7 @@ class ParquetSource:
         return values
 
     def _refuse(self, number: int, column: Column) -> NoReturn:
-        """Read a column of a whole file, and raise an error that counts its unusable rows."""
+        """Read a column of a whole file, and raise an error with the count of its unusable rows."""
         schema, file = self._manifest.schema, self._manifest.files[number]
         findings = InvalidRowCounts()
         rows = negative = 0
@@ -187,7 +189,7 @@ class ParquetSource:
     # -- pieces --------------------------------------------------------------------------------------
 
     def _pieces(self, names: Sequence[str], rows: Rows | None) -> Iterator[tuple[int, Arrays]]:
-        """Decode the wanted rows in order; yield pairs (number of the file, columns)."""
+        """Decode and yield the wanted rows in order, as pairs (number of the file, columns)."""
         for number, file in enumerate(self._manifest.files):
             if not file.rows:
                 continue
@@ -204,7 +206,7 @@ class ParquetSource:
     def _file_pieces(
         self, number: int, names: Sequence[str], wanted: Rows | None
     ) -> Iterator[tuple[int, Arrays]]:
-        """Decode the wanted rows of a file; yield pairs (first row, columns)."""
+        """Decode and yield the wanted rows of a file, as pairs (first row, columns)."""
         kept = self._kept[number]
         if kept is not None:  # from here on, row numbers count deleted rows, too
             wanted = kept if wanted is None else kept[wanted]
@@ -225,7 +227,7 @@ class ParquetSource:
     def _piece(
         self, number: int, names: tuple[str, ...], row: int, last: int
     ) -> tuple[int, Arrays]:
-        """Decode the piece that holds a row; return the number of its first row and the piece.
+        """Decode the piece containing a row, and return the number of its first row and the piece.
 
         The caller will read rows up to `last` next, so the pass is prepared for their row groups.
         """
@@ -259,7 +261,7 @@ class ParquetSource:
 
 
 def _kept_rows(file: DataFile) -> Rows | None:
-    """Positions of the rows in a file that remain after deletes and filter; None means all."""
+    """Find the positions of a file's remaining rows after deletes and filter, or None for all."""
     if not file.kept:
         return None
     kept = np.flatnonzero(unpacked_rows(file.kept, sum(file.row_groups)))
@@ -272,7 +274,7 @@ def _kept_rows(file: DataFile) -> Rows | None:
 
 
 def _taken(array: pa.Array, chosen: Rows) -> pa.Array:
-    """Take rows of an array; contiguous rows share its memory."""
+    """Take rows of an array. Contiguous rows share its memory."""
     if not len(chosen) or chosen[-1] - chosen[0] + 1 == len(chosen):
         return array.slice(int(chosen[0]) if len(chosen) else 0, len(chosen))
     return array.take(pa.array(chosen))
@@ -319,7 +321,7 @@ Arrays = dict[str, pa.Array]
 
 
 class OpenFile:
-    """Open file that was verified to be the file in the manifest.
+    """Open file, verified against the manifest.
 
     Raises:
         InvalidArgumentError: the file is missing, or has changed since the fit began.
@@ -362,7 +364,7 @@ class OpenFile:
         self._source.close()
 
     def span(self, groups: Sequence[int]) -> list[int]:
-        """Return the row groups to decode in one pass: at least the first, then the next up to `_SPAN_BYTES`."""
+        """Select the row groups to decode in one pass: the first, then more up to `_SPAN_BYTES`."""
         total = 0
         for count, number in enumerate(groups):
             total += self.metadata.row_group(number).total_byte_size
@@ -389,7 +391,7 @@ class OpenFile:
 
 
 class Pass:
-    """Pass over row groups of a file from front to back, which keeps its current piece.
+    """Forward pass over a file's row groups. It keeps the current piece.
 
     Args:
         file: file to read.
@@ -431,7 +433,10 @@ class Pass:
         return is_same and self._start <= row < self._end and group_begin <= self._stop
 
     def piece(self, row: int) -> tuple[int, Arrays]:
-        """Decode up to the piece that holds a row; return the piece's first row in the file, and its columns."""
+        """Decode up to the piece containing a row, and return its first row and its columns.
+
+        The first row is a number in the file.
+        """
         while self._stop <= row:
             self._start = self._stop
             try:

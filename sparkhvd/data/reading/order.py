@@ -21,7 +21,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Planner of a reader's epochs; equal on all ranks.
+    """Planner of a reader's epochs, equal on all ranks.
 
     Attributes:
         rows: ascending numbers of the subset's rows in the files, or a count for all, starting at 0.
@@ -59,7 +59,7 @@ class RowOrder:
 
     @property
     def windows(self) -> list[int]:
-        """Numbers that decide the order besides a loader's options; [] if the rows are in memory.
+        """Parameters of the row order besides a loader's options, or [] if the rows are in memory.
 
         Otherwise rows of a window and of a block, if shuffled, and `drop_last` as 0 or 1.
         """
@@ -144,7 +144,7 @@ class RowOrder:
         )
 
     def _block_edges(self, block_rows: int) -> Rows | None:
-        """Convert the source's edges to positions in the subset, and join small blocks; None without edges."""
+        """Convert the source's edges to positions in the subset, and join small blocks, or return None without edges."""
         if self.edges is None:
             return None
         edges = self.edges

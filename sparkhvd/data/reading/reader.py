@@ -44,7 +44,7 @@ from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, 
 
 
 class Reader:
-    """Reader of the batches of one rank, epoch by epoch; a context manager.
+    """Reader of one rank's batches, epoch by epoch. It is a context manager.
 
     Every rank yields the same number of steps, and every row of the subset is used exactly once per epoch over
     all ranks. Equal arguments give equal batches on every machine.
@@ -83,7 +83,9 @@ class Reader:
         groups: Rows | None = None,
         sharing: Sharing | None = None,
     ) -> None:
-        """Open the data for one rank; reads only the validation column, and one row if there are decoders.
+        """Open the data for one rank.
+
+        Only the validation column is read, and one row if there are decoders.
 
         Args:
             store: of the data.
@@ -188,7 +190,7 @@ class Reader:
         first_row: int = 0,
         before: Sequence[Stage] = (),
     ) -> Iterator[Batch]:
-        """Yield the batches of an epoch in order; only one epoch can be read at a time.
+        """Yield the batches of an epoch in order. Only one epoch can be read at a time.
 
         Args:
             epoch: counts from 0.
@@ -232,7 +234,10 @@ class Reader:
         return self._order.plan(epoch, first_row)
 
     def close(self) -> None:
-        """Stop the threads and release files and memory; a thread that hangs in a read is abandoned after a minute."""
+        """Stop the threads and release files and memory.
+
+        A thread that hangs in a read is abandoned after a minute.
+        """
         if self._stop(STOP_S):
             self._decoding.close()
             self._source.close()
@@ -280,7 +285,7 @@ class Reader:
             del values, order, window
 
     def _load(self, window: Window) -> tuple[dict[str, Values], Rows]:
-        """Return arrays that hold the window's rows, and the order in which to take them."""
+        """Load arrays with the window's rows, and the order to take them in."""
         if self._resident is not None:
             return self._resident.values(), window.row_numbers()
         assert window.rows is not None
@@ -342,7 +347,7 @@ class Reader:
         self._prepared = epoch, start_step, Prefetch(chunks, self._queue_length())
 
     def _stop(self, limit_s: float) -> bool:
-        """Stop the background threads; return True if all have ended."""
+        """Stop the background threads and return True if all have ended."""
         if self._running is not None and self._running.stop(limit_s):
             self._running = None
         if self._prepared is not None and self._prepared[2].stop(limit_s):
@@ -421,7 +426,7 @@ class Prefetch(Generic[Item]):
         return self._has_all and 2 * self._queue.qsize() <= self._length + 1
 
     def get(self) -> Item | BaseException:
-        """Return the next item, or an error: from the thread, after `READ_S` without an item, or after `stop`."""
+        """Get the next item, or an error: from the thread, after `READ_S`, or after `stop`."""
         deadline = time.monotonic() + READ_S
         while not self._stopping.is_set():
             left = deadline - time.monotonic()
@@ -437,7 +442,7 @@ class Prefetch(Generic[Item]):
         )
 
     def stop(self, limit_s: float) -> bool:
-        """End the thread and wait for it up to a limit; return True if it has ended."""
+        """End the thread and wait for it up to a limit, and return True if it has ended."""
         self._stopping.set()
         deadline = time.monotonic() + limit_s
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -474,7 +479,7 @@ class Prefetch(Generic[Item]):
 
 
 class Sharing(Protocol):
-    """Ranks of a host that share rows in memory.
+    """Ranks of a host with shared rows in memory.
 
     Attributes:
         part: (number, count) of this rank's part of the rows.
@@ -485,14 +490,14 @@ class Sharing(Protocol):
     def gather(
         self, values: Mapping[str, Values] | None, error: BaseException | None = None
     ) -> dict[str, Values] | None:
-        """Collect the parts of all ranks in order, on all ranks; None if the ranks cannot share memory.
+        """Collect the parts of all ranks in order, on all ranks, or return None if the ranks cannot share memory.
 
         Raises `error`, or another rank's.
         """
 
 
 class ResidentRows:
-    """Rows held in memory, which the first use reads; used by one thread at a time."""
+    """Rows in memory, read on first use. One thread may use them at a time."""
 
     def __init__(
         self,
@@ -503,7 +508,7 @@ class ResidentRows:
         *,
         sharing: Sharing | None,
     ) -> None:
-        """Prepare; reads nothing.
+        """Prepare without reading.
 
         Args:
             source: source of the rows; closed when the rows are in memory.
@@ -521,11 +526,14 @@ class ResidentRows:
 
     @property
     def is_shared(self) -> bool:
-        """True if the ranks of this host read together, so that each of them must call `values`."""
+        """True if the ranks of this host read together. Each of them must then call `values`."""
         return self._sharing is not None
 
     def values(self) -> dict[str, Values]:
-        """Return all rows by column. The first call reads them, and is collective on the host if they are shared."""
+        """Return all rows by column, after reading them at the first call.
+
+        The first call is collective on the host if the rows are shared.
+        """
         if self._values is None:
             self._values = self._read_all()
             self._source.close()
@@ -599,7 +607,7 @@ def no_rows(column: Column) -> Values:
 
 
 def row_bytes(column: Column) -> int:
-    """Bytes per row of a column in a batch; 0 if unknown."""
+    """Compute the bytes per row of a column in a batch, or 0 if unknown."""
     if column.is_fixed or not column.row_shape:
         return column.row_bytes if column.is_fixed else 0
     if column.kind == "sparse" or -1 in column.row_shape:
@@ -608,7 +616,7 @@ def row_bytes(column: Column) -> int:
 
 
 def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Allocate an array in page-locked memory, which torch reuses after it is freed."""
+    """Allocate an array in page-locked memory. Torch reuses the memory after it is freed."""
     import torch
 
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -617,7 +625,7 @@ def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
 
 
 def packed(values: Values) -> Values:
-    """Copy rows of any length to their own memory; return an array unchanged."""
+    """Copy rows of any length to their own memory and return an array unchanged."""
     return values.packed() if isinstance(values, (Ragged, SparseRows)) else values
 
 
@@ -649,14 +657,14 @@ class Chunk:
     kept: Rows | None = None
 
     def cut(self, start: int, stop: int) -> tuple[dict[str, Any], int]:
-        """Return the rows [start, stop) by column without skipped rows, and the number of these rows."""
+        """Cut out the rows [start, stop) by column without skipped rows, and count them."""
         if self.kept is not None:
             start, stop = (int(n) for n in np.searchsorted(self.kept, (start, stop)))
         return {name: rows[start:stop] for name, rows in self.columns.items()}, stop - start
 
 
 class Decoding:
-    """Threads that run the user's functions on the columns of a reader.
+    """Threads for the user's functions on a reader's columns.
 
     Attributes:
         num_ahead: chunks to submit before the first chunk is collected, to keep the threads busy.
@@ -681,7 +689,7 @@ class Decoding:
         self._shown: set[str] = set()
 
     def begin(self, taken: dict[str, Any], num_rows: int, *, packs: bool) -> Callable[[], Chunk]:
-        """Start decoding rows; return a function that waits for them.
+        """Start decoding rows and return a function that waits for them.
 
         Args:
             taken: columns as they are stored; their memory must stay valid until the rows are decoded.

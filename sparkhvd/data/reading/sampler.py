@@ -36,12 +36,15 @@ _SPLIT, _ORDER, _WINDOW = 1, 2, 3
 
 
 def random_stream(*key: int) -> np.random.Generator:
-    """Make a random generator that gives equal numbers for equal keys on every machine."""
+    """Make a random generator with equal numbers for equal keys on every machine."""
     return np.random.Generator(np.random.PCG64([k & (2**64 - 1) for k in key]))
 
 
 def validation_count(num_rows: int, fraction: float) -> int:
-    """Number of validation rows for a fraction above 0; of two rows or more, both sides get at least one row."""
+    """Compute the number of validation rows for a fraction above 0.
+
+    Of two rows or more, both sides get at least one row.
+    """
     return min(max(round(num_rows * fraction), 1), num_rows - 1) if num_rows else 0
 
 
@@ -150,7 +153,7 @@ class SamplingPlan:
         return (self.batch_size,) * self.size if step < self.num_full_steps else self.last_counts
 
     def check_step(self, step: int) -> None:
-        """Reject a step that the epoch does not have."""
+        """Reject a step outside the epoch."""
         if not 0 <= step < self.num_steps:
             raise InvalidArgumentError(
                 f"Step {step} does not exist: the epoch has {self.num_steps} steps."
@@ -189,7 +192,7 @@ class SampleOrder:
 
 
 def numbers_at(rows: Rows | int, positions: Rows) -> Rows:
-    """Convert positions in a selection of rows to row numbers; a count selects all rows from 0."""
+    """Convert positions in a selection to row numbers. A count selects all rows from 0."""
     return positions if isinstance(rows, int) else rows[positions]
 
 
@@ -207,7 +210,7 @@ def _sliced(plan: SamplingPlan, rank: int) -> Rows:
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
-    """Permute the rows of an epoch that are held in memory, over all ranks."""
+    """Permute an epoch's in-memory rows over all ranks."""
     return random_stream(seed, _ORDER, epoch).permutation(num_rows)
 
 
@@ -237,13 +240,16 @@ def _shard(plan: SamplingPlan, rank: int) -> tuple[int, int, int]:
 
 
 class _Sequence:
-    """Sequence of the positions in a selection, independent of the ranks, of which each rank reads a part."""
+    """Sequence of the positions in a selection, independent of the ranks.
+
+    Each rank reads a part of it.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
 
     def positions(self, start: int, stop: int) -> Rows:
-        """Return the positions in the part [start, stop) of the sequence, ascending."""
+        """Select the part [start, stop) of the sequence, as ascending positions."""
         return np.arange(start, stop, dtype=np.int64)
 
 
@@ -261,7 +267,7 @@ class _BlockSequence(_Sequence):
 
 
 class _RestSequence(_Sequence):
-    """Sequence of the rows that a stage of an epoch has not used.
+    """Sequence of the rows not used by a stage of an epoch.
 
     For each rank of the stage it has the rest of the rank's current window, then the rows after the window. The rest of
     a window is computed only when it is read, because most are read by one rank.
@@ -316,7 +322,7 @@ class _Windows(SampleOrder):
             del whole
 
     def _cuts(self, plan: SamplingPlan, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (number, first row, end) of each window of a rank; rows are counted from the start of its part."""
+        """Yield (number, first row, end) of a rank's windows, counted from its part's start."""
         begin, end, last = _shard(plan, rank)
         # A window holds whole batches, so that no batch spans two windows.
         window = max(1, self.window_rows // plan.batch_size) * plan.batch_size
@@ -333,7 +339,7 @@ class _Windows(SampleOrder):
         return random_stream(seed, _WINDOW, epoch, rank, number, *stage).permutation(count)
 
     def rest(self, plan: SamplingPlan, used: int) -> _Sequence:
-        """Return the sequence without the first `used` rows over all ranks, which are whole steps."""
+        """Make the sequence without the first `used` rows over all ranks (whole steps)."""
         step = -(-used // (plan.size * plan.batch_size))
         parts: list[tuple[int, Callable[[int, int], Rows]]] = []
 
@@ -368,14 +374,14 @@ class _Windows(SampleOrder):
         a: int,
         b: int,
     ) -> Rows:
-        """Return the part [a, b) of the ascending positions that a window has after its first `start - first` rows."""
+        """Select positions [a, b) of a window without its first `start - first` rows, ascending."""
         order = self._order(rank, number, stop - first)[start - first :]
         left: Rows = self._positions(plan, rank, first, stop)[np.sort(order)][a:b]
         return left
 
 
 def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
-    """Return the positions in the part [start, stop) of a sequence of blocks, ascending."""
+    """Select the part [start, stop) of a sequence of blocks, as ascending positions."""
     low = int(np.searchsorted(ends, start, side="right"))
     high = int(np.searchsorted(ends, stop, side="left")) + 1
     begins = ends[low:high] - np.diff(ends[low:high], prepend=ends[low - 1] if low else 0)
@@ -397,7 +403,7 @@ def expanded(firsts: Rows, lengths: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of an epoch that one number of ranks and batch size has used.
+    """Part of an epoch with one number of ranks and one batch size.
 
     Attributes:
         size: number of ranks.
@@ -413,7 +419,7 @@ class Stage:
 def _steps(
     num_rows: int, size: int, batch_size: int, *, drop_last: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the number of full steps, and the rows per rank of a partial last step (() without it)."""
+    """Count the full steps, and the rows per rank of a partial last step (() without it)."""
     full, rest = divmod(num_rows, size * batch_size)
     if rest == 1 and full and size * batch_size > 1 and not drop_last:
         # BatchNorm cannot train on one row, so the previous step takes the single last row, too.

@@ -13,7 +13,7 @@ from sparkhvd.data.store.store import Store
 
 
 class Source(Protocol):
-    """Reader of rows by number, verified if there are checksums; not thread-safe.
+    """Reader of rows by number, verified by checksums if available. It is not thread-safe.
 
     Attributes:
         block_edges: row numbers at which pieces begin that are best read as a whole, ending with the number of rows;
@@ -27,7 +27,9 @@ class Source(Protocol):
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
     ) -> dict[str, Values]:
-        """Read columns as arrays (rows, *shape); `Ragged` or `SparseRows` if rows differ in length.
+        """Read columns as arrays (rows, *shape), or as `Ragged` or `SparseRows`.
+
+        `Ragged` and `SparseRows` hold rows of different lengths.
 
         Args:
             names: columns to read.

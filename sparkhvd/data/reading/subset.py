@@ -28,19 +28,19 @@ SUBSETS = ("all", "train", "validation")
 
 
 def column_names(manifest: Manifest) -> list[str]:
-    """List the columns that training reads: features, labels, sample weight and group."""
+    """List the columns for training: features, labels, sample weight and group."""
     split = manifest.schema.validation
     return [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
 
 
 def is_flagged(manifest: Manifest, subset: str) -> bool:
-    """Whether the validation column decides the rows of the subset; never for "all"."""
+    """Whether the validation column decides the rows of the subset. Never for "all"."""
     return subset != "all" and manifest.schema.validation is not None
 
 
 @dataclass(frozen=True)
 class RowDivision:
-    """Division of rows into contiguous parts, one per process; equal in all processes.
+    """Division of rows into contiguous parts, one per process, equal in all processes.
 
     Attributes:
         edges: row numbers at which the source's pieces begin, and at which parts are cut; None cuts anywhere.
@@ -49,14 +49,14 @@ class RowDivision:
     edges: Rows | None = None
 
     def part(self, rows: Rows | int, number: int, count: int) -> Rows | int:
-        """Ascending row numbers of part `number` of `count`; a single part has all rows."""
+        """Ascending row numbers of part `number` of `count`. A single part has all rows."""
         if count == 1:
             return rows
         low, high = (self._cut(rows, n, count) for n in (number, number + 1))
         return np.arange(low, high, dtype=np.int64) if isinstance(rows, int) else rows[low:high]
 
     def _cut(self, rows: Rows | int, number: int, count: int) -> int:
-        """Find the position in a selection at which a part begins."""
+        """Find the first position of a part in a selection."""
         cut = count_of(rows) * number // count
         if self.edges is None:
             return cut
@@ -99,7 +99,7 @@ def read_groups(source: Source, manifest: Manifest, part: tuple[int, int] = (0, 
 
 
 def flagged(flags: Flags, subset: str) -> Rows:
-    """Return the ascending positions of the rows in "train" or "validation"."""
+    """Find the ascending positions of the rows in "train" or "validation"."""
     return np.flatnonzero(flags if subset == "validation" else ~flags)
 
 
@@ -184,7 +184,7 @@ _SPLIT, _ORDER = 11, 12
 
 
 def group_edges(numbers: Rows, rows: Rows | int) -> Rows:
-    """Find the positions in a selection of rows at which groups begin, ending with the number of rows.
+    """Find the first position of each group in a selection, followed by the number of rows.
 
     Args:
         numbers: group number of each row; equal neighbours are one group.
@@ -219,7 +219,7 @@ def split_groups(numbers: Rows, fraction: float, seed: int) -> tuple[Rows, Rows]
 
 
 class GroupPlan(SamplingPlan):
-    """Plan of an epoch of groups, whose batches differ in length."""
+    """Plan of an epoch of groups, with batches of different lengths."""
 
     _order: _Groups
 
@@ -294,12 +294,12 @@ class _Groups(SampleOrder):
 
     @functools.cached_property
     def _ends(self) -> Rows:
-        """Position in the epoch's order at which each group ends."""
+        """Position of each group's end in the epoch's order."""
         return np.cumsum(self._lengths)
 
     @functools.cached_property
     def batch_edges(self) -> Rows:
-        """Positions in the epoch's order at which each rank's batches begin and end: (ranks, steps + 1)."""
+        """Edges of each rank's batches in the epoch's order, as positions (ranks, steps + 1)."""
         total = int(self.edges[-1])
         ends = np.append(0, self._ends)
         ranks = _nearest_groups(ends, np.linspace(0, total, self.size + 1))
@@ -332,7 +332,7 @@ class _Groups(SampleOrder):
             first = stop
 
     def _positions(self, first: int, stop: int) -> Rows:
-        """Return the positions in the selection of the rows [first, stop) of the epoch's order."""
+        """Convert the rows [first, stop) of the epoch's order to positions in the selection."""
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._ends, stop, side="left")) + 1
         begins, lengths = self._begins[low:high].copy(), self._lengths[low:high].copy()
@@ -362,7 +362,7 @@ def group_plan(
     window_rows: int | None,
     block_rows: int,
 ) -> GroupPlan:
-    """Plan one epoch of groups; arguments as of `epoch_plan`, and the groups' edges from `group_edges`."""
+    """Plan one epoch of groups, with the arguments of `epoch_plan` and edges from `group_edges`."""
     total = int(edges[-1])
     per_rank = -(-total // size)
     longest = int(np.diff(edges).max(initial=0))

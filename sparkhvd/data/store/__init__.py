@@ -1,4 +1,4 @@
-"""Read and write the folder that driver and executors share, on local paths, object stores and systems of fsspec.
+"""Access the shared folder of driver and executors on local paths, object stores or fsspec.
 
 Names: every path is relative to the store and uses "/". `data/` holds materialized data, `runs/` checkpoints and
 reports of runs, `models/` weights too large for a closure.

@@ -80,7 +80,7 @@ class Address:
 
 
 def parse(path_or_url: str) -> Address:
-    """Parse a path or URL; opens nothing.
+    """Parse a path or URL without opening it.
 
     Raises:
         InvalidArgumentError: it is not a valid path or URL of a store.
@@ -225,7 +225,7 @@ def _is_quoted(url: str) -> bool:
 
 
 def secrets_of(full: str, options: Mapping[str, object]) -> frozenset[str]:
-    """Collect passwords and keys of a URL and of storage options, which no message may hold."""
+    """Collect passwords and keys of a URL and storage options, to keep them out of messages."""
     if not _is_quoted(full):
         return frozenset({full})
     parts = urlsplit(full)
@@ -271,7 +271,7 @@ def is_sequential(root: str) -> bool:
 
 
 def _mount_kind(path: str) -> str:
-    """Return the kernel's name for the type of a path's file system; "" if unknown."""
+    """Look up the kernel's name for the type of a path's file system, or "" if unknown."""
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -286,7 +286,7 @@ def _mount_kind(path: str) -> str:
 
 
 def open_filesystem(address: Address, options: Mapping[str, object]) -> tuple[pafs.FileSystem, str]:
-    """Open the file system of an address; return it and the store's root in it.
+    """Open the file system of an address and return it and the store's root in it.
 
     Raises:
         OSError: the file system is unreachable, or a required library is missing.

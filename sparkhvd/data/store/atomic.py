@@ -35,7 +35,7 @@ _NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV)
 
 
 class AtomicFile(io.RawIOBase):
-    """File that is written once from start to end; it keeps the first error, because callers may wrap it.
+    """File for one sequential write. It keeps the first error, as callers may wrap errors.
 
     Attributes:
         error: the first error of the file, or None.
@@ -71,7 +71,7 @@ class AtomicFile(io.RawIOBase):
                 self._file.flush()
 
     def finish(self) -> None:
-        """Close the file, and raise errors of the store that only closing reveals."""
+        """Close the file, and raise store errors revealed by closing."""
         with self._kept():
             self._file.close()
 
@@ -116,7 +116,7 @@ def upload(source: IO[bytes], filesystem: pafs.FileSystem, target: str) -> None:
 
 
 def copy_in(source: IO[bytes], target: str, temporary: str) -> None:
-    """Copy a file of this host to a mount on which files can only be written sequentially."""
+    """Copy a file of this host to a mount with sequential writes only."""
     try:
         with open(temporary, "wb", buffering=0) as file:
             _copy(source, file)
@@ -140,7 +140,7 @@ def _copy(source: IO[bytes], sink: io.RawIOBase) -> None:
 
 @contextlib.contextmanager
 def staged_output(deliver: Callable[[IO[bytes]], None]) -> Iterator[AtomicFile]:
-    """Write a file on this host's disk; `deliver` copies it into the store when the block ends without error."""
+    """Write a file on this host's disk. `deliver` copies it to the store if the block succeeds."""
     with tempfile.TemporaryFile(prefix="sparkhvd-staged-") as file:
         sink = AtomicFile(file, tempfile.gettempdir())
         yield sink
@@ -222,7 +222,7 @@ def make_local_folder(folder: str, root: str) -> None:
 
 
 def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
-    """Remove a folder if it is empty, on file systems whose call for this refuses a nonempty folder."""
+    """Remove a folder if it is empty, on file systems with a call for empty folders only."""
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pafs.FSSpecHandler):
         with contextlib.suppress(Exception):  # each driver has its own error for a nonempty folder
@@ -230,7 +230,7 @@ def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
 
 
 def make_root(root: str) -> str:
-    """Make a folder with access for this user alone, and its parents; return the topmost new folder, or "".
+    """Make a folder with access for this user alone, and its parents, and return the topmost new folder, or "".
 
     An existing folder keeps its permissions.
     """

@@ -50,7 +50,7 @@ def as_seen_by(spark: SparkSession, store: Store, *, make: bool = False) -> Stor
 
 
 def open_through(spark: SparkSession, store: Store) -> Store:
-    """Open a new store through a Connect session; an executor makes its folder."""
+    """Open a new store through a Connect session. An executor makes its folder."""
     return as_seen_by(spark, store, make=True)
 
 

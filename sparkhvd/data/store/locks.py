@@ -28,7 +28,7 @@ _LATEST_S = 2.5e11
 
 
 class _Store(Protocol):
-    """Operations of a store that leases and locks use; paths are relative to the store."""
+    """Operations of a store for leases and locks. Paths are relative to the store."""
 
     @property
     def url(self) -> str: ...
@@ -70,7 +70,7 @@ class ProcessIdentity:
             raise ValueError("the pid is out of range")
 
     def is_alive(self) -> bool | None:
-        """Whether the process is alive; None if unknown, for example because it runs on another machine."""
+        """Whether the process is alive, or None if unknown, for example on another machine."""
         if not self.machine or self.machine != _machine():
             return None
         try:
@@ -95,7 +95,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process; "" if it is not visible, "ended" for a zombie."""
+    """Read the start time of a process, or "" if it is not visible, or "ended" for a zombie."""
     stat = stat_of(pid)
     if stat is None:
         return ""
@@ -116,7 +116,7 @@ def dump_sealed(values: Mapping[str, object]) -> bytes:
 
 
 def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
-    """Decode the entries from `dump_sealed`; None if the file is damaged.
+    """Decode the entries from `dump_sealed`, or return None if the file is damaged.
 
     Args:
         data: content of the file.
@@ -135,7 +135,7 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
 
 
 def position_of(pointer: bytes) -> tuple[int, int] | None:
-    """Read (epochs, steps) from the file that points to a run's newest checkpoint; None if it is damaged."""
+    """Read (epochs, steps) from the pointer to a run's newest checkpoint, or None if damaged."""
     values = load_sealed(pointer) or {}
     epoch, step = values.get("epoch"), values.get("step")
     if not (isinstance(epoch, int) and isinstance(step, int) and epoch >= 0 and step >= 0):
@@ -170,11 +170,11 @@ class Lease:
     since: float = 0.0
 
     def is_expired(self, now: float) -> bool:
-        """True if the lease was not renewed for a day, so that its application must be gone; never for kept data."""
+        """True a day after the last renewal: its application must be gone. False for kept data."""
         return not self.keep and now - self.renewed > LEASE_S
 
     def is_alive(self) -> bool | None:
-        """Whether the fit is alive; None if only the age of its lease can decide."""
+        """Whether the fit is alive, or None if only the age of its lease can decide."""
         if self.process is None:
             return None
         if self.process == ProcessIdentity.current():
@@ -189,7 +189,7 @@ class Lease:
 
     @classmethod
     def parse(cls, content: bytes) -> Lease | None:
-        """Parse a lease file, also of versions before 29 November 2026; None if it is damaged."""
+        """Parse a lease file, also of versions before 29 November 2026, or return None if it is damaged."""
         values = load_sealed(content, required=False)
         if values is None:
             return None
@@ -215,7 +215,7 @@ def _lease_at(store: _Store, path: str) -> Lease | None:
 
 
 def lease_of(store: _Store, data_dir: str) -> Lease | None:
-    """Read the lease of a data directory; None without a lease, or if its file is damaged."""
+    """Read the lease of a data directory, or return None without a lease, or if its file is damaged."""
     return _lease_at(store, f"{data_dir}/{LEASE_NAME}")
 
 
@@ -263,7 +263,7 @@ _held: set[str] = set()
 
 
 class RunLock:
-    """Lock of a run, owned by this process; a context manager that releases it."""
+    """Lock of a run, owned by this process and released at the end of its `with` block."""
 
     def __init__(self, store: _Store, run_id: str) -> None:
         """Lock the run, after `acquire` has checked that no other fit holds its lock."""
@@ -348,12 +348,12 @@ def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
 
 
 def lock_owner(store: _Store, run_id: str) -> Lease | None:
-    """Read the lease of a run, whose fit may be dead; None without a lease, or if its file is damaged."""
+    """Read a run's lease, or None if missing or damaged. The lease's fit may be dead."""
     return _lease_at(store, _path(run_id))
 
 
 def is_running(holder: Lease) -> bool:
-    """Whether a fit is alive, without waiting; on another machine the time in its file decides."""
+    """Whether a fit is alive, without waiting. On another machine the time in its file decides."""
     alive = holder.is_alive()
     return abs(time.time() - holder.renewed) < EXPIRES_S if alive is None else alive
 
@@ -363,7 +363,7 @@ def _path(run_id: str) -> str:
 
 
 def _changes(store: _Store, run_id: str, holder: Lease, verbose: int) -> bool:
-    """Watch a lock owner on another machine; return True if it renews its file."""
+    """Watch a lock owner on another machine and return True if it renews its file."""
     if verbose:
         sys.stdout.write(
             f"The run {run_id!r} was held by {holder}: waiting up to {EXPIRES_S:g} s to see whether that fit is alive.\n"

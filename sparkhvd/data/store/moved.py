@@ -15,7 +15,7 @@ _RUNS = "runs"
 
 
 class _MovedFilesystem(StoreFilesystem):
-    """Folder of a store that maps paths beginning with "runs" to the separate folder."""
+    """Folder of a store. Paths beginning with "runs" map to a separate folder."""
 
     def __init__(self, url: str, options: Mapping[str, object], runs: str) -> None:
         super().__init__(url, options)
@@ -62,7 +62,7 @@ class _MovedFilesystem(StoreFilesystem):
 
 
 class StoreWithRuns(Store):
-    """Store whose runs may be in a separate folder of its file system."""
+    """Store with an optional separate folder for runs in its file system."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class StoreWithRuns(Store):
         storage_options: Mapping[str, object] | None = None,
         runs: str | None = None,
     ) -> None:
-        """Use a store at a URL; `runs` is the URL of the folder of its runs, or None."""
+        """Use a store at a URL. `runs` is the URL of the folder of its runs, or None."""
         super().__init__(url, storage_options)
         if runs is not None:
             self._move_runs(runs)
@@ -82,7 +82,7 @@ class StoreWithRuns(Store):
 
     @classmethod
     def from_description(cls, store: str, runs: str | None = None, **_: Any) -> Store:
-        """Make a store from a URL and a description; entries of other store classes are ignored."""
+        """Make a store from a URL and a description. Entries of other store classes are ignored."""
         return Store(store) if runs is None else StoreWithRuns(store, runs=runs)
 
     def _move_runs(self, runs: str) -> None:

@@ -1,4 +1,4 @@
-"""Store that a Spark Connect client cannot reach, so that each access runs as a Spark task.
+"""Store accessed by Spark tasks, for a Spark Connect client without direct access.
 
 A `RemoteStore` pickles as the store that executors use. Files are read in rows of 4 MiB and jobs of 64 MiB, so that
 neither the server's heap nor the size of a message limits them; large files are written as artifacts of the session.
@@ -40,10 +40,10 @@ CLOSURE_BYTES = 16 << 20
 
 
 class RemoteStore(Store):
-    """Store that this process reaches through tasks of its Spark Connect session."""
+    """Store accessed through tasks of this process's Spark Connect session."""
 
     def __init__(self, direct: Store, spark: SparkSession, limit_s: float | None = None) -> None:
-        """Prepare access; no task runs yet.
+        """Prepare access. No task runs yet.
 
         Args:
             direct: the store as executors use it.
@@ -107,7 +107,7 @@ class RemoteStore(Store):
         return found
 
     def open_input(self, path: str) -> pa.NativeFile:
-        """Open a file for random access; a job fetches 4 MiB around the requested bytes."""
+        """Open a file for random access. A job fetches 4 MiB around the requested bytes."""
         size, first = self.ask(read, path, 0, PIECE_BYTES)
         file = _RemoteFile(
             lambda start, length: self.ask(read, path, start, length)[1],
@@ -117,7 +117,7 @@ class RemoteStore(Store):
         return pa.PythonFile(file, mode="r")
 
     def list(self, path: str = "", *, recursive: bool = False) -> Paths:
-        """List a folder, sorted; empty if it does not exist."""
+        """List a folder, sorted. A missing folder is empty."""
         paths: Paths = self.ask(list_paths, path, recursive)[0]
         return paths
 
@@ -151,12 +151,12 @@ class RemoteStore(Store):
 
     @contextlib.contextmanager
     def open_output(self, path: str) -> Iterator[AtomicFile]:
-        """Open a file for sequential writing, which is collected on this host and then sent as a whole."""
+        """Open a file for sequential writing. It is staged on this host and sent as a whole."""
         with staged_output(lambda file: self._send(path, file)) as sink:
             yield sink
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with its content; does nothing if it does not exist."""
+        """Delete a file, or a folder with its content. A missing path is ignored."""
         self.ask(invoke, "delete", path)
 
     def delete_if_empty(self, path: str) -> None:
@@ -185,7 +185,7 @@ class RemoteStore(Store):
         self.ask(write_artifact, path, name)
 
     def ask(self, call: Call, *arguments: object) -> tuple[Any, bytes]:
-        """Run a call on the store in a task; return its answer and its content.
+        """Run a call on the store in a task and return its answer and its content.
 
         Args:
             call: module-level function, called with the store and the arguments; it yields the answer as JSON data,
@@ -221,7 +221,10 @@ def _identity(store: Store) -> Store:
 
 
 def _start_timeout(shim: SparkShim) -> float:
-    """Read the session's longest wait for task slots in s; an invalid value, which a fit reports, gives the default."""
+    """Read the session's longest wait for task slots in s, or the default if the value is invalid.
+
+    A fit reports an invalid value.
+    """
     key = f"{CONF_PREFIX}start_timeout"
     conf = shim.conf((key, f"{key}_s"))
     try:
@@ -231,7 +234,7 @@ def _start_timeout(shim: SparkShim) -> float:
 
 
 class _RemoteFile(io.RawIOBase):
-    """File that is read in blocks of 4 MiB, with a cache of one block."""
+    """File read in blocks of 4 MiB, with a cache of one block."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int, first: bytes) -> None:
         self._fetch = fetch
@@ -297,7 +300,7 @@ Call = Callable[..., Answer]
 
 
 def invoke(store: Store, method: str, *arguments: object) -> Answer:
-    """Call a method of the store that returns JSON, or None."""
+    """Call a method of the store with a JSON result, or None."""
     yield getattr(store, method)(*arguments)
 
 
@@ -362,7 +365,7 @@ def prove(store: Store, token: str, content: bytes, make: bool) -> Answer:
 def answer(
     store: Store, call: Call, arguments: tuple[object, ...], batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Run a call in a task; an error becomes a row."""
+    """Run a call in a task. An error becomes a row."""
     for _ in batches:  # if a task leaves input unread, Spark ends its Python worker
         pass
     part = _ANSWER
@@ -410,7 +413,7 @@ _EMBEDDED = re.compile(r"\[sparkhvd-store:([0-9a-f]+)\]")
 
 @contextlib.contextmanager
 def telling_the_driver() -> Iterator[None]:
-    """In a task, append the encoded message to a `StoreError` of the block, so that it survives in Spark's text."""
+    """Append the encoded message to a task's `StoreError`, so that it survives in Spark's text."""
     try:
         yield
     except StoreError as e:

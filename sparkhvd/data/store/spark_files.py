@@ -39,7 +39,7 @@ _SEPARATORS = (b"\n", b"\0")
 
 @contextlib.contextmanager
 def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
-    """Make a staging folder on this host for `write_file`; it is deleted when the block ends.
+    """Make a staging folder on this host for `write_file`. It is deleted when the block ends.
 
     If possible, the folder is on the file system of `path`, to avoid a copy.
     """
@@ -59,7 +59,7 @@ def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
 
 
 def write_file(spark: SparkSession, folder: str, path: str) -> None:
-    """Write a file of this host as the only file of a new folder; the original may be moved.
+    """Write a file of this host as the only file of a new folder. The original may be moved.
 
     Raises:
         InvalidArgumentError: the file is larger than this kind of session can write.
@@ -107,7 +107,7 @@ def _artifact(name: str, separator: bytes, batches: Iterator[RecordBatch]) -> It
 
 @contextlib.contextmanager
 def read_file(spark: SparkSession, folder: str) -> Iterator[str]:
-    """Copy the only file of a folder to this host and yield its path; deleted when the block ends.
+    """Yield the path of a local copy of a folder's only file. The end of the block deletes it.
 
     Raises:
         InvalidArgumentError: the folder is empty, or has several files.
@@ -132,14 +132,14 @@ def _jvm(spark: SparkSession) -> Any:
 
 
 def _hadoop(spark: SparkSession, path: str) -> tuple[Any, Any]:
-    """Return Hadoop's file system of a path, and the path, as objects of the driver's JVM."""
+    """Get Hadoop's file system of a path, and the path, as objects of the driver's JVM."""
     target = _jvm(spark).org.apache.hadoop.fs.Path(path)
     conf = spark._jsparkSession.sessionState().newHadoopConf()
     return target.getFileSystem(conf), target
 
 
 def _local_path(spark: SparkSession, path: str) -> str:
-    """Find the local path to which Spark resolves `path`, also through mount tables; "" if it is not local."""
+    """Resolve `path` like Spark (with mount tables) to a local path, or "" if it is not local."""
     if is_connect(spark):
         return ""
     system, target = _hadoop(spark, path)
@@ -174,7 +174,7 @@ def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
 
 
 def _rows(data: mmap.mmap | bytes, separator: bytes) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each row; rows are divided by the separator."""
+    """Yield begin and end of each row. The separator divides the rows."""
     start = 0
     while True:
         end = data.find(separator, start + CHUNK_BYTES)

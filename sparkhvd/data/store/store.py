@@ -73,7 +73,7 @@ class Store:
     _opened_through: ClassVar[Callable[[SparkSession, Store], Store]]
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
-        """Use `Store.create`, which also checks that the folder can be written."""
+        """Use `Store.create` instead. It also checks that the folder can be written."""
         self._place = StoreFilesystem(url, storage_options or {})
         self._writer = StoreWriter(self._place)
         self.url = self._place.url  # this URL has no secrets
@@ -84,7 +84,7 @@ class Store:
 
     @classmethod
     def create(cls, path_or_url: str | os.PathLike[str], **storage_options: Any) -> Store:
-        """Open the store at a path or URL, creating the folder, and check that it can be written.
+        """Open the store at a path or URL, create its folder, and check write access.
 
         Args:
             path_or_url: an absolute path ("/data/store", "/Volumes/main/default/store", "dbfs:/store") or a URL
@@ -141,7 +141,7 @@ class Store:
 
     @property
     def direct(self) -> Store:
-        """Store as executors reach it; this store itself if this process reaches it directly."""
+        """Store as reached by executors, or this store if this process reaches it directly."""
         return self
 
     @property
@@ -160,11 +160,11 @@ class Store:
     # -- reading -------------------------------------------------------------------------------------
 
     def exists(self, path: str) -> bool:
-        """Return True if a file or folder exists."""
+        """Check whether a file or folder exists."""
         return bool(self._place.info(path).type != pafs.FileType.NotFound)
 
     def num_bytes(self, path: str) -> int:
-        """Return the size of a file.
+        """Read the size of a file in bytes.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -175,7 +175,7 @@ class Store:
         return int(info.size)
 
     def read_bytes(self, path: str) -> bytes:
-        """Return the content of a file.
+        """Read a whole file.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -195,16 +195,16 @@ class Store:
         return _collect(self, folder, done)
 
     def open_input(self, path: str) -> pa.NativeFile:
-        """Open a file for random access; the caller closes it."""
+        """Open a file for random access. The caller closes it."""
         with self._place.explained("read", path):
             return self._place.fs.open_input_file(self._place.full(path))
 
     def list(self, path: str = "", *, recursive: bool = False) -> Paths:
-        """List the files and folders directly in a folder, or all files below it, sorted; [] if it does not exist."""
+        """List the files and folders directly in a folder, or all files below it, sorted, or return [] if it does not exist."""
         return list_paths(self._place, path, recursive=recursive)
 
     def files(self) -> tuple[StoredFile, ...]:
-        """List every file below the root with size and time, sorted by path; a root that is a file is ".".
+        """List every file below the root with size and time, sorted by path. A file as root is ".".
 
         Raises:
             FileNotFoundError: the root does not exist.
@@ -212,11 +212,14 @@ class Store:
         return list_files(self._place)
 
     def list_above(self, names: Sequence[str]) -> Paths:
-        """List the files that are directly in folders with these names, beside or above the root, as "../name/file"."""
+        """List files directly in folders of these names beside or above the root.
+
+        The paths have the form "../name/file".
+        """
         return list_above(self._place, names)
 
     def last_change(self, path: str) -> float | None:
-        """Return the time of the last change in a folder, in s since 1970; None if unknown."""
+        """Find the time of the last change in a folder, in s since 1970, or None if unknown."""
         return last_change(self._place, path)
 
     def data_directories(self) -> Paths:
@@ -224,18 +227,18 @@ class Store:
         return data_directories(self._place)
 
     def local_path(self, path: str) -> str | None:
-        """Return the path of a file on this host, or None if the store is not a local folder."""
+        """Find a file's path on this host, or None if the store is not a local folder."""
         return self._place.full(path) if self.is_local else None
 
     def full_url(self, path: str) -> str:
-        """Return the URL of a path in the store, for messages and for Spark."""
+        """Make the full URL of a path in the store, for messages and for Spark."""
         if not path:
             return self.url
         url, mark, query = self.url.partition("?")
         return f"{url.rstrip('/')}/{path}{mark}{query}"
 
     def seen_by(self, spark: SparkSession) -> Store:
-        """Return this store as a session's client reaches it: directly, or through tasks of a Connect session."""
+        """Open this store as a session's client reaches it: directly, or by Connect tasks."""
         return Store._opened_through(spark, self)
 
     def waiting(self, limit_s: float) -> Store:
@@ -243,7 +246,7 @@ class Store:
         return self
 
     def below(self, path: str) -> Store:
-        """Return a folder or file of this store as a store with the same options."""
+        """Open a folder or file of this store as a store with the same options."""
         address = self._place.address
         self._place.full(path)
         if address.root is not None:
@@ -264,7 +267,7 @@ class Store:
 
     @contextmanager
     def open_output(self, path: str) -> Iterator[atomic.AtomicFile]:
-        """Open a file for sequential writing; it appears under its name when the block ends without error.
+        """Open a file for sequential writing. It appears under its name when the block ends without error.
 
         Raises:
             StoreError: the store is full, missing or unreachable, or this user may not write it.
@@ -273,7 +276,7 @@ class Store:
             yield sink
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with its content; does nothing if it does not exist."""
+        """Delete a file, or a folder with its content. A missing path is ignored."""
         if all(part in ("", ".") for part in path.split("/")):
             raise InvalidArgumentError(
                 f"Store.delete({path!r}) would delete the whole store. Give a path inside the store."
@@ -281,7 +284,7 @@ class Store:
         self._writer.delete(path)
 
     def delete_if_empty(self, path: str) -> None:
-        """Delete a folder if it is empty, atomically: a file that another process has just added is kept.
+        """Delete a folder atomically if it is empty. A file just added by another process is kept.
 
         Does nothing on file systems without this operation, such as HDFS and object stores, whose folders are only
         names.
@@ -289,7 +292,7 @@ class Store:
         self._writer.delete_if_empty(path)
 
     def delete_unfinished(self, path: str) -> None:
-        """Delete unfinished files of killed writers directly in a folder, which must have no writers."""
+        """Delete killed writers' unfinished files directly in a folder. It must have no writers."""
         for unfinished in unfinished_files(self._place, path):
             self.delete(unfinished)
 
@@ -319,11 +322,11 @@ class Store:
     # -- runs and data -------------------------------------------------------------------------------
 
     def runs(self) -> tuple[StoredRun, ...]:
-        """Return the runs in the store by name: state, epochs, bytes, last change."""
+        """List the runs in the store by name: state, epochs, bytes, last change."""
         return list_runs(self)
 
     def data(self) -> tuple[StoredData, ...]:
-        """Return the materialized data in the store by path: state, bytes, last change, application."""
+        """List the store's materialized data by path: state, bytes, last change, application."""
         return list_data(self)
 
     def delete_run(self, run_id: str) -> None:
@@ -402,7 +405,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreFilesystem:
-    """Folder of a store in its file system; every path is relative to it.
+    """Folder of a store in its file system. Every path is relative to the folder.
 
     Attributes:
         address: parsed URL.
@@ -479,7 +482,7 @@ class StoreFilesystem:
         return posixpath.join(self.root, *[p for p in parts if p and p != "."])
 
     def info(self, path: str) -> pafs.FileInfo:
-        """Type, size and time of a file or folder; a missing path has the type NotFound."""
+        """Type, size and time of a file or folder. A missing path has the type NotFound."""
         with self.explained("read", path):
             return self.fs.get_file_info(self.full(path))
 
@@ -489,7 +492,7 @@ class StoreFilesystem:
 
     @contextlib.contextmanager
     def explained(self, doing: str, path: str) -> Iterator[None]:
-        """Raise errors of the file system as `StoreError`; `FileNotFoundError` keeps its class.
+        """Raise errors of the file system as `StoreError`. `FileNotFoundError` keeps its class.
 
         Args:
             doing: participle for the message: "read", "written", "cleaned", "opened".
@@ -507,7 +510,7 @@ class StoreFilesystem:
             raise self.error(doing, path, e) from self.cause(e)
 
     def error(self, doing: str, path: str, cause: Exception, staged_in: str = "") -> StoreError:
-        """Make the error for an operation that the file system refused.
+        """Make the error for an operation refused by the file system.
 
         Args:
             doing: participle for the message, as for `explained`.
@@ -541,7 +544,7 @@ class StoreFilesystem:
         return error
 
     def cause(self, error: Exception) -> Exception | None:
-        """Return the error to show as a cause; None if the error or its causes hold a secret."""
+        """Choose the cause to show: the error, or None if it or its causes hold a secret."""
         link: BaseException | None = error
         while link is not None:
             for text in (str(link), repr(link)):
@@ -577,7 +580,7 @@ class StoredFile:
 
 
 def list_paths(place: StoreFilesystem, path: str, *, recursive: bool) -> Paths:
-    """List a folder, sorted, without unfinished files; empty if it does not exist.
+    """List a folder, sorted, without unfinished files. A missing folder is empty.
 
     Args:
         place: file system of the store.
@@ -593,7 +596,7 @@ def list_paths(place: StoreFilesystem, path: str, *, recursive: bool) -> Paths:
 
 
 def list_files(place: StoreFilesystem) -> tuple[StoredFile, ...]:
-    """List every file below the root with size and time, sorted by path; a root that is a file is ".".
+    """List every file below the root with size and time, sorted by path. A file as root is ".".
 
     Raises:
         FileNotFoundError: the root does not exist.
@@ -632,7 +635,7 @@ def list_above(place: StoreFilesystem, names: Sequence[str]) -> Paths:
 
 
 def last_change(place: StoreFilesystem, path: str) -> float | None:
-    """Time of the last change in a folder, in s since 1970; None if unknown."""
+    """Find the time of the last change in a folder, in s since 1970, or None if unknown."""
     infos = [place.info(path), *_infos(place, path, recursive=True)]
     times = [info.mtime_ns for info in infos if info.mtime_ns]
     return max(times) / 1e9 if times else None
@@ -659,7 +662,10 @@ def unfinished_files(place: StoreFilesystem, path: str) -> Paths:
 
 
 def _folders_above(place: StoreFilesystem, root: str) -> Paths:
-    """List the folders above a root, the nearest first; for a local root also the folders above its real path."""
+    """List the folders above a root, the nearest first.
+
+    For a local root, the list includes the folders above its real path.
+    """
     folders: dict[str, None] = {}
     for path in (root, os.path.realpath(root)) if place.is_local else (root,):
         for _ in range(_LEVELS):
@@ -688,7 +694,7 @@ def _infos(place: StoreFilesystem, path: str, *, recursive: bool = False) -> lis
 
 
 class StoreWriter:
-    """Writer of files below the root of a store, which must exist."""
+    """Writer of files below the root of a store. The root must exist."""
 
     def __init__(self, place: StoreFilesystem) -> None:
         self._place = place
@@ -697,7 +703,7 @@ class StoreWriter:
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[atomic.AtomicFile]:
-        """Open a file for sequential writing; it appears when the block ends without error."""
+        """Open a file for sequential writing. It appears when the block ends without error."""
         place = self._place
         sink: atomic.AtomicFile | None = None
         try:
@@ -756,7 +762,7 @@ class StoreWriter:
             )
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with its content; does nothing if it does not exist."""
+        """Delete a file, or a folder with its content. A missing path is ignored."""
         place = self._place
         full = place.full(path)
         with (
@@ -876,7 +882,7 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
 
 
 def _content(store: Store, path: str) -> bytes | None:
-    """Read a listed file; b"" if it cannot be read, None if it was deleted meanwhile."""
+    """Read a listed file, or return b"" if it cannot be read, None if it was deleted meanwhile."""
     try:
         return store.read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -976,7 +982,7 @@ _NAMED = 20
 
 
 class StoreCleaner:
-    """Cleaner that deletes data and runs in one walk over a store.
+    """Cleaner of data and runs in one walk over a store.
 
     Args:
         store: store to clean.
@@ -1008,7 +1014,10 @@ class StoreCleaner:
                 self._delete(run, self._is_free)
 
     def warn(self, stacklevel: int) -> None:
-        """Warn about remaining folders, if any; `stacklevel` counts from the caller, as in `warnings.warn`."""
+        """Warn about remaining folders, if any.
+
+        `stacklevel` counts from the caller, as in `warnings.warn`.
+        """
         if not self.failed:
             return
         more = ", ..." if len(self.failed) > _NAMED else ""

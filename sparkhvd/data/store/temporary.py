@@ -1,4 +1,4 @@
-"""Temporary folders that are deleted when their process ends for any reason.
+"""Temporary folders, deleted when their process ends for any reason.
 
 A process that exits normally deletes its folders. A killed process cannot, because no Python code runs after SIGKILL or
 an unhandled SIGTERM. So each folder has a file that its process locks, and the system unlocks the file when the process
@@ -42,7 +42,7 @@ class TemporaryFolders:
         self._kept: dict[str, tuple[str, ...]] = {}
 
     def folder(self, key: str) -> str:
-        """Return the folder of a key, which the first call makes private to this user."""
+        """Find or make the key's folder, private to this user."""
         with self._mutex:
             if key not in self._folders:
                 _sweep()
@@ -56,7 +56,7 @@ class TemporaryFolders:
             return folder in self._folders.values()
 
     def keep(self, folder: str, names: tuple[str, ...]) -> None:
-        """Keep a folder, with its entries of these names, when this process ends; other processes keep it, too."""
+        """Keep a folder, with its entries of these names, when this process ends. Other processes keep it, too."""
         with self._mutex:
             self._kept[folder] = names
         # The folder has no owner file if its file system has no locks.
@@ -100,7 +100,7 @@ def _make() -> str:
 
 
 def _sweep() -> None:
-    """Delete the temporary folders of processes of this user that have ended."""
+    """Delete the temporary folders of this user's ended processes."""
     if not hasattr(os, "getuid"):
         return
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
@@ -117,7 +117,7 @@ def _sweep() -> None:
 
 
 def _lock(folder: str, flags: int = 0) -> int | None:
-    """Lock a folder's owner file; return its descriptor, or None if another process holds or has deleted it.
+    """Lock a folder's owner file and return its descriptor, or None if another process holds or has deleted it.
 
     Raises:
         OSError: the file does not exist, or this file system has no locks.

@@ -114,7 +114,7 @@ def open_delta(
 def _load(
     url: str, name: str, request: VersionRequest, options: Mapping[str, Any] | None
 ) -> tuple[DeltaTable, int | None]:
-    """Load the table at the requested version; return it and the time of its commit in ms since 1970, if known."""
+    """Load the table at the requested version and return it and the time of its commit in ms since 1970, if known."""
     try:
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
@@ -174,7 +174,7 @@ def _commit(version: int) -> str:
 
 
 def _committed_ms(store: Store, version: int) -> int | None:
-    """Return the time of a commit in ms since 1970; None if the log does not have it."""
+    """Read the time of a commit in ms since 1970, or None if it is not in the log."""
     try:
         lines = store.read_bytes(_commit(version)).splitlines()
     except FileNotFoundError:
@@ -203,7 +203,7 @@ def _check_features(table: DeltaTable, name: str) -> None:
 def _chosen(
     table: DeltaTable, found: pa.Table, schema: pa.Schema, where: Condition | None
 ) -> set[str]:
-    """Select the paths of files that may hold rows of the filter; all paths if deltalake cannot tell."""
+    """Select files with possible rows of the filter, or all files if deltalake cannot tell."""
     every = {unquote(path) for path in found.column("path").to_pylist()}
     if where is None:
         return every
@@ -230,7 +230,7 @@ def _deleted(
     actions: pa.Table,
     secrets: Collection[str],
 ) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
-    """Read the deletion vectors: path -> function that returns the mask (rows,) of the rows that are not deleted."""
+    """Read the deletion vectors, as path -> function to make the mask (rows,) of remaining rows."""
     from deltalake.exceptions import DeltaError
 
     if "deletionVectors" not in (table.protocol().reader_features or ()):
@@ -269,7 +269,7 @@ def _same(kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 def _path_of(uri: str, *, is_quoted: bool = True) -> str:
-    """Return the host and path of a URI from deltalake."""
+    """Extract host and path from a URI of deltalake."""
     _, mark, rest = uri.partition("://")
     path = rest if mark else uri
     return posixpath.normpath(unquote(path) if mark and is_quoted else path)
@@ -278,7 +278,7 @@ def _path_of(uri: str, *, is_quoted: bool = True) -> str:
 def _locator(
     schema: pa.Schema, mode: str, values: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]:
-    """Make the function that finds the table's columns in a file; see `TableFiles`."""
+    """Make the function `TableFiles.locate` for the table's columns."""
 
     @cache
     def facts() -> dict[str, tuple[str, str]]:

@@ -183,7 +183,10 @@ def load_files(metadata: str, name: str, options: Mapping[str, Any] | None) -> T
 
 
 def _secrets(catalog: object, options: Mapping[str, Any] | None) -> frozenset[str]:
-    """Collect the secrets of a catalog, whose name is looked up in pyiceberg's configuration, and of options."""
+    """Collect the secrets of a catalog and of options.
+
+    The name of a catalog is looked up in pyiceberg's configuration.
+    """
     properties = getattr(catalog, "properties", catalog)
     if isinstance(properties, str):
         from pyiceberg.utils.config import Config
@@ -226,7 +229,10 @@ def _snapshot(table: Table, name: str, request: VersionRequest) -> Snapshot:
 
 
 def _columns(table: Table, scan: DataScan, name: str, request: VersionRequest) -> Schema:
-    """Choose the columns to read; for the newest version the table's columns, which may be newer than its snapshot."""
+    """Choose the columns to read.
+
+    For the newest version these are the table's columns, which may be newer than its snapshot.
+    """
     if request.schema_id is not None:
         found = table.schemas().get(request.schema_id)
         if found is None:
@@ -247,7 +253,7 @@ def _tasks(
     where: Condition | None,
     name: str,
 ) -> list[FileScanTask]:
-    """Plan the files of a scan, without files in which pyiceberg rules out rows of the filter."""
+    """Plan the files of a scan, except files ruled out by pyiceberg for the filter."""
     # pyiceberg looks up a filter's columns in the newest schema. Filter only if the names mean the same columns there.
     newest = {field.name: field.field_id for field in table.schema().fields}
     ours = {field.name: field.field_id for field in columns.fields}
@@ -264,7 +270,7 @@ def _tasks(
 
 
 def _planned(table: Table, scan: DataScan, name: str) -> list[FileScanTask]:
-    """Plan the files of a scan, each with its delete files; refuse equality deletes."""
+    """Plan the files of a scan, each with its delete files, and refuse equality deletes."""
     import pyiceberg
 
     secrets = storage.secrets("", table.io.properties)
@@ -291,7 +297,7 @@ def _planned(table: Table, scan: DataScan, name: str) -> list[FileScanTask]:
 
 
 def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
-    """Find the folder above all files; return it as the URL of a store, and the files' paths relative to it."""
+    """Find the folder above all files and return it as the URL of a store, and the files' paths relative to it."""
     parts = [_split(url) for url in urls]
     if len({host for host, _ in parts}) > 1:
         raise InvalidArgumentError(
@@ -320,7 +326,7 @@ def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Split a location into "scheme://host" ("" if local) and path; s3a and s3n become s3."""
+    """Split a location into "scheme://host" ("" if local) and path. s3a and s3n become s3."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return "", posixpath.normpath(url.removeprefix("file:"))
@@ -336,7 +342,7 @@ def _split(url: str) -> tuple[str, str]:
 def _deleted(
     table: Table, tasks: Sequence[FileScanTask], paths: Sequence[str], name: str
 ) -> dict[str, Callable[[], npt.NDArray[np.bool_]]]:
-    """Read the delete files: path -> function that returns the mask (rows,) of the rows that are not deleted."""
+    """Read the delete files, as path -> function to make the mask (rows,) of remaining rows."""
     having = [task for task in tasks if task.delete_files]
     if not having:
         return {}
@@ -389,7 +395,7 @@ def _deleted(
 def _locator(
     table: Table, columns: Schema, tasks: Mapping[str, FileScanTask], name: str
 ) -> Callable[[str, pa.Schema], tuple[dict[str, str], dict[str, Any]]]:
-    """Make the function that finds the table's columns in a file; see `TableFiles`."""
+    """Make the function `TableFiles.locate` for the table's columns."""
     from pyiceberg.transforms import IdentityTransform
 
     mapping = table.metadata.name_mapping()

@@ -1,4 +1,4 @@
-"""Translate storage options between the names of pyarrow, which stores use, and the names of both libraries.
+"""Translate storage options between pyarrow's names for stores and deltalake's or pyiceberg's.
 
 A user gives the options once, as for `Store.create`. An Iceberg catalog may have its own options, which are translated
 to a store's options.
@@ -47,7 +47,7 @@ def for_delta(url: str, options: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def for_iceberg(url: str, options: Mapping[str, Any] | None) -> dict[str, str]:
-    """Translate a store's options to pyiceberg's names; errors as in `for_delta`."""
+    """Translate a store's options to pyiceberg's names. Errors are as in `for_delta`."""
     return _translated(url, options, 2, "pyiceberg")
 
 
@@ -76,7 +76,7 @@ def _translated(
 
 
 def secrets(url: str, options: Mapping[str, Any] | None = None) -> frozenset[str]:
-    """Collect passwords and keys of a URL, storage options or a catalog's properties, which no message may hold."""
+    """Collect passwords and keys of a URL, options or catalog, to keep them out of messages."""
     found = set(addresses.secrets_of(url, options or {}))
     for value in map(str, (options or {}).values()):
         if "://" in value:

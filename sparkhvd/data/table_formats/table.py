@@ -31,7 +31,7 @@ def open_table(
     catalog: object = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ParquetDataset:
-    """Find the files of a version of a table; starts no Spark job.
+    """Find the files of a version of a table, without a Spark job.
 
     Args:
         table: path or URL of a Delta table's folder, of an Iceberg table's folder or metadata file; or a name,
@@ -109,7 +109,7 @@ def _absolute(url: str) -> str:
 
 
 def _spark_catalog(spark: SparkSession, name: str) -> dict[str, str] | None:
-    """Read the properties of an Iceberg catalog from the session's configuration, for pyiceberg; None without it."""
+    """Read the properties of an Iceberg catalog from the session's configuration, for pyiceberg, or return None without it."""
     prefix = f"spark.sql.catalog.{name}"
     kind = str(spark.conf.get(prefix, None) or "")
     if "org.apache.iceberg" not in kind:
@@ -127,7 +127,7 @@ def _spark_catalog(spark: SparkSession, name: str) -> dict[str, str] | None:
 
 
 def _delta_location(spark: SparkSession, name: str) -> str | None:
-    """Find the folder of a Delta table in the session's catalog; None if the catalog has no such table."""
+    """Find the folder of a Delta table in the session's catalog, or return None if the catalog has no such table."""
     try:
         rows = spark.sql(
             f"DESCRIBE TABLE EXTENDED {name}"

@@ -1,4 +1,4 @@
-"""Requested version of a table, and errors that all formats share."""
+"""Requested version of a table, and errors common to all formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkhvd.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class VersionRequest:
-    """Requested version of a table. At most one attribute is set; without any, the newest version is meant.
+    """Requested version of a table, set by at most one attribute. The default is the newest.
 
     Attributes:
         version: version number of a Delta table.
@@ -38,7 +38,10 @@ class VersionRequest:
         return math.floor(self.as_of * 1000 + 0.001)
 
     def of_format(self, kind: str) -> VersionRequest:
-        """Reject an attribute of the other format and return the request; `kind` is "Delta" or "Iceberg"."""
+        """Reject attributes of the other format. `kind` is "Delta" or "Iceberg".
+
+        The result is this request.
+        """
         if kind == "Delta" and (self.snapshot_id is not None or self.ref is not None):
             name = "snapshot_id" if self.snapshot_id is not None else "ref"
             raise InvalidArgumentError(
@@ -69,7 +72,7 @@ def requested(
     ref: str | None = None,
     as_of: str | date | datetime | None = None,
 ) -> VersionRequest:
-    """Check the arguments that choose a version.
+    """Check the user's version arguments and make the request.
 
     Raises:
         InvalidArgumentError: several arguments are given, or an argument is invalid.
@@ -117,7 +120,7 @@ def _utc(moment: float) -> str:
 
 
 def unsupported(name: str, feature: str, remedy: str = "") -> InvalidArgumentError:
-    """Make the error for a table that this reader cannot read exactly.
+    """Make the error for a table with an unsupported feature.
 
     Args:
         name: name of the table.

@@ -1,4 +1,4 @@
-"""Filters of rows, with SQL's meaning for nulls; a comparison treats NaN as null.
+"""Filters of rows, with SQL's meaning for nulls. Comparisons treat NaN as null.
 
 A filter is SQL text of comparisons, IN, BETWEEN, IS NULL, AND, OR and NOT, or tuples as in `filters` of pandas. pyarrow
 selects the rows exactly; the libraries of the formats use the filter only to leave out files.
@@ -105,7 +105,7 @@ def row_filter(condition: Condition, schema: pa.Schema, name: str) -> RowFilter:
 
 
 def text_of(condition: Condition) -> str:
-    """Format a condition as SQL with double quotes around columns; equal conditions give equal text."""
+    """Format a condition as SQL with double-quoted columns. Equal conditions give equal text."""
     if isinstance(condition, Joined):
         if condition.op == "not":
             return f"NOT ({text_of(condition.parts[0])})"
@@ -124,12 +124,12 @@ def columns_of(condition: Condition) -> set[str]:
 
 
 def null_columns_of(condition: Condition) -> set[str]:
-    """Collect the columns that a condition tests with IS NULL."""
+    """Collect the columns tested with IS NULL in a condition."""
     return {test.column for test in _tests(condition) if test.op == "null"}
 
 
 def for_pruning(condition: Condition, types: Mapping[str, pa.DataType]) -> Condition | None:
-    """Convert the values of a condition to the types of their columns; None if a library cannot compare them exactly.
+    """Convert the values of a condition to the types of their columns, or return None if a library cannot compare them exactly.
 
     A library would round a value that the type cannot hold, and so might leave out files with rows of the condition.
     """
@@ -153,11 +153,11 @@ def for_pruning(condition: Condition, types: Mapping[str, pa.DataType]) -> Condi
 
 
 class _InexactError(Exception):
-    """Raised for a value that the type of its column cannot hold exactly."""
+    """Error for a value without exact equivalent in its column's type."""
 
 
 def of_iceberg(condition: Condition, types: Mapping[str, pa.DataType]) -> BooleanExpression:
-    """Make an expression of pyiceberg that is true for all rows of the condition, and maybe for more."""
+    """Make a pyiceberg expression, true for all rows of the condition and perhaps for others."""
     from pyiceberg import expressions as ice
 
     # Negation is moved into the comparisons. In Iceberg a comparison with null is not null but true or false, so
@@ -219,7 +219,7 @@ def _expression(condition: Condition, types: Mapping[str, pa.DataType]) -> pc.Ex
 
 
 def _compared(field: pc.Expression, test: Test, kind: pa.DataType) -> pc.Expression:
-    """Compare a column with a value. A value that the type cannot hold lies between two numbers of the type."""
+    """Compare a column with a value. An inexact value lies between two numbers of the type."""
     value = test.values[0]
     exact = _value_in(value, kind, test.column)
     if exact is not None:
@@ -242,7 +242,7 @@ def _unless_null(field: pc.Expression, otherwise: pc.Expression) -> pc.Expressio
 
 
 def _floor(value: Any, kind: pa.DataType) -> int | float | Decimal | None:
-    """Find the largest number of a type that is at most the value; None if all numbers of the type are greater.
+    """Find the type's largest number <= the value, or None if all its numbers are greater.
 
     The exact number counts: 0.1 is less than the nearest float32. For a decimal column the number's text counts.
     """
@@ -271,7 +271,7 @@ def _decimal(value: Any) -> Decimal:
 
 
 def _value_in(value: Value, kind: pa.DataType, column: str) -> Any:
-    """Convert a value to its column's type; None for a number that the type cannot hold."""
+    """Convert a value to its column's type, or return None if the type has no equal number."""
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if is_number != (isinstance(value, (int, float)) and not isinstance(value, bool)) or (
         pa.types.is_boolean(kind) != isinstance(value, bool)
@@ -303,7 +303,7 @@ def _scalar(value: Value, kind: pa.DataType) -> pa.Scalar:
 
 
 def _exact(value: Value, kind: pa.DataType, column: str) -> Any:
-    """Convert a value to the form for both libraries, dates and times as text; None if the type cannot hold it."""
+    """Convert a value to the form for both libraries, dates and times as text, or return None if the type cannot hold it."""
     found = _value_in(value, kind, column)
     if not isinstance(found, pa.Scalar):
         return found
@@ -333,7 +333,7 @@ def _tests(condition: Condition) -> Iterator[Test]:
 
 
 def _checked(condition: Condition, where: object) -> Condition:
-    """Reject a condition that is too large or too deep to evaluate."""
+    """Reject a condition too large or too deep to evaluate."""
     level, count, depth = [condition], 0, 0
     while level:
         count, depth = count + len(level), depth + 1
@@ -378,7 +378,10 @@ def _of_tuple(given: tuple[str, str, Any]) -> Condition:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number of NumPy to a Python number; NaN and infinity are errors, because SQL cannot write them."""
+    """Convert a number of NumPy to a Python number, and reject NaN and infinity.
+
+    SQL cannot write NaN and infinity.
+    """
     plain = value.item() if isinstance(value, np.generic) else value
     if isinstance(plain, float) and not math.isfinite(plain):
         raise ValueError(

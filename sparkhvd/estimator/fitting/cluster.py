@@ -63,7 +63,7 @@ class Cluster:
 
 
 def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool = True) -> Cluster:
-    """Decide everything that depends on the cluster; print the number of ranks if it was not given.
+    """Decide how a fit uses the cluster, and print the number of ranks if it was not given.
 
     Args:
         shim: shim of the session.
@@ -125,7 +125,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
 
 
 def fixed_num_proc(options: FitOptions, who: str) -> int | None:
-    """Return the number of ranks for an estimator without elastic training.
+    """Read `num_proc` for an estimator without elastic training.
 
     Raises:
         InvalidArgumentError: `num_proc` is a range.
@@ -138,7 +138,7 @@ def fixed_num_proc(options: FitOptions, who: str) -> int | None:
 
 
 def _range_of_ranks(options: FitOptions) -> tuple[int | None, int | None]:
-    """Return the minimum number of ranks (None if fixed), and the number or the maximum.
+    """Read the minimum and maximum number of ranks. The minimum is None for a fixed number.
 
     Raises:
         InvalidArgumentError: another Param contradicts `num_proc`.
@@ -178,7 +178,7 @@ def _rows_in_conf() -> dict[str, ParamRow]:
 
 
 def _values_of_conf(options: FitOptions, conf: Mapping[str, str]) -> dict[str, Any]:
-    """Read the Params that are set in the conf and not by the caller."""
+    """Read the Params set in the conf but not by the caller."""
     values: dict[str, Any] = {}
     for name, row in _rows_in_conf().items():
         key = CONF_PREFIX + name

@@ -1,4 +1,4 @@
-"""Fit the models of several param maps, and delete the data that their fits share."""
+"""Fit the models of several param maps, and delete their shared data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FoldModels(Iterator[tuple[int, M]]):
             self._close()
 
     def __next__(self) -> tuple[int, M]:
-        """Fit with the next param map; return its index and the model."""
+        """Fit with the next param map and return its index and the model."""
         try:
             return next(self._models)
         finally:
@@ -40,7 +40,7 @@ class FoldModels(Iterator[tuple[int, M]]):
 
 @contextlib.contextmanager
 def models_kept(models: dict[int, M]) -> Iterator[None]:
-    """Attach the finished models to an error in the block as its attribute `models`, so that they are not lost."""
+    """Attach the finished models to an error in the block, as its attribute `models`."""
     try:
         yield
     except BaseException as e:

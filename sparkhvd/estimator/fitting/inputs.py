@@ -93,7 +93,7 @@ class FitData:
 
     @property
     def ranges(self) -> dict[str, Range]:
-        """Smallest and largest integer of the columns that reach model and loss unchanged."""
+        """Smallest and largest integer of each column passed unchanged to model and loss."""
         if self.transformed is not None:
             return {}
         manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]
@@ -118,7 +118,7 @@ class FitData:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Facts that must be equal in a run and in a fit that resumes it."""
+        """Collect the facts that must not change when a fit resumes the run."""
         manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]
         tables = {"tables": [t.identity for t in self.manifest.tables]}
         return {
@@ -146,7 +146,7 @@ def required_modules(options: FitOptions) -> tuple[str, ...]:
 
 
 def dataframe_sources(df: DataFrame, validation: DataFrame | float | str | None) -> FitSources:
-    """Make the sources of `fit(df)`; `validation` is the Param."""
+    """Make the sources of `fit(df)` from the DataFrame and the Param `validation`."""
     if is_dataframe(validation):
         return FitSources(DataFrameSource(df), DataFrameSource(validation))
     if validation is not None and not isinstance(validation, str):
@@ -175,7 +175,7 @@ def check_inputs(
     class_labels: Sequence[str],
     keeps_types: bool,
 ) -> DataSchema:
-    """Check the columns of all sources and decide how each is stored; starts no job.
+    """Check the columns of all sources and decide how each is stored, without a Spark job.
 
     Args:
         options: options of the fit.
@@ -318,7 +318,7 @@ def _read_examples(
 
 
 def check_split(manifest: Manifest, split: float | str | None, full_step: int) -> None:
-    """Reject data that are too small to train or validate, before any rank starts.
+    """Reject too few training or validation rows before any rank starts.
 
     Args:
         manifest: manifest of the training data.

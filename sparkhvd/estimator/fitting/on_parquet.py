@@ -53,7 +53,9 @@ def split_arguments(
     params: Mapping[Any, Any] | Sequence[Any] | None,
     name: str = "fit_on_parquet",
 ) -> tuple[PathLike | None, list[ParamMap], bool]:
-    """Split the arguments into path, param maps, and whether the maps are a list; Horovod passes params first.
+    """Split the arguments into path, param maps, and whether the maps are a list.
+
+    Horovod passes params first.
 
     Raises:
         InvalidArgumentError: params are given twice or are not param maps.
@@ -77,7 +79,7 @@ def split_arguments(
 def open_sources(
     options: FitOptions, places: DataPaths, spark: SparkSession
 ) -> tuple[FitSources, dict[str, Any] | None]:
-    """Find the files; return the sources of the fit and its decoders, including petastorm's.
+    """Find the files and return the sources of the fit and its decoders, including petastorm's.
 
     Args:
         options: of the fit.
@@ -111,7 +113,10 @@ def open_sources(
 
 
 def check_options(options: FitOptions, name: str) -> None:
-    """Reject Params for materialized data, and validation rows that Spark must write; `name` is the caller's name."""
+    """Reject Params for materialized data, and a DataFrame of validation rows.
+
+    Spark would have to write that DataFrame first. `name` is the caller's name.
+    """
     for param in ("data_key", "keep_data", "num_partitions", "group_col"):
         if getattr(options, param):
             raise InvalidArgumentError(
@@ -171,7 +176,7 @@ def reachable(spark: SparkSession, store: Store) -> Store:
 
 
 def _refuse_encoded(dataset: ParquetDataset, names: Sequence[str]) -> None:
-    """Reject columns that petastorm has encoded, and explain how to read them."""
+    """Reject columns encoded by petastorm, and explain how to read them."""
     if UNISCHEMA_KEY not in dataset.metadata:
         return
     encoded = [

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableChoice:
-    """Arguments of `fit_on_table` that choose rows; other attributes are described there.
+    """Arguments of `fit_on_table` that choose rows. Other attributes are described there.
 
     Attributes:
         schema_id: id of the columns with which to read an Iceberg snapshot again as an earlier fit did.
@@ -46,7 +46,7 @@ class TableChoice:
 
 
 def open_table_source(options: FitOptions, choice: TableChoice, spark: SparkSession) -> FitSources:
-    """Find the files of a version of a table; starts no Spark job.
+    """Find the files of a version of a table, without a Spark job.
 
     Args:
         options: options of the fit.

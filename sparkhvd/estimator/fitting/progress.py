@@ -112,7 +112,7 @@ def _is_finite(value: object) -> bool:
 
 @contextlib.contextmanager
 def announce_late(text: str, verbose: int, after_s: float = _LATE_S) -> Iterator[None]:
-    """Print a line if the block takes longer than `after_s` seconds; `verbose` 0 prints nothing."""
+    """Print a line if the block takes longer than `after_s` seconds, unless `verbose` is 0."""
     timer = threading.Timer(after_s, of_this_process.print, (text,))
     timer.daemon = True
     if verbose:
@@ -138,7 +138,10 @@ def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None
 
 
 def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) -> float | None:
-    """Return the seconds between two reads; None, with a printed reason, if the ranks hold every task slot."""
+    """Choose the seconds between two reads.
+
+    Returns None and prints the reason if the ranks hold every task slot.
+    """
     if store.is_seen:
         return POLL_S
     if slots is None or slots > num_proc:
@@ -152,7 +155,10 @@ def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) 
 
 
 class EpochReporter:
-    """Reporter that prints a line per epoch and calls the user's function; a context manager around the launch."""
+    """Reporter of epochs, as a context manager around the launch.
+
+    It prints a line per epoch and calls the user's function.
+    """
 
     def __init__(
         self,
@@ -166,7 +172,7 @@ class EpochReporter:
         name: str = "",
         label: str = "",
     ) -> None:
-        """Prepare a reporter; its thread starts with the `with` block.
+        """Prepare a reporter. Its thread starts with the `with` block.
 
         Args:
             checkpoints: checkpoints of the run.
@@ -254,18 +260,21 @@ class EpochReporter:
 
     @property
     def _prefix(self) -> str:
-        """Prefix of the lines, such as "[fold 2, batch_size=64] "; "" for a single fit without a label."""
+        """Prefix of the lines, such as "[fold 2, batch_size=64] ", or "" for a single fit without a label."""
         shown = ": ".join(filter(None, ("" if self._is_alone else self._name, self._label)))
         return f"[{shown}] " if shown else ""
 
     @property
     def _short_prefix(self) -> str:
-        """Prefix in the line that all fits share: the label, or the part of the name after the last "-"."""
+        """Prefix in the shared line of all fits.
+
+        It is the label, or the part of the name after the last "-".
+        """
         shown = self._label or ("" if self._is_alone else self._name.rpartition("-")[2])
         return f"[{shown}] " if shown else ""
 
     def returns(self, epoch: int, history: History, monitor: str) -> None:
-        """Print which epoch's weights the model has, if they are not the last ones."""
+        """Print the epoch of the model's weights if it is not the last epoch."""
         value = next((r.get(monitor) for r in history if r.get("epoch") == epoch), None)
         is_last = not history or history[-1].get("epoch") == epoch
         if self._verbose and isinstance(value, (int, float)) and not is_last:

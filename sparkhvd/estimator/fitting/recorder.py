@@ -58,13 +58,13 @@ class Recorder:
         return found
 
     def lap(self, name: str) -> None:
-        """Record that a phase of the driver has ended; it began at the end of the previous phase."""
+        """Record a phase of the driver, from the end of the previous phase until now."""
         now = time.time()
         self._phases.append((name, now - self._lap))
         self._lap = now
 
     def prepared(self, origin: Mapping[str, Any], reading: str = "") -> None:
-        """Record the origin of the rows; see `FitData.origin`.
+        """Record the origin of the rows. See `FitData.origin`.
 
         Args:
             origin: origin of the training rows.
@@ -184,7 +184,7 @@ class Recorder:
         error: BaseException | None = None,
         is_kept: bool = True,
     ) -> None:
-        """Write the report into the run's folder; a failure is a warning.
+        """Write the report into the run's folder. A failure is a warning.
 
         Args:
             store: store of the run.

@@ -102,7 +102,7 @@ class CheckedProgram:
 
 @dataclass(frozen=True)
 class FitRequest(CheckedProgram):
-    """Request of a fit with checked arguments; no Spark job has run yet.
+    """Request of a fit with checked arguments. No Spark job has run yet.
 
     Attributes:
         shim: session whose tasks become ranks.
@@ -163,7 +163,7 @@ def check_request(
     takes_slots: bool = True,
     short_steps: bool = False,
 ) -> FitRequest:
-    """Check everything that can be checked before the first job: Params, columns, model, cluster, store and run.
+    """Check Params, columns, model, cluster, store and run before the first job.
 
     Args:
         options: options of the fit.
@@ -278,7 +278,7 @@ def _num_checkpoints(options: FitOptions) -> int:
 def _check_model(
     options: FitOptions, sources: FitSources
 ) -> tuple[FitOptions, torch.nn.Module, UserCode]:
-    """Check the module and the user's code; return the options without torch.compile's wrapper, the module and code."""
+    """Check the module and the user's code, and return the options without torch.compile's wrapper, the module and code."""
     built = build_model(options.model)
     if is_compiled(built):
         # The wrapper of torch.compile adds a prefix to the names of parameters.
@@ -459,7 +459,7 @@ def bind_features(
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Options that become the fields of `TrainSpec` with the same names.
+    """Options for the fields of `TrainSpec` with the same names.
 
     Attributes:
         monitor: number of the history that selects the best epoch.
@@ -536,7 +536,7 @@ class _HistoryKeys:
         return cls(names + validated, is_open=is_open)
 
     def check(self, param: str, name: str) -> None:
-        """Reject the name of a key that no record will have."""
+        """Check that the records of the history will have the key `name`."""
         # A metric with several values has several keys, which are known only after the first epoch.
         if (
             self.is_open
@@ -598,7 +598,10 @@ Compare: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor]], None]"
 
 
 class PairingCheck:
-    """Check that loss and metrics compare row by row; it runs once, when shapes of outputs and labels are known."""
+    """One-time check that loss and metrics compare row by row.
+
+    It runs when the shapes of outputs and labels are known.
+    """
 
     def __init__(
         self, losses: Sequence[Loss], metrics: Sequence[AnyMetric], *, is_asked: bool
@@ -609,14 +612,14 @@ class PairingCheck:
         self.is_left = self._is_asked
 
     def __call__(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
-        """Warn about functions that do not compare each row's output with its label."""
+        """Warn if a loss or metric does not compare each row's output with its label."""
         if self.is_left:
             self.is_left = False
             if text := unpaired(self._losses, self._metrics, outputs, labels):
                 warnings.warn(text, stacklevel=2)
 
     def with_ends(self, names: Sequence[str], ranges: Mapping[str, tuple[int, int]]) -> Compare:
-        """Make a function that also raises an error if a label in `ranges` is a class that the output lacks."""
+        """Make a function that also rejects labels in `ranges` without a class in the output."""
 
         def compare(outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
             self(outputs, labels)
@@ -637,7 +640,7 @@ def try_model(
     compare: Compare | None = None,
     batch_size: int = 2,
 ) -> tuple[int, ...] | None:
-    """Run the model on rows of zeros; return the elements per row of each output, without changing the model.
+    """Run the model on rows of zeros and return the elements per row of each output, without changing the model.
 
     Returns None if only ranks can find the outputs, see `trial_outputs`, or if the user's code feeds the model and the
     trial fails.
@@ -693,7 +696,7 @@ def try_model(
 
 
 def _zero_labels(schema: DataSchema, labels: LabelBinding) -> tuple[Tensor, ...] | None:
-    """Make two rows of the labels; None if a shape is unknown."""
+    """Make two rows of the labels, or return None if a shape is unknown."""
     if any(c.row_shape is None or -1 in c.row_shape for c in schema.labels):
         return None
     return labels.apply({c.name: zeros(c) for c in schema.labels})

@@ -42,7 +42,7 @@ _SEED = "seed.json"
 
 @dataclass(frozen=True)
 class Finished:
-    """Facts about a finished run, whose model the driver has received.
+    """Facts about a finished run. The driver has received its model.
 
     Attributes:
         epoch: epoch of the model's weights.
@@ -57,7 +57,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is kept in the store.
+    """Run kept in the store.
 
     Attributes:
         store: store of the run.
@@ -70,7 +70,7 @@ class Run:
     start_from: str = ""
 
     def seed(self, given: int | None) -> int:
-        """Choose the given seed, else the seed stored in the run, else a new seed; store it in the run."""
+        """Choose the given seed, the run's stored seed or a new seed, and store it in the run."""
         seed = given
         if seed is None:
             for name in (_FINGERPRINT, _SEED):
@@ -82,7 +82,7 @@ class Run:
         return seed
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON file of the run; None if it is missing or damaged."""
+        """Read a JSON file of the run, or return None if it is missing or damaged."""
         try:
             return load_sealed(self.store.read_bytes(f"{self.run_dir}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
@@ -92,7 +92,7 @@ class Run:
         self.store.write_bytes(f"{self.run_dir}/{name}", dump_sealed(values))
 
     def check(self, fingerprint: str, epochs: int) -> None:
-        """Reject data, Params, model or optimizer that differ from those of the run's checkpoints.
+        """Check that data, Params, model and optimizer match the run's checkpoints.
 
         Args:
             fingerprint: fingerprint of this fit, which is stored in the run.
@@ -118,7 +118,7 @@ class Run:
         self._write(_FINGERPRINT, read_json(fingerprint))
 
     def warn_of_other_data(self) -> None:
-        """Warn if this fit resumes from a checkpoint whose data may have been different."""
+        """Warn if this fit resumes from a checkpoint with possibly different data."""
         done = self.position()
         if done != (0, 0):
             warnings.warn(
@@ -129,7 +129,7 @@ class Run:
             )
 
     def _check_start(self, fingerprint: str) -> None:
-        """Reject initial weights that belong to another model."""
+        """Reject initial weights of another model."""
         before = Run(self.store, self.start_from.partition("/checkpoints/")[0])._read(_FINGERPRINT)
         if before is None or "model" not in before:
             return  # the file is missing or damaged, so the ranks check whether the weights fit
@@ -152,7 +152,7 @@ class Run:
             Checkpoints(self.store, self.run_dir).finish(finished.epoch, num_checkpoints)
 
     def finished(self) -> Finished | None:
-        """Read the facts about a finished run; None if the run is not finished.
+        """Read the facts about a finished run, or return None if the run is not finished.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -170,7 +170,10 @@ class Run:
         return None
 
     def delete(self, keeps: Collection[str] = ()) -> None:
-        """Delete the run except files with these names; errors and Ctrl-C become warnings, to keep the model."""
+        """Delete the run except the files named in `keeps`.
+
+        Errors and Ctrl-C become warnings, so that the model is not lost.
+        """
         with _warning_of_orphans():
             paths = self.store.list(self.run_dir)
             kept = [path for path in paths if path.rpartition("/")[2] in keeps]
@@ -187,7 +190,7 @@ class Run:
         return self.store.full_url(f"{self.run_dir}/{TIMELINE_NAME}")
 
     def position(self) -> Position:
-        """Read the position of the newest checkpoint: (epochs, steps of the next epoch); (0, 0) if there is none."""
+        """Read the position of the newest checkpoint: (epochs, steps of the next epoch), or return (0, 0) if there is none."""
         return Checkpoints(self.store, self.run_dir).latest_position()
 
     def progress(self, epochs: int) -> str:
@@ -198,7 +201,7 @@ class Run:
         return f"the checkpoint {position_text(position, epochs)}"
 
     def announce(self, epochs: int) -> None:
-        """Print the run, its store and the position from which it starts."""
+        """Print the run, its store and its start position."""
         line = f"run {self.name!r} in {self.store.url}"
         if is_temporary_store(self.store):
             line += ", which is deleted when this process ends,"
@@ -223,10 +226,10 @@ class Run:
         verbose: int,
         is_trained: bool = False,
     ) -> None:
-        """Add a note to an error about the saved weights and how to resume; after Ctrl-C also print it on stderr.
+        """Explain the saved weights and how to resume in a note on the error.
 
-        A run without a `run_id` and without a checkpoint is deleted. A temporary store with the weights of a finished
-        training is kept.
+        After Ctrl-C, the note is also printed on stderr. A run without a `run_id` and without a checkpoint is deleted.
+        A temporary store with the weights of a finished training is kept.
 
         Args:
             error: error that ends the fit.
@@ -268,14 +271,14 @@ class Run:
                 sys.stderr.flush()
 
     def _holds_code(self) -> bool:
-        """Whether the run's description holds the user's classes or functions, which need trust."""
+        """Check the run's description for the user's classes or functions. They need trust."""
         with contextlib.suppress(OSError, SparkhvdError):
             values = load_sealed(self.store.read_bytes(f"{self.run_dir}/{MODEL_NAME}"))
             return bool(values and values["code"])
         return False
 
     def _stays(self, is_trained: bool) -> str:
-        """Describe how long the store is kept; from now on, keep a temporary store with finished weights."""
+        """Describe how long the store stays, and keep a temporary store with finished weights."""
         if not is_temporary_store(self.store):
             return "stays"
         if not is_trained:
@@ -284,7 +287,7 @@ class Run:
         return f"stays until you delete {urlsplit(self.store.url).path}"
 
     def finished_weights(self) -> str:
-        """Return the file with the weights of a finished run, relative to the store; "" for an unfinished run.
+        """Find the weights file of a finished run, relative to the store, or "" if unfinished.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -346,13 +349,13 @@ class Folds:
             self._num_calls = 0
 
     def label(self) -> str:
-        """Count the calls of `fitMultiple`; return a label such as "fold 2" from the second call on, before that ""."""
+        """Count the calls of `fitMultiple` and return a label such as "fold 2" from the second call on, before that ""."""
         with self._lock:
             self._num_calls += 1
             return f"fold {self._num_calls}" if self._num_calls > 1 else ""
 
     def name(self, run_id: str, data: Hashable, index: int) -> str:
-        """Make the run id of a param map: mine-0, mine-1; in the second fold mine-fold2-0, mine-fold2-1.
+        """Make the run id of a param map, such as mine-0, or mine-fold2-0 in the second fold.
 
         Args:
             run_id: run id of the estimator or the param map.

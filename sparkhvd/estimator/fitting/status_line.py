@@ -32,7 +32,7 @@ class StatusLine:
         self._display_id = ""
 
     def show(self, fit: object, text: str, detail: str = "") -> bool:
-        """Replace the text of a fit; return False if stdout cannot replace lines.
+        """Replace the text of a fit and return False if stdout cannot replace lines.
 
         Args:
             fit: owner of the text.
@@ -48,13 +48,16 @@ class StatusLine:
         return True
 
     def remove(self, fit: object) -> None:
-        """Remove the text of a fit, if it has text; removing the last text erases the line."""
+        """Remove the text of a fit if it has text. The line is erased with the last text."""
         with self._lock, contextlib.suppress(Exception):
             if self._texts.pop(fit, None) is not None:
                 self._draw()
 
     def print(self, line: str) -> None:
-        """Print a permanent line above this line; on a terminal it overwrites Spark's progress bar for a moment."""
+        """Print a permanent line above this line.
+
+        On a terminal, it overwrites Spark's progress bar for a moment.
+        """
         with self._lock, contextlib.suppress(Exception):
             is_terminal = _is_terminal()
             write_to(sys.stdout, f"{ERASE}{line}\n" if is_terminal else f"{line}\n")
@@ -97,12 +100,12 @@ def _is_notebook() -> bool:
 
 
 def _is_terminal() -> bool:
-    """Whether stdout is a terminal; an object that a program puts in place of stdout may lack methods."""
+    """Whether stdout is a terminal. A program's own replacement of stdout may lack methods."""
     return sys.stdout is not None and getattr(sys.stdout, "isatty", lambda: False)()
 
 
 def _width() -> int:
-    """Number of columns that a line may fill without wrapping."""
+    """Find the maximum width of a line without wrapping, in columns."""
     columns = 0
     # A program's own stdout may not be a real terminal.
     with contextlib.suppress(OSError, ValueError):
@@ -111,7 +114,7 @@ def _width() -> int:
 
 
 def _joined(texts: Sequence[str], width: int) -> str:
-    """Join texts to one line of at most `width` columns; "(+3)" at the end counts the omitted texts."""
+    """Join texts to a line of at most `width` columns. "(+3)" at its end counts omitted texts."""
     if not texts:
         return ""
     between = len(_BETWEEN)

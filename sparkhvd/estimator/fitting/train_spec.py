@@ -152,7 +152,7 @@ def initialized(request: FitRequest, data: FitData) -> FitRequest:
 
 
 def fingerprint(request: FitRequest, data: FitData) -> str:
-    """Encode as JSON the facts that must be equal in two fits so that one can resume the other."""
+    """Encode as JSON the facts that must not change when a fit resumes the run."""
     options, program = request.options, request.program
     values = fingerprint_options(options)
     if data.validation is not None:

@@ -37,10 +37,11 @@ def _own_params(cls: type) -> list[TableParam]:
 
 
 def accessors(cls: T) -> T:
-    """Add `getX()` and `setX(value)` to a class for each Param that it declares; `setX` returns the object.
+    """Add `getX()` and `setX(value)` to a class for each of its own Params.
 
-    Horovod's and Spark's names of these Params also get accessors, and a Spark name is also an attribute that refers to
-    the Param. If Spark's Param is one column and this Param is a list, Spark's getter returns the column.
+    `setX` returns the object. Horovod's and Spark's names of these Params also get accessors, and a Spark name is also
+    an attribute that refers to the Param. If Spark's Param is one column and this Param is a list, Spark's getter
+    returns the column.
     """
     for param in _own_params(cls):
         _accessors(cls, param, camel_case(param.name))
@@ -101,7 +102,7 @@ class TorchParams(Params):
         self._setDefault(**{name: value for name, value in defaults.items() if value is not None})
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Reject the assignment to an attribute that is a Param, in any spelling; Params are set by methods."""
+        """Reject an assignment to a Param in any spelling. Params are set by methods."""
         is_attribute = name.startswith("_") or isinstance(value, Param) or hasattr(Params, name)
         if not is_attribute and (param := self._close_param(name)):
             raise AttributeError(
@@ -112,7 +113,7 @@ class TorchParams(Params):
 
     @classmethod
     def _close_param(cls, name: str) -> str:
-        """Find the Param that a name such as "batchSize" or "featurecols" most likely means; "" without a match."""
+        """Find the Param for a misspelled name such as "batchSize", or "" without a match."""
         names = {}
         for param, row in rows_of(cls).items():
             names.update({_plain(spelling): param for spelling in (param, *row.aliases)})
@@ -121,11 +122,11 @@ class TorchParams(Params):
 
     @classmethod
     def _row(cls, name: str) -> ParamRow:
-        """Return the row of a Param; a Param of a user's subclass has an empty row."""
+        """Find the row of a Param, or an empty row for a Param of a user's subclass."""
         return getattr(getattr(cls, name, None), "row", _PLAIN)
 
     def _check_values(self) -> None:
-        """Check the values of the Params that are set or have defaults.
+        """Check the set and default values of the Params.
 
         Raises:
             InvalidArgumentError: a value is out of range, cannot be used here, or contradicts another value.
@@ -140,7 +141,7 @@ class TorchParams(Params):
                 raise InvalidArgumentError(f"{name} is {value!r}; {problem}.")
 
     def _check_switch(self, name: str, target: str, value: object) -> None:
-        """Reject `name`=True if the Param `target` is set to another value than it means; it may override a default."""
+        """Reject `name`=True if the Param `target` is set to another value than it means. It may override a default."""
         other = self._get(target)
         if not self.hasDefault(target) and other not in (None, value):
             raise InvalidArgumentError(
@@ -148,7 +149,7 @@ class TorchParams(Params):
             )
 
     def _read_options(self, options: type[Options]) -> Options:
-        """Read the Params into the fields of a frozen dataclass; Params without a field are ignored."""
+        """Read the Params into a frozen dataclass. Params without a field are ignored."""
         known = {each.name for each in fields(options)}
         rows = rows_of(type(self)).items()
         values = {n: self._get(n) for n, row in rows if row.is_option and n in known}
@@ -160,7 +161,7 @@ class TorchParams(Params):
         return options(**values)
 
     def _set_keywords(self, positional: Sequence[object], keywords: Mapping[str, object]) -> None:
-        """Set Params from keyword arguments; None means "not given" and clears a Param.
+        """Set Params from keyword arguments. None means "not given" and clears a Param.
 
         Raises:
             TypeError: an argument is positional, unknown, or given under two names.
@@ -200,12 +201,12 @@ class TorchParams(Params):
         return "model" if self.hasParam("model") else "feature_cols"
 
     def setParams(self, *positional: object, **keywords: object) -> Any:  # noqa: N802 - Spark's name
-        """Set several Params by keyword (None clears a Param); returns this object."""
+        """Set several Params by keyword (None clears a Param), and return this object."""
         self._set_keywords(positional, keywords)
         return self
 
     def explainParams(self) -> str:  # noqa: N802 - Spark's name
-        """Explain every Param on one line; Horovod's Params without effect only if they are set."""
+        """Explain each Param on a line, except unset Params of Horovod without effect."""
         shown = [p for p in self.params if not self._row(p.name).no_effect or self.isSet(p)]
         return "\n".join(self.explainParam(p) for p in shown)
 
@@ -220,13 +221,13 @@ class TorchParams(Params):
         return f"{resolved.name}: {resolved.doc} ({', '.join(values) or 'undefined'})"
 
     def _set(self, **values: object) -> Any:
-        """Set Params; None clears a Param, also in a param map."""
+        """Set Params. None clears a Param, also in a param map."""
         for name in [name for name, value in values.items() if value is None]:
             self.clear(self.getParam(name))
         return super()._set(**{n: value for n, value in values.items() if value is not None})
 
     def _get(self, name: str) -> Any:
-        """Return the value of a Param or its default; None without either."""
+        """Read a Param's value or default, or return None without either."""
         return self.getOrDefault(name) if self.isDefined(name) else None
 
 

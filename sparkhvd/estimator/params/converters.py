@@ -1,4 +1,7 @@
-"""Convert values of Params; Spark puts "Invalid param value given for param ..." before a TypeError."""
+"""Convert values of Params.
+
+Spark puts "Invalid param value given for param ..." before a TypeError.
+"""
 
 from __future__ import annotations
 
@@ -71,14 +74,14 @@ def to_mapping(value: object) -> dict[str, Any]:
 
 
 def to_whole(value: object) -> int:
-    """Convert a whole number; a bool or a text is an error."""
+    """Convert a whole number. A bool or a text is an error."""
     if isinstance(value, (bool, str)):  # Spark's own message shows a text without quotes
         raise TypeError(f"expected a whole number, not {value!r}")
     return TypeConverters.toInt(value)
 
 
 def to_float(value: object) -> float:
-    """Convert a number; a bool or a text is an error."""
+    """Convert a number. A bool or a text is an error."""
     if isinstance(value, (bool, str)):
         raise TypeError(f"expected a number, not {value!r}")
     return TypeConverters.toFloat(value)
@@ -108,7 +111,7 @@ _TIMELINE_STEPS = 1000
 
 
 def to_timeline(value: object) -> int:
-    """Convert a number of steps; True means the default number."""
+    """Convert a number of steps. True means the default number."""
     if isinstance(value, bool):
         return _TIMELINE_STEPS if value else 0
     return to_whole(value)
@@ -156,19 +159,19 @@ def _named(name: str, known: Mapping[str, T]) -> T:
 
 
 def to_optimizer(value: object) -> Any:
-    """Convert the name of an optimizer to its class; keep any other value."""
+    """Convert the name of an optimizer to its class, and keep any other value."""
     return _named(value, OPTIMIZERS) if isinstance(value, str) else value
 
 
 def to_losses(value: object) -> Any:
-    """Convert names of losses, also in a list, to instances; keep any other value."""
+    """Convert names of losses, also in a list, to instances, and keep any other value."""
     if isinstance(value, (list, tuple)):
         return [to_losses(entry) for entry in value]
     return _named(value, LOSSES)() if isinstance(value, str) else value
 
 
 def to_scheduler(value: object) -> Callable[..., Any]:
-    """Require a function that makes a scheduler, because a scheduler object refers to the driver's optimizer."""
+    """Require a scheduler factory, because a scheduler refers to the driver's optimizer."""
     if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
         kind = type(value).__name__
         raise TypeError(

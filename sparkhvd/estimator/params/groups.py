@@ -216,7 +216,7 @@ class DataParams(TorchParams):
 
 
 def not_negative(value: float) -> str:
-    """Check a number that may be 0."""
+    """Check that a number is 0 or more, and finite."""
     return "" if 0 <= value < float("inf") else "it must be 0 or more"
 
 
@@ -480,7 +480,7 @@ class TrainingParams(TorchParams):
 
 
 def _switch(target: str, value: object, doc: str, *, accessors: Sequence[str] = ()) -> TableParam:
-    """Declare a Param whose True sets another Param to a value."""
+    """Declare a boolean Param for setting another Param to a value."""
     return param(
         TypeConverters.toBoolean,
         doc,
@@ -497,7 +497,10 @@ def _no_effect(instead: str, *, accessors: Sequence[str] = ()) -> TableParam:
 
 @accessors
 class IgnoredParams(TorchParams):
-    """Params of Horovod without effect; setting them warns once per Param and estimator (with its copies)."""
+    """Params of Horovod without effect.
+
+    Setting them warns once per Param and estimator (with its copies).
+    """
 
     backend = _no_effect(
         "give num_proc, and variables as spark.executorEnv.NAME in Spark's configuration"
@@ -523,7 +526,7 @@ class IgnoredParams(TorchParams):
         self._warned: set[str] = set()  # copies of the estimator share this set
 
     def _set(self, **values: object) -> Any:
-        """Set Params; warn about Params without effect."""
+        """Set Params, and warn about Params without effect."""
         for name, value in values.items():
             instead = self._row(name).no_effect
             if instead and value is not None and name not in self._warned:
@@ -558,7 +561,7 @@ class CompatibilityParams(IgnoredParams):
 
 @accessors
 class PredictParams(TorchParams):
-    """Params that an estimator shares with its model."""
+    """Shared Params of an estimator and its model."""
 
     feature_cols = param(
         to_columns,
@@ -688,12 +691,12 @@ class TrainParams(
 
 
 def rank_options(options: FitOptions) -> dict[str, Any]:
-    """Select the Params that are fields of `TrainSpec` unchanged."""
+    """Select the Params passed to `TrainSpec` unchanged."""
     return {n: getattr(options, n) for n, row in rows_of(TrainParams).items() if row.to_ranks}
 
 
 def fingerprint_options(options: FitOptions) -> dict[str, object]:
-    """Select the values that must be equal in two fits so that one can resume the other."""
+    """Select the values that must not change when a fit resumes the run."""
     return {n: getattr(options, n) for n, row in rows_of(TrainParams).items() if row.fingerprint}
 
 
@@ -705,5 +708,5 @@ def changed_options(options: FitOptions) -> dict[str, object]:
 
 
 def train_fn_effects() -> dict[str, str]:
-    """Map each Param that a `train_fn` ignores or only gets by its optimizer to `NOT_SEEN` or `OF_THE_OPTIMIZER`."""
+    """Map Params without a direct effect on a `train_fn` to `NOT_SEEN` or `OF_THE_OPTIMIZER`."""
     return {name: row.train_fn for name, row in rows_of(TrainParams).items() if row.train_fn}

@@ -82,7 +82,7 @@ class TableParam(Param[Any]):
 
 
 def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -> TableParam:
-    """Declare a Param with its row; the name of the class attribute becomes the Param's name.
+    """Declare a Param with its row. The name of the class attribute becomes the Param's name.
 
     Args:
         convert: function that converts the given value, or raises TypeError.
@@ -97,7 +97,7 @@ def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -
 
 
 def rows_of(cls: type) -> dict[str, ParamRow]:
-    """Collect the rows of a class's Params by name, bases first, without Params that a subclass has replaced."""
+    """Collect a class's Param rows by name, bases first, without Params replaced by a subclass."""
     rows = {}
     for base in reversed(cls.__mro__):
         rows.update({v.name: v.row for v in vars(base).values() if isinstance(v, TableParam)})
@@ -110,7 +110,7 @@ def at_least(least: float) -> Check:
 
 
 def above(bound: float) -> Check:
-    """Make a check for a number above a bound; NaN fails."""
+    """Make a check for a number above a bound. NaN fails."""
     return lambda value: "" if value > bound else f"it must be more than {bound:g}"
 
 

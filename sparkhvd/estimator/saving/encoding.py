@@ -58,7 +58,7 @@ COMPRESSIONS = {
 
 
 class Archive:
-    """Encoder of values as JSON, which also collects tensors by name and values to pickle."""
+    """Encoder of values as JSON. It also collects tensors by name and values to pickle."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -69,7 +69,7 @@ class Archive:
         self.module: nn.Module | None = None
 
     def pickles(self) -> dict[str, bytes]:
-        """Pickle the values of `code`; they refer to the module's tensors by name."""
+        """Pickle the values of `code`. They refer to the module's tensors by name."""
         return {name: self.pickled(value) for name, value in self.code.items()}
 
     def pickled(self, value: object) -> bytes:
@@ -78,7 +78,7 @@ class Archive:
         return architecture.dump_shell(module, value)
 
     def encode(self, name: str, value: object) -> object:
-        """Encode a value as JSON data; put a value without a JSON form into `code` under `name`."""
+        """Encode a value as JSON data, or put a value without a JSON form into `code` as `name`."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Store):
@@ -158,7 +158,7 @@ class Archive:
 
 
 def _encode_known(value: object) -> dict[str, Any] | None:
-    """Encode a value of torch or of this package that has a JSON form; None for other values."""
+    """Encode a value of torch or this package with a JSON form, or return None for other values."""
     if (reference := torch_name(value)) is not None:
         return {"torch": reference}
     if isinstance(value, type) and value in COMPRESSIONS.values():
@@ -173,7 +173,7 @@ def _encode_known(value: object) -> dict[str, Any] | None:
 
 
 def torch_name(value: object) -> str | None:
-    """Find torch's public name of a value, such as "torch.optim.Adam"; None if it has no such name."""
+    """Find torch's public name of a value, such as "torch.optim.Adam", or return None if it has no such name."""
     name = getattr(value, "__name__", "")
     for home, module in (("torch.optim", torch.optim), ("torch.nn.functional", nn.functional)):
         if (
@@ -335,7 +335,7 @@ class Decoder:
         )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Select the saved tensors whose names begin with `name`, and remove this prefix."""
+        """Select the saved tensors with the prefix `name`, and remove the prefix."""
         if torch.__version__ < SAFE_TORCH:  # type: ignore[operator]  # TorchVersion can be compared with a tuple
             safe = ".".join(map(str, SAFE_TORCH))
             why = f"a crafted file of them can run code where torch is below {safe} (here {torch.__version__})"
@@ -364,7 +364,7 @@ class Decoder:
                 ) from e
 
     def _read_code(self, what: str) -> dict[str, bytes]:
-        """Read the pickles, including the value `what`, after a check that the file is trusted or from this process."""
+        """Read the pickles with the value `what` if the file is trusted or from this process."""
         with self._file("code") as file:
             read = Path(file).read_bytes()
         if self._own_code:

@@ -1,6 +1,7 @@
-"""Load a saved model without Spark, from a folder of this host or of a file system that this process opens itself.
+"""Load a saved model without Spark, from a folder on this host or another file system.
 
-This module does not import pyspark, because a prediction service may not have it.
+This process opens the file system itself. This module does not import pyspark, because a prediction service may not
+have it.
 """
 
 from __future__ import annotations

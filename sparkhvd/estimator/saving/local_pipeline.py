@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class LocalPipeline(Model):
-    """Pipeline of one model that writes itself without a JVM; `PipelineModel.load` reads it."""
+    """Pipeline of one model, saved without a JVM and readable by `PipelineModel.load`."""
 
     def __init__(self, model: TorchParams) -> None:
         super().__init__()
         self.model = model
 
     def saveToLocal(self, path: str) -> None:  # noqa: N802 - MLflow's name
-        """Write the files of `PipelineModel.save` below a folder of this host, which must not exist."""
+        """Write the files of `PipelineModel.save` to a new folder of this host."""
         spark = active_session()
         metadata = DefaultParamsWriter._get_metadata_to_save(
             PipelineModel([]),

@@ -89,14 +89,14 @@ class _Writer(MLWriter):
         JavaWrapper(java_obj=ML_CONNECT_HELPER_ID)._call_java("handleOverwrite", path, True)
 
     def save(self, path: str) -> None:
-        """Write all parts below `path`; if encoding fails, an older save stays unchanged."""
+        """Write all parts below `path`. If encoding fails, an older save stays unchanged."""
         with self._encoded(path) as encoded:
             if self.shouldOverwrite:
                 self._handleOverwrite(path)
             self._write(path, encoded)
 
     def saveImpl(self, path: str) -> None:  # noqa: N802 - overrides Spark's
-        """Write all parts below `path`, which must not exist."""
+        """Write all parts below `path`. The path must not exist."""
         with self._encoded(path) as encoded:
             self._write(path, encoded)
 
@@ -119,7 +119,7 @@ class _Writer(MLWriter):
             OwnFiles.add(content, code)
 
     def save_on_this_host(self, path: str) -> None:
-        """Write all parts below a folder of this host, which must not exist, without Spark."""
+        """Write all parts to a new folder of this host, without Spark."""
         with self._encoded(path) as encoded:
             metadata = DefaultParamsWriter._get_metadata_to_save(*self._metadata(encoded))
             for name, file in encoded.files.items():
@@ -141,7 +141,7 @@ class _Writer(MLWriter):
         return bare, ml_context(self.sparkSession), {KEY: encoded.content}, {}
 
     def _content(self, archive: Archive) -> dict[str, Any]:
-        """Encode the instance as JSON data; the module is first, because other values refer to its tensors."""
+        """Encode the instance as JSON data. The module is first, because other values refer to its tensors."""
         values = {p.name: v for p, v in self.instance._paramMap.items()}
         names = sorted(values, key=lambda name: (name != "model", name))
         return {"params": {name: archive.encode(name, values[name]) for name in names}}
@@ -184,7 +184,7 @@ class ModelWriter(_Writer):
 
 
 def _loss_of(fitted: TrainedState, archive: Archive) -> dict[str, Any]:
-    """Encode the loss of a model if the loss has a state, such as parameters; {} for other losses."""
+    """Encode the loss of a model if the loss has a state, such as parameters, or return {} for other losses."""
     losses = fitted.loss if isinstance(fitted.loss, (list, tuple)) else [fitted.loss]
     return {"loss": archive.encode("loss", fitted.loss)} if LossState(losses) else {}
 
@@ -232,7 +232,7 @@ class _Reader(MLReader[Any]):
         return instance
 
     def _is_wanted(self, name: str, value: object, path: str) -> bool:
-        """Whether a Param is loaded from the file; a store is loaded only with trust."""
+        """Whether a Param is loaded from the file. A store is loaded only with trust."""
         return (
             name != "store"
             or value is None
@@ -240,7 +240,7 @@ class _Reader(MLReader[Any]):
         )
 
     def _restore(self, instance: TorchParams, content: dict[str, Any], decoder: Decoder) -> None:
-        """Restore the parts that are not Params."""
+        """Restore all parts except Params."""
 
 
 class EstimatorReader(_Reader):

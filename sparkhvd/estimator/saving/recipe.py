@@ -1,4 +1,4 @@
-"""Recipe of a run on a table, with which a fit can train again on the same rows with the same settings and seed.
+"""Recipe for repeating a run on a table with the same rows, settings and seed.
 
     runs/<run_id>/recipe.json   table and version, seed, ranks, versions of libraries, losses, digests of the weights;
                                 signed with the run's key (HMAC)
@@ -49,7 +49,10 @@ _OTHERS = frozenset(
 
 
 class Model(Protocol):
-    """Members of `TorchModel` that this module uses; it cannot import the class, which is above it."""
+    """Members of `TorchModel` used by this module.
+
+    This module cannot import the class from a layer above.
+    """
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -65,7 +68,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment that affects the bits of a training, besides its program and rows.
+    """Versions and CPU that affect the bits of a training, besides its program and rows.
 
     Attributes:
         torch: version of torch.
@@ -138,7 +141,7 @@ def write_recipe(
     seed: int,
     num_proc: int,
 ) -> str:
-    """Write the recipe of a finished run on one table; return its key, or "" if the Params cannot be pickled.
+    """Write the recipe of a finished run on one table and return its key, or "" if the Params cannot be pickled.
 
     Args:
         store: store of the run.
@@ -225,7 +228,10 @@ def reproduce(
 
 
 def load_recipe(run: Store, *, key: str | None = None, trusted: bool = False) -> tuple[Recipe, Any]:
-    """Load the recipe of a run, and its estimator with seed and number of ranks; errors as in `reproduce`."""
+    """Load a run's recipe, and its estimator with seed and number of ranks.
+
+    Raises the same errors as `reproduce`.
+    """
     url = run.full_url(RECIPE_NAME)
     try:
         values = load_sealed(run.read_bytes(RECIPE_NAME))
@@ -254,7 +260,7 @@ def load_recipe(run: Store, *, key: str | None = None, trusted: bool = False) ->
 
 
 def differences(recipe: Recipe) -> dict[str, tuple[str, str]]:
-    """List the parts of the environment that differ from the environment of the fit, as (then, now)."""
+    """Map changed parts of the environment to (then, now), compared with the fit."""
     then, now = asdict(recipe.environment), asdict(this_environment())
     return {name: (then[name], now[name]) for name in then if then[name] != now[name]}
 
@@ -323,7 +329,7 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _first_difference(recipe: Recipe, model: Model) -> str:
-    """Describe the first difference between the recipe and a new model in words; "" if they are equal."""
+    """Describe the first difference between the recipe and a new model in words, or return "" if they are equal."""
     rows = zip(recipe.losses, _losses(model.history), strict=False)
     for epoch, (then, now) in enumerate(rows, 1):
         if then != now and not (math.isnan(then) and math.isnan(now)):

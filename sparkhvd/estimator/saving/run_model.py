@@ -1,8 +1,8 @@
-"""Make the model of a run in the store from its description, which the fit wrote, and the weights of a checkpoint.
+"""Make the model of a run in the store from its description and a checkpoint's weights.
 
     runs/<run_id>/model.json    columns, links and Params of the model, and its module without weights; code as pickles
 
-The description is written before the ranks start, so that an interrupted run has it, too. It holds code only for
+The fit writes the description before the ranks start, so that an interrupted run has it, too. It holds code only for
 classes or functions without a JSON name, and then needs trust like a saved model.
 """
 
@@ -126,7 +126,7 @@ def load_run_model(
 
 
 class _RunDecoder(Decoder):
-    """Decoder of a run's model; loads the weights of a checkpoint on first use."""
+    """Decoder of a run's model. It loads the weights of a checkpoint on first use."""
 
     def __init__(
         self,

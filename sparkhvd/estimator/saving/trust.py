@@ -32,7 +32,7 @@ _is_trusted: ContextVar[bool] = ContextVar("sparkhvd_trust", default=False)
 
 
 class OwnFiles:
-    """Registry of the files that this process has saved, by digests of their bytes."""
+    """Registry of the digests of files saved by this process."""
 
     # Digest of the metadata -> digests of pickles. Saves with equal metadata may have different code, such as two
     # functions of the same name.
@@ -46,7 +46,7 @@ class OwnFiles:
 
     @classmethod
     def digests_of_code(cls, content: Mapping[str, Any]) -> frozenset[str]:
-        """Return the SHA-256 in hex of the pickles that this process has saved with this metadata."""
+        """Find the SHA-256 in hex of the pickles saved by this process with this metadata."""
         return frozenset(cls._of_process.get(_digest_of(content), ()))
 
 
@@ -58,7 +58,7 @@ def _digest_of(content: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def trust() -> Iterator[None]:
-    """Let files that are loaded inside the block run code: `with sparkhvd.trust(): PipelineModel.load(path)`."""
+    """Let files loaded in the block run code: `with sparkhvd.trust(): PipelineModel.load(path)`."""
     token = _is_trusted.set(True)
     try:
         yield
@@ -67,7 +67,7 @@ def trust() -> Iterator[None]:
 
 
 def is_trusted(path: str, spark: SparkSession | None, *, trusted: bool = False) -> bool:
-    """Whether a saved directory is trusted; arguments as in `check_trusted`."""
+    """Whether a saved directory is trusted. The arguments are as in `check_trusted`."""
     if trusted or _is_trusted.get():
         return True
     return spark is not None and _has_trusted_prefix(path, spark.conf.get(TRUST_CONF, "") or "")

@@ -1,4 +1,4 @@
-"""Transform DataFrames in Spark's Python workers, which read Arrow batches and add output columns.
+"""Transform DataFrames in Spark's Python workers: read Arrow batches and add output columns.
 
 The driver matches columns and decides the output columns before Spark runs a job. Workers load only the module
 `worker`, which does not import pyspark.

@@ -40,7 +40,9 @@ Shape = tuple[int, ...]
 
 
 def _links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the links from outputs to probabilities: as named, or by the losses; "identity" if unknown.
+    """Choose the links from outputs to probabilities, by name or by the losses.
+
+    An unknown link is "identity".
 
     Raises:
         InvalidArgumentError: both are given, or a name is unknown.
@@ -198,7 +200,10 @@ def _shaped(
 
 
 def _looked_up(column: Column, options: PredictOptions) -> Column | None:
-    """Set shape and dtype of a column whose decoder is a dict from the dict's values; None for other decoders."""
+    """Set a column's shape and dtype from the values of its dict decoder.
+
+    Returns None for other decoders.
+    """
     decoder = (options.decoders or {}).get(column.name)
     if not isinstance(decoder, Mapping) or not decoder:
         return None
@@ -208,7 +213,10 @@ def _looked_up(column: Column, options: PredictOptions) -> Column | None:
 
 
 def _stored_shape(column: Column, given: Shape) -> Shape:
-    """Return the shape of rows in Spark: an axis per level of nested arrays, one axis for a flat array or a vector."""
+    """Find the shape of a column's rows in Spark.
+
+    It has an axis per level of nested arrays, or one axis for a flat array or a vector.
+    """
     depth = max(1, column.source.count("array<"))
     if depth == 1:
         return (math.prod(given),)
@@ -262,7 +270,7 @@ _LAYOUTS = {"vector": "rows", "array": "rows", "sparse": "rows"}
 
 
 def source_names(fitted: TrainedState, options: PredictOptions) -> list[str]:
-    """List the DataFrame's columns that the model reads, in the order of the training columns."""
+    """List the model's input columns in the DataFrame, in the order of the training columns."""
     names = options.feature_cols or [c.name for c in fitted.columns]
     if len(names) != len(fitted.columns):
         raise InvalidArgumentError(
@@ -278,7 +286,7 @@ def match_columns(
     schema: AnySchema,
     data_name: str = "DataFrame",
 ) -> tuple[Column, ...]:
-    """Find the training columns in a DataFrame's schema; an array may replace a vector.
+    """Find the training columns in a DataFrame's schema. An array may replace a vector.
 
     Raises:
         InvalidArgumentError: a column is missing, or has a type that does not fit its training column.
@@ -346,7 +354,7 @@ def _check_type(column: Column, trained: Column, field: AnyField) -> None:
 def _check_untransformed(
     pairs: Sequence[tuple[str, Column]], options: PredictOptions, schema: AnySchema
 ) -> None:
-    """Reject encoded values of a column that a transformation changed after its decoder in training."""
+    """Reject encoded values of a column if training transformed the decoded values."""
     decoders = options.decoders or {}
     fields = {field.name: field for field in schema.fields}
     for name, trained in pairs:
@@ -392,7 +400,10 @@ def _select(
 
 
 def check_passing(schema: AnySchema) -> None:
-    """Reject columns that Spark cannot send through a Python function, even if the model does not read them."""
+    """Reject columns that Spark cannot send through a Python function.
+
+    This includes columns that the model does not read.
+    """
     for column in schema.fields:
         if any(type(part).__name__ in _NOT_SENT for part in _parts(column.dataType)):
             raise InvalidArgumentError(
@@ -423,12 +434,12 @@ def _layout(column: Column) -> str:
 
 
 def _kind(column: Column, trained: Column) -> str:
-    """Kind with which values are read: "sparse" for a vector that was sparse in training, else the column's kind."""
+    """Choose the kind of a column: "sparse" for vectors sparse in training, else its own kind."""
     return trained.kind if column.kind == "vector" and trained.kind == "sparse" else column.kind
 
 
 def width_of(field: AnyField) -> int | None:
-    """Read the elements per row of a vector from Spark ML's metadata; None if unknown."""
+    """Read the elements per row of a vector from Spark ML's metadata, or return None if unknown."""
     attributes = (field.metadata or {}).get("ml_attr", {})
     if type(field.dataType).__name__ != "VectorUDT" or not isinstance(attributes, Mapping):
         return None

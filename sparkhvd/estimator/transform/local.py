@@ -55,11 +55,11 @@ _CPU = torch.device("cpu")
 
 
 class LocalModel:
-    """Trained model that predicts in any Python process, from `sparkhvd.load_local` or `TorchModel.local`.
+    """Trained model for predictions in any Python process.
 
-    It prepares columns as `TorchModel.transform` does: casts, decoders, collate functions, sparse vectors,
-    `handle_invalid`, and their binding to arguments of `forward`. It computes on the CPU, in eval mode, without
-    gradients, in the fit's `precision`.
+    `sparkhvd.load_local` and `TorchModel.local` make it. It prepares columns as `TorchModel.transform` does: casts,
+    decoders, collate functions, sparse vectors, `handle_invalid`, and their binding to arguments of `forward`. It
+    computes on the CPU, in eval mode, without gradients, in the fit's `precision`.
 
     Threads: any number of threads may call `predict`. The model runs one call at a time, with all threads of torch.
 
@@ -189,7 +189,7 @@ def _outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output, ...
 def _spread(
     values: Sequence[npt.NDArray[Any]], outputs: Sequence[Output], done: npt.NDArray[np.bool_]
 ) -> dict[str, Array]:
-    """Place computed rows at the True rows of a mask, by output column; all other rows are NaN."""
+    """Place computed rows by output column at a mask's True rows. All other rows are NaN."""
     if values and done.all():
         return {output.name: each for output, each in zip(outputs, values, strict=True)}
     found = {}
@@ -233,7 +233,7 @@ def _batch(arrays: Sequence[pa.Array]) -> pa.RecordBatch:
 
 @dataclass(frozen=True)
 class _Given:
-    """Columns that a caller has given.
+    """Columns given by a caller.
 
     Attributes:
         columns: (name, values) of each column, in order; a name may occur twice.
@@ -287,7 +287,7 @@ class _Given:
         return cls(columns, next(iter(lengths.values()), 0))
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Reject data that lack a column of the model."""
+        """Check that the data have all columns of the model."""
         there = [name for name, _ in self.columns]
         if missing := [name for name in names if name not in there]:
             raise InvalidArgumentError(
@@ -295,7 +295,7 @@ class _Given:
             )
 
     def arrays(self, names: Sequence[str], trained: Mapping[str, Column]) -> dict[str, pa.Array]:
-        """Convert the model's columns to Arrow, except columns that the data lack."""
+        """Convert the model's columns to Arrow, except missing columns."""
         return {
             name: _array(name, values, trained.get(name))
             for name, values in self.columns
@@ -509,7 +509,7 @@ def _sparse_vectors(
 
 
 def num_features(fitted: TrainedState) -> int:
-    """Count the numbers per row that the model reads; -1 if unknown, or if some inputs are not numbers."""
+    """Count the input numbers per row, or return -1 if unknown or if some are not numbers."""
     if not fitted.columns or not all(map(_is_numbers, fitted.columns)):
         return -1
     return sum(c.num_elements for c in fitted.columns)

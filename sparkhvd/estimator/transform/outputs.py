@@ -26,7 +26,10 @@ OUTPUT_PARAMS = {
 def output_columns(
     fitted: TrainedState, options: PredictOptions, df: DataFrame
 ) -> tuple[Output, ...]:
-    """Select the columns to add to a DataFrame; errors as in `named_outputs`, or if a name exists already."""
+    """Select the columns to add to a DataFrame.
+
+    Raises the errors of `named_outputs`, and an error if a name exists already.
+    """
     outputs = named_outputs(fitted, options)
     _check_new(outputs, df)
     return outputs
@@ -67,7 +70,7 @@ def _default_names(labels: Sequence[str], count: int) -> list[str]:
 
 
 def _check_new(outputs: Sequence[Output], df: DataFrame) -> None:
-    """Reject names that the DataFrame already has, and duplicates."""
+    """Reject duplicate names and names of existing columns."""
     conf = df.sparkSession.conf
     minds_case = (conf.get("spark.sql.caseSensitive", "false") or "").lower() == "true"
     existing = {n if minds_case else n.lower(): n for n in df.columns}
@@ -83,13 +86,13 @@ def _check_new(outputs: Sequence[Output], df: DataFrame) -> None:
 
 
 def _left_out(output: Output) -> str:
-    """Format the argument that omits a column."""
+    """Format the argument for omitting a column."""
     names = [param for param, kind in OUTPUT_PARAMS.items() if kind == output.kind]
     return f"{names[0]}=''" if names else "outputCols with '' at its position"
 
 
 def _spark_outputs(fitted: TrainedState, options: PredictOptions) -> list[Output]:
-    """List the columns with Spark ML's names; by default the columns that the loss defines."""
+    """List the columns with Spark ML's names, by default the columns defined by the loss."""
     known = _known_kinds(fitted, options)
     outputs = []
     for param, kind in OUTPUT_PARAMS.items():
@@ -125,7 +128,7 @@ def _check_meaning(param: str, kind: str, fitted: TrainedState, options: Predict
 
 
 def _size(kind: str, fitted: TrainedState, options: PredictOptions) -> int:
-    """Count the elements of a vector, or the classes of a prediction; 0 for a value, or if unknown."""
+    """Count the elements of a vector, or the classes of a prediction, or return 0 for a value, or if unknown."""
     if kind != "raw" and options.output_fn is not None:
         return 0
     (width,) = fitted.widths
@@ -134,7 +137,7 @@ def _size(kind: str, fitted: TrainedState, options: PredictOptions) -> int:
 
 
 def _known_kinds(fitted: TrainedState, options: PredictOptions) -> tuple[str, ...]:
-    """List the kinds of columns that the loss defines, which are added by default."""
+    """List the kinds of columns defined by the loss. They are added by default."""
     if len(fitted.widths) > 1:
         return ()
     link = fitted.output_links[0]

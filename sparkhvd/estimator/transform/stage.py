@@ -1,4 +1,4 @@
-"""Spark stage of a transform, which runs a function in Spark's Python workers."""
+"""Spark stage of a transform: a function in Spark's Python workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
-    """Add the output columns of a spec to a DataFrame; starts no Spark job.
+    """Add the output columns of a spec to a DataFrame, without a Spark job.
 
     The stage requests a share of a GPU from Spark if the cluster has GPUs and tasks do not get one by default.
     """
@@ -68,7 +68,7 @@ def _field(output: Output, *, nullable: bool) -> StructField:
 def _task(
     spec: bytes | Broadcast[bytes], is_vector: Sequence[bool]
 ) -> Callable[[Iterator[RecordBatch]], Iterator[RecordBatch]]:
-    """Make the function for `mapInArrow`, whose name Spark's UI shows.
+    """Make the function for `mapInArrow`. Spark's UI shows its name.
 
     The function refers only to plain data, so that it can check its process before it imports torch.
     """

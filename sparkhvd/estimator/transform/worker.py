@@ -149,7 +149,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class TaskGpus:
-    """GPUs and cores that Spark has assigned to a task.
+    """GPUs and cores of a Spark task.
 
     Attributes:
         addresses: addresses of the GPUs.
@@ -168,7 +168,7 @@ NO_GPUS = TaskGpus()
 
 
 def task_gpus() -> TaskGpus:
-    """Find the GPUs and cores that Spark assigned to this worker's task; empty outside a task."""
+    """Find the GPUs and cores of this worker's Spark task. The result is empty outside a task."""
     from pyspark import TaskContext
 
     task = TaskContext.get()
@@ -225,7 +225,7 @@ def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
 
 
 def _ordinal(address: str, count: int) -> int | None:
-    """Find torch's number of the GPU at `address`, a number or a UUID; None if torch does not see it."""
+    """Find torch's number of the GPU at `address`, a number or a UUID, or return None if torch does not see it."""
     if address.isdigit():
         return int(address) if int(address) < count else None
     for index in range(count):
@@ -236,7 +236,7 @@ def _ordinal(address: str, count: int) -> int | None:
 
 
 def _uuid(index: int) -> str:
-    """Return the UUID of a GPU by torch's number; "" if this version of torch does not provide it."""
+    """Read the UUID of a GPU by torch's number, or return "" if this torch does not provide it."""
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
@@ -249,7 +249,7 @@ def held(
     wait_s: float = WAIT_S,
     folder: Path | None = None,
 ) -> Iterator[None]:
-    """Hold one of a host's `limit` slots to compute on a GPU inside the block; the CPU has no limit.
+    """Hold one of a host's `limit` slots to compute on a GPU inside the block. The CPU has no limit.
 
     Args:
         device: device of this process.
@@ -285,7 +285,7 @@ def held(
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder for this user alone; raise an error if another user owns a folder of this name."""
+    """Make a folder for this user alone, or raise an error if another user owns it."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -299,7 +299,10 @@ def _make_private(folder: Path) -> None:
 
 
 def _lock(paths: Sequence[Path], task: str) -> int | None:
-    """Lock a file for a task: the file of another worker of the task, else a free file; None if no file is free."""
+    """Lock the file of the task's other workers, else a free file.
+
+    Returns None if no file is free.
+    """
     for choose in (_join, _begin) if task else (_begin,):
         for path in paths:
             # O_NOFOLLOW, because all users share the temporary folder and another user may have made a link.
@@ -317,7 +320,7 @@ def _lock(paths: Sequence[Path], task: str) -> int | None:
 
 
 def _join(lock: int, task: bytes) -> bool:
-    """Lock a file that another worker of this task has locked."""
+    """Lock a file already locked by another worker of this task."""
     import fcntl  # Windows has no fcntl, but a Connect client on Windows imports this file
 
     if _owner(lock) != task:
@@ -381,7 +384,7 @@ class ModelCache:
         self._models: OrderedDict[tuple[str, str, str], nn.Module] = OrderedDict()
 
     def get(self, spec: PredictSpec, device: torch.device) -> nn.Module:
-        """Return a spec's model on the device in eval mode, from the cache if possible."""
+        """Load a spec's model on the device in eval mode, from the cache if possible."""
         key = (spec.weights.sha256, hashlib.sha256(spec.shell).hexdigest(), str(device))
         if key not in self._models:
             model = in_mode(load_shell(spec.shell, spec.weights.load()), is_training=False)
@@ -397,21 +400,24 @@ _cache = ModelCache(KEPT_MODELS)
 
 
 def load_spec(carried: bytes | Broadcast[bytes]) -> PredictSpec:
-    """Unpickle the spec that the driver sent with Spark's function."""
+    """Unpickle the driver's spec, sent with Spark's function."""
     spec: PredictSpec = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's closure
     return spec
 
 
 @functools.cache
 def _freeze_imports() -> None:
-    """Exclude imported modules from garbage collection, which takes 0.1 s with torch after each task."""
+    """Exclude imported modules from garbage collection, to save 0.1 s per task with torch."""
     gc.freeze()
 
 
 def predict(
     spec: PredictSpec, batches: Iterator[pa.RecordBatch], task: TaskGpus = NO_GPUS
 ) -> Iterator[pa.RecordBatch]:
-    """Add the output columns to every batch without changing other columns; columns are named c0, c1, ..."""
+    """Add the output columns to every batch, and leave other columns unchanged.
+
+    Columns are named c0, c1, ...
+    """
     filled = (batch for batch in batches if batch.num_rows)
     first = next(filled, None)
     if first is None:  # without rows the model is not loaded
@@ -443,7 +449,7 @@ def _predicted(
 
 
 def rows_at_once(columns: Sequence[Column]) -> int:
-    """Compute the number of rows per call of the model, which is smaller if decoded rows are large."""
+    """Compute the number of rows per call of the model. Large decoded rows reduce it."""
     widths = [
         math.prod(c.row_shape) * c.row_dtype.itemsize
         for c in columns
@@ -455,7 +461,7 @@ def rows_at_once(columns: Sequence[Column]) -> int:
 def compute(
     spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> tuple[list[np.ndarray[Any, Any]], npt.NDArray[np.bool_]]:
-    """Compute the output columns of rows in parts; return them with the mask of `usable`."""
+    """Compute the output columns of rows in parts and return them with the mask of `usable`."""
     at_once, num_rows = rows_at_once(spec.columns), len(next(iter(columns.values())))
     # no_grad as in validation, because `forward` may use gradients inside. It ends with the block, because other Spark
     # tasks use this process later.
@@ -471,7 +477,7 @@ def compute(
 def usable(
     spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> tuple[list[np.ndarray[Any, Any]], npt.NDArray[np.bool_]]:
-    """Compute the output columns of rows, and a mask of the rows that a decoder skips, whose outputs are 0."""
+    """Compute the output columns, and a mask of rows skipped by a decoder. Their outputs are 0."""
     num_rows = len(next(iter(columns.values())))
     decoded = spec.functions.decode_usable(spec.columns, columns)
     missing = np.zeros(num_rows, np.bool_)
@@ -495,7 +501,7 @@ def _zeros(num_rows: int, width: int, output: Output) -> np.ndarray[Any, Any]:
 
 
 def _joined(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Join the values of parts; a part whose rows are all skipped gets the width of the other parts."""
+    """Join the values of parts. A part with only skipped rows gets the width of the other parts."""
     width = max(each.shape[-1] for each in values) if values[0].ndim > 1 else 0
     return np.concatenate(
         [
@@ -572,7 +578,7 @@ def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarr
 def usable_batch(
     spec: Computation, batch: pa.RecordBatch
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.bool_] | None]:
-    """Drop the rows that `handle_invalid` skips; return the other rows and their mask (None for all rows)."""
+    """Drop the rows that `handle_invalid` skips and return the other rows and their mask (None for all rows)."""
     pairs = zip(spec.columns, spec.sources, strict=True)
     usable = [usable_rows(batch.column(source), c) for c, source in pairs if c.invalid[0] == "skip"]
     masks = [mask for mask in usable if mask is not None]
@@ -583,7 +589,7 @@ def usable_batch(
 
 
 def features(spec: Computation, batch: pa.RecordBatch) -> dict[str, Values]:
-    """Convert the feature columns of a batch with at least one row; return them by name.
+    """Convert the feature columns of a batch with at least one row and return them by name.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message counts the rows.

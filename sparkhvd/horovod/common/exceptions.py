@@ -7,4 +7,4 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Horovod's error for parts of different versions; never raised, because sparkhvd has only one part."""
+    """Horovod's error for parts of different versions. Never raised, because sparkhvd has only one part."""

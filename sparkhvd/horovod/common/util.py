@@ -1,4 +1,4 @@
-"""Horovod's `horovod.common.util`: which features are built in, and checks of the extension and the number of ranks."""
+"""Horovod's `horovod.common.util`: checks of built features, extension and number of ranks."""
 
 from __future__ import annotations
 

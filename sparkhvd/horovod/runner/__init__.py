@@ -57,7 +57,7 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[R]:
-    """Call `func(*args, **kwargs)` on processes; return the results by rank.
+    """Call `func(*args, **kwargs)` on processes, and return the results by rank.
 
     The arguments are those of `horovod.run`, in its order. Without `hosts` and `hostfile` this is `sparkhvd.run_local`, with one
     of them `sparkhvd.run_hosts`, whose documentation explains each. `np` is the old name of `num_proc`, `network_interface` of

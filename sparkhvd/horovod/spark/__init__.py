@@ -43,7 +43,7 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` on the ranks of an elastic job; return the results by rank.
+    """Call `fn(*args, **kwargs)` on the ranks of an elastic job, and return the results by rank.
 
     The arguments are those of `horovod.spark.run_elastic`, in its order, and of `sparkhvd.runner.run_elastic`, whose
     documentation explains each. `min_np` and `max_np` are the old names of `min_num_proc` and `max_num_proc`.

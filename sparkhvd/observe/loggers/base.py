@@ -31,7 +31,7 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """Facts about a fit that are known at its start.
+    """Facts about a fit at its start.
 
     Attributes:
         run_id: name of the run in the store.
@@ -49,7 +49,9 @@ class Fit:
 
 
 class Sink:
-    """Destination of one fit's numbers; one background thread calls its methods in order, and again after an error.
+    """Destination of one fit's numbers.
+
+    One background thread calls its methods in order, and again after an error.
 
     Attributes:
         place: description of the destination, for messages.
@@ -58,7 +60,7 @@ class Sink:
     place = "the logger"
 
     def start(self) -> None:
-        """Open the destination; this is the first call."""
+        """Open the destination. This is the first call."""
 
     def log(self, metrics: Sequence[Metric]) -> None:
         """Write at most 1,000 numbers."""
@@ -71,7 +73,7 @@ class Sink:
         """Write the trained `TorchModel`."""
 
     def finish(self, state: str, files: Mapping[str, bytes]) -> None:
-        """End the fit; this is the last call.
+        """End the fit. This is the last call.
 
         Args:
             state: "finished", "failed" or "interrupted".
@@ -95,12 +97,15 @@ class Logger(abc.ABC):
     patience_s: float = 60.0
 
     def bound(self) -> Logger:
-        """Return a logger that remembers the state of the calling thread, for fits of a grid in other threads."""
+        """Make a logger with the calling thread's state, for fits of a grid in other threads."""
         return self
 
     @abc.abstractmethod
     def begin(self, fit: Fit) -> Sink:
-        """Make the sink of a fit; runs in the thread that calls `fit`, and must not contact a server."""
+        """Make the sink of a fit, without contacting a server.
+
+        This runs in the thread that calls `fit`.
+        """
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -126,7 +131,7 @@ def _start(sink: Sink) -> None:
 
 
 class Delivery:
-    """Queue of numbers and calls for a sink, with a thread that delivers them."""
+    """Queue of numbers and calls for a sink, with a delivery thread."""
 
     def __init__(self, sink: Sink, patience_s: float, say: Callable[[str], object]) -> None:
         """Start the delivery thread. It calls the sink's `start` first.
@@ -186,7 +191,7 @@ class Delivery:
             )
 
     def abandon(self) -> None:
-        """End the delivery without a wait or a warning; does nothing after `close`."""
+        """End the delivery without a wait or a warning. After `close` this does nothing."""
         with self._changed:
             self._is_closing = self._is_over = True
             self._changed.notify()
@@ -213,7 +218,7 @@ class Delivery:
                     self._queue.popleft()
 
     def _next(self) -> list[Metric | Call]:
-        """Wait for the next entries of the queue: one call, or several numbers; [] at the end."""
+        """Wait for the next entries of the queue: one call, or several numbers, or return [] at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closing)
             if self._is_over or not self._queue:
@@ -232,7 +237,7 @@ class Delivery:
                 each(self._sink)
 
     def _pause(self, pause_s: float) -> None:
-        """Wait before a retry; the wait is shorter when the fit waits for the delivery."""
+        """Wait before a retry. The wait is shorter when the fit waits for the delivery."""
         with self._changed:
             if not self._is_closing:
                 self._changed.wait_for(lambda: self._is_closing, pause_s)
@@ -261,7 +266,7 @@ class Delivery:
 
 
 class _Nowhere(Sink):
-    """Sink that discards the numbers of a fit whose start was refused."""
+    """Sink for discarding the numbers of a fit after a refused start."""
 
     def start(self) -> None:
         pass

@@ -21,7 +21,7 @@ _PATIENCE_OF_A_USER_S = 5.0
 
 
 class LoggerFanout:
-    """Loggers of one fit; a context manager."""
+    """Loggers of one fit, as a context manager."""
 
     def __init__(
         self, loggers: Sequence[Logger], fit: Callable[[], Fit], say: Callable[[str], object]
@@ -108,7 +108,10 @@ class LoggerFanout:
         self._end("finished", document, None)
 
     def failed(self, error: BaseException, document: Mapping[str, Any]) -> None:
-        """Log the end of a fit without a model, and wait until it is logged; after Ctrl-C only briefly."""
+        """Log the end of a fit without a model, and wait until it is logged.
+
+        After Ctrl-C, the wait is short.
+        """
         is_interrupt = isinstance(error, KeyboardInterrupt)
         patience_s = _PATIENCE_OF_A_USER_S if is_interrupt else None
         self._end("interrupted" if is_interrupt else "failed", document, patience_s)

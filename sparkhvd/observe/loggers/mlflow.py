@@ -36,7 +36,7 @@ _ANSWER_S = 5.0
 
 
 class MLflowLogger(Logger):
-    """Logger that writes to MLflow: to the run that is active when `fit` is called, or to a new run.
+    """MLflow logger for the run active at the call of `fit`, or for a new run.
 
     Each fit of a grid or of folds has its own run below the active run.
     """
@@ -88,13 +88,13 @@ class MLflowLogger(Logger):
         return f"MLflowLogger({self.experiment!r})" if self.experiment else "MLflowLogger()"
 
     def bound(self) -> Self:
-        """Copy the logger; the copy makes its runs below the run that is active now."""
+        """Copy the logger. The copy makes its runs below the currently active run."""
         that = copy.copy(self)
         that._parent = self._parent or self._active()
         return that
 
     def _active(self) -> str:
-        """Return the id of this thread's active run, if the logger would use it; else ""."""
+        """Find the id of this thread's active run to use, or return "" without such a run."""
         import mlflow
 
         is_elsewhere = self.run_id or self.tracking_uri or self.experiment
@@ -102,7 +102,7 @@ class MLflowLogger(Logger):
         return "" if active is None else str(active.info.run_id)
 
     def begin(self, fit: Fit) -> Sink:
-        """Make the sink; the run is chosen here, because the active run belongs to the calling thread."""
+        """Make the sink. The run is chosen here, because the active run belongs to the calling thread."""
         import mlflow
 
         active = self._parent or self._active()
@@ -113,7 +113,7 @@ class MLflowLogger(Logger):
 
     @classmethod
     def of_autolog(cls) -> Self | None:
-        """Make the logger for `mlflow.pyspark.ml.autolog()`; None if it is off, or no run is active."""
+        """Make the logger for `mlflow.pyspark.ml.autolog()`, or return None if it is off, or no run is active."""
         if "mlflow.pyspark.ml" not in sys.modules:
             return None
         import mlflow
@@ -126,7 +126,7 @@ class MLflowLogger(Logger):
 
 
 class _Run(Sink):
-    """Run of MLflow that receives one fit's numbers."""
+    """MLflow run for one fit's numbers."""
 
     def __init__(
         self, logger: MLflowLogger, fit: Fit, *, uri: str, run_id: str, parent: str
@@ -185,7 +185,7 @@ class _Run(Sink):
             return str(found.experiment_id)
 
     def _interrupted(self) -> str:
-        """Find the run of MLflow that an interrupted fit has started, and make it active again; "" without it."""
+        """Find and reactivate the MLflow run of an interrupted fit, or return "" without it."""
         if not self._fit.epochs_done:
             return ""
         wanted = f"tags.`{_RUN_TAG}` = '{self._fit.run_id}'"
@@ -341,7 +341,7 @@ class _Run(Sink):
             raise ConnectionError(type(e).__name__) from None
 
     def is_refused(self, error: Exception) -> bool:
-        """True if the server has answered with an error that is not an error of the server itself."""
+        """True for an error of the request, and False for a failure of server or connection."""
         if isinstance(error, (ConnectionError, TimeoutError)):
             return False
         status = getattr(error, "get_http_status_code", None)
@@ -357,7 +357,10 @@ def _short_digest(table: Mapping[str, Any]) -> str:
 
 
 def _as_pickle() -> dict[str, str]:
-    """Make the argument that lets MLflow pickle the module; by default newer versions need an example input."""
+    """Make the argument for pickling the module in MLflow.
+
+    By default, newer versions need an example input.
+    """
     import mlflow.pytorch
 
     name = "serialization_format"

@@ -1,4 +1,4 @@
-"""Log to TensorBoard: a file of events per fit, which `tensorboard --logdir` shows."""
+"""Log to TensorBoard: one event file per fit, for `tensorboard --logdir`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparkhvd.observe.loggers.base import Fit, Logger, Metric, Sink
 
 
 class TensorBoardLogger(Logger):
-    """Logger that writes the numbers of each epoch for TensorBoard into a folder per run below `log_dir`."""
+    """TensorBoard logger of each epoch's numbers, in a folder per run below `log_dir`."""
 
     def __init__(self, log_dir: str | os.PathLike[str] = "runs") -> None:
         """Write below a folder visible to the driver.
@@ -33,7 +33,7 @@ class TensorBoardLogger(Logger):
         return f"TensorBoardLogger({self.log_dir!r})"
 
     def begin(self, fit: Fit) -> Sink:
-        """Make the sink, which writes into the folder of the fit."""
+        """Make the sink for the folder of the fit."""
         return _Events(os.path.join(self.log_dir, fit.run_id), fit)
 
 

@@ -19,7 +19,7 @@ _MOST_MARKERS = 60
 
 @dataclass(frozen=True)
 class Series:
-    """Line of a chart through the points (xs[i], ys[i]); a non-finite value makes a gap."""
+    """Line of a chart through the points (xs[i], ys[i]), with a gap at each non-finite value."""
 
     name: str
     xs: Sequence[float]
@@ -66,7 +66,7 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _frame(label: str, axis: str, content: str) -> str:
-    """Build the SVG of a chart; screen readers read `label`."""
+    """Build the SVG of a chart, with `label` for screen readers."""
     bottom = f'<text class="axis" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(axis)}</text>'
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{content}{bottom}</svg>'
 
@@ -86,9 +86,10 @@ def _below(x: float, text: str) -> str:
 def lines(
     label: str, series: Sequence[Series], *, from_zero: bool = False, axis: str = "epoch"
 ) -> str:
-    """Draw lines over epochs or another `axis`, with a legend for several lines; "" without a finite value.
+    """Draw lines over epochs or another `axis`, or return "" without a finite value.
 
-    The vertical axis is logarithmic if values are positive and span more than two orders of magnitude.
+    Several lines get a legend. The vertical axis is logarithmic if values are positive and span more than two orders of
+    magnitude.
 
     Args:
         label: describes the chart.
@@ -157,7 +158,7 @@ def legend(names: Sequence[str]) -> str:
 
 
 def histogram(label: str, counts: Sequence[float], edges: Sequence[float]) -> str:
-    """Draw a histogram of durations in seconds on a logarithmic axis; "" if all counts are 0.
+    """Draw a histogram of seconds on a logarithmic axis, or return "" if all counts are 0.
 
     Args:
         label: describes the chart.
@@ -190,7 +191,7 @@ def histogram(label: str, counts: Sequence[float], edges: Sequence[float]) -> st
 
 
 def bars(names: Sequence[str], parts: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
-    """Draw a bar per row, divided into parts in seconds, with a legend; "" if all parts are 0.
+    """Draw a bar per row with a legend of its parts in seconds, or return "" if all parts are 0.
 
     Args:
         names: names of the rows.
@@ -217,7 +218,7 @@ def _row(name: str, cells: str, text: str) -> str:
 
 
 def waterfall(parts: Sequence[tuple[str, float]]) -> str:
-    """Draw consecutive parts in seconds, one row per part; "" if all parts are 0."""
+    """Draw consecutive parts in seconds, one row per part, or return "" if all parts are 0."""
     whole = sum(seconds for _, seconds in parts)
     if not whole > 0:
         return ""

@@ -1,4 +1,4 @@
-"""Compare the reports of two runs: settings that differ, final metrics and times."""
+"""Compare the reports of two runs: different settings, final metrics and times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def compare(first: Document, second: Document) -> str:
-    """Format the differences of two runs as text, with a table for each subject that differs."""
+    """Format the differences of two runs as text, with a table per differing subject."""
     names = [str(each.get("run_id") or "") for each in (first, second)]
     tables = (
         ("settings that differ", _different),
@@ -46,7 +46,7 @@ def _different(first: Document, second: Document) -> list[list[str]]:
 def _row(
     name: str, values: Sequence[object], form: Callable[[float], str] = format_number
 ) -> list[str]:
-    """Make a row with both numbers and the relative change; None stands for a missing value."""
+    """Make a row with both numbers and the relative change. None means a missing value."""
     shown = [form(number(v)) if is_number(v) else _MISSING for v in values]
     first, second = map(number, values)
     if math.isfinite(first) and math.isfinite(second) and first:

@@ -1,4 +1,4 @@
-"""Render a report's document as an HTML page; read and write documents as JSON."""
+"""Render a report's document as an HTML page, and read and write documents as JSON."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _HEAD = (
 
 
 def render(document: Document) -> str:
-    """Make the HTML page of a document, without parts that the document lacks."""
+    """Make the HTML page of a document, without missing parts."""
     name = escape(str(document.get("run_id") or "fit"))
     parts: list[tuple[str, Callable[[Document], str], str]] = [
         ("Time of the fit", _phases, ""),
@@ -80,7 +80,7 @@ def render(document: Document) -> str:
 
 
 def _built(build: Callable[[Document], str], document: Document) -> str:
-    """Build a part of the page; if the document is damaged there, only this part shows an error."""
+    """Build a part of the page, or an error message for a damaged part of the document."""
     try:
         return build(document)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -98,7 +98,7 @@ def _section(title: str, content: str, kind: str = "") -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Build a table, in which numbers are right-aligned and formatted by `format_number`."""
+    """Build a table with right-aligned numbers, formatted by `format_number`."""
     body = list(rows)
     if not body:
         return ""
@@ -128,7 +128,7 @@ def measures(document: Document) -> list[str]:
 
 
 def paired(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Pair the training and the validation name of each measure; "" for a missing name.
+    """Pair the training and validation names of each measure, with "" for a missing name.
 
     `val_loss` pairs with `loss`, or with `train_loss` as logged by Lightning modules.
     """
@@ -260,7 +260,7 @@ def _throughput(document: Document) -> str:
 
 
 def _quantile(counts: Sequence[float], edges: Sequence[float], share: float) -> float:
-    """Find the upper edge of the bin that holds a quantile."""
+    """Find the upper edge of a quantile's bin."""
     seen, wanted = 0.0, share * sum(counts)
     for count, edge in zip(counts, edges[1:], strict=True):
         seen += count
@@ -500,7 +500,7 @@ def is_number(value: object) -> TypeGuard[float | str]:
 
 
 def number(value: object) -> float:
-    """Convert a number in a document to float; NaN for other text or None."""
+    """Convert a number in a document to float, or return NaN for other text or None."""
     try:
         return float(value) if is_number(value) else math.nan
     except OverflowError:  # the whole number has hundreds of digits
@@ -525,7 +525,10 @@ _TITLES = {
 
 
 def load_charts(document: Document) -> list[tuple[str, str]]:
-    """Make title and chart of each known number of the load; of many ranks only the first are shown."""
+    """Make title and chart of each known number of the load.
+
+    With many ranks, charts show only the first ranks.
+    """
     ranks = list(document.get("load") or ())[:NUM_COLOURS]
     began = min((number(t) for rank in ranks for t in rank["time"]), default=math.nan)
     charts = []

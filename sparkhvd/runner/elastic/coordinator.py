@@ -1,4 +1,4 @@
-"""Coordinator of an elastic job on Spark: task connections, results, and the files by which it is found.
+"""Coordinator of an elastic job on Spark: task connections, results, and the files to find it.
 
 Each task is a slot for a process. Spark starts tasks as slots are free, restarts them when an executor is lost, and may
 start one twice. A task that connects adds a slot, and the end of its connection removes it.
@@ -100,7 +100,7 @@ class _Task:
 
 
 class Tasks:
-    """Tasks of an attempt, the launcher's `Processes`; a context manager.
+    """Tasks of an attempt, used as the launcher's `Processes`. A context manager.
 
     Args:
         listening: where they connect; closed at the end.
@@ -152,7 +152,7 @@ class Tasks:
         self._service.start(at_end=self._close)
 
     def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
-        """Start a process in a slot; its end is an event."""
+        """Start a process in a slot. Its end is reported as an event."""
         del slots
         self._service.call(lambda: self._start(slot, join_token))
 
@@ -167,7 +167,7 @@ class Tasks:
         self._service.call(each)
 
     def dismiss(self) -> None:
-        """Release every task; remaining processes are killed."""
+        """Release every task. Remaining processes are killed."""
 
         def each() -> None:
             self._is_over = True
@@ -181,7 +181,7 @@ class Tasks:
         return {task.executor for task in list(self._tasks) if not task.is_leaving} - {""}
 
     def retire(self, executors: Collection[str]) -> None:
-        """Release the tasks of executors when their processes have ended; they are no longer slots."""
+        """Release the tasks of executors when their processes have ended. They are no longer slots."""
 
         def each() -> None:
             for task in self._tasks:
@@ -249,7 +249,7 @@ class Tasks:
         self._offer()
 
     def _admit(self, sock: socket.socket, facts: RankFacts, executor: str) -> _Task | None:
-        """Turn a task into a slot; None if it cannot join."""
+        """Turn a task into a slot, or return None if it cannot join."""
         if self._is_over:
             self._post(sock, "leave")
             return None
@@ -351,7 +351,7 @@ def _how(outcome: Outcome) -> str:
 
 @dataclass(frozen=True)
 class JobFailure:
-    """Failure of a job, and whether all of its ranks were lost, so that a relaunch may help."""
+    """Failure of a job. `is_lost` means that all ranks were lost, so a relaunch may help."""
 
     error: SparkhvdError
     is_lost: bool
@@ -372,7 +372,7 @@ class ProcessOutcomes:
         self._cause = root_cause(self._failed)
 
     def order(self) -> list[int]:
-        """Return the numbers of the processes with a result for the caller, by rank."""
+        """List the numbers of the processes with a result for the caller, in rank order."""
         well = [
             number for number, outcome in self._outcomes.items() if outcome.kind == OutcomeKind.OK
         ]
@@ -483,7 +483,7 @@ MARGIN_S = 2.0
 
 
 class AttemptCoordination:
-    """Coordinator, launcher and tasks of one attempt; a context manager.
+    """Coordinator, launcher and tasks of one attempt. A context manager.
 
     Args:
         spec: also of the tasks.
@@ -534,7 +534,7 @@ class AttemptCoordination:
         )
 
     def run(self) -> AttemptResult:
-        """Run the job to its end; Ctrl-C interrupts the ranks, and is raised when they have ended."""
+        """Run the job to its end. Ctrl-C interrupts the ranks and is raised after their end."""
         try:
             job_result = self._launcher.run(self._events)
         except KeyboardInterrupt:
@@ -551,11 +551,11 @@ class AttemptCoordination:
         )
 
     def interrupt(self) -> None:
-        """Interrupt the ranks, and kill those that do not end; from any thread."""
+        """Interrupt the ranks, then kill any remaining rank. Any thread may call this."""
         self._events.put(SignalReceived(signal.SIGINT))
 
     def stop(self, why: str) -> None:
-        """End the job, because its tasks have ended; from any thread."""
+        """End the job, because its tasks have ended. Any thread may call this."""
         self._events.put(ProcessesStopped(why))
 
     def __enter__(self) -> AttemptCoordination:
@@ -630,14 +630,14 @@ class CoordinatorFiles:
     # --- For other tasks. ---
 
     def address(self) -> tuple[str, int] | None:
-        """Read the coordinator's address, also after its end; None before it is published."""
+        """Read the coordinator's address, also after its end, or return None before it is published."""
         if (content := self._read(_ADDRESS)) is None:
             return None
         host, port = read_json(content)  # `_read` has checked the proof
         return str(host), int(port)
 
     def await_address(self, limit_s: float) -> tuple[str, int] | None:
-        """Wait for the coordinator's address; None after `limit_s`."""
+        """Wait for the coordinator's address, or return None after `limit_s`."""
         until = time.monotonic() + limit_s
         while (found := self.address()) is None and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -653,7 +653,7 @@ class CoordinatorFiles:
         self._write(_INTERRUPT, b"")
 
     def result(self) -> AttemptResult | None:
-        """Wait some seconds for the coordinator's report; None without a report."""
+        """Wait some seconds for the coordinator's report, or return None without a report."""
         until = time.monotonic() + _LATE_S
         while (content := self._read(_RESULT)) is None and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -674,7 +674,7 @@ class CoordinatorFiles:
         self._files.write_bytes(path, self._proof(path, data) + data)
 
     def _read(self, name: str) -> bytes | None:
-        """Read a file; None if it does not exist.
+        """Read a file, or return None if it does not exist.
 
         Raises:
             StoreError: another writer than this attempt has written it.
@@ -709,7 +709,7 @@ _PAUSE_S = 0.5
 def run_task(
     batches: Iterable[pa.RecordBatch], text: str, program: Payload, shared: bytes
 ) -> Iterator[pa.RecordBatch]:
-    """Serve until the job is over; if this fails, yield an outcome as a row."""
+    """Serve the coordinator until the job is over. If this fails, yield an outcome as a row."""
     import pyarrow as pa
     from pyspark import TaskContext
 
@@ -741,7 +741,7 @@ class _TaskEntry:
         self._files = files
 
     def by_driver(self) -> Outcome | None:
-        """Serve the coordinator in the driver; return an outcome if that failed."""
+        """Serve the coordinator in the driver and return an outcome if that failed."""
         assert self._spec.driver_at is not None
         try:
             sock = self._connect(self._spec.driver_at)
@@ -755,7 +755,7 @@ class _TaskEntry:
         return None
 
     def by_store(self) -> Outcome | None:
-        """Serve the coordinator in a task, possibly this one; return an outcome if that failed."""
+        """Serve the coordinator in a task, possibly this one, and return an outcome if that failed."""
         spec, files = self._spec, self._files
         assert files is not None
         coordinator = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
@@ -770,7 +770,7 @@ class _TaskEntry:
         return outcome
 
     def _join(self, coordinator: CoordinatorFiles) -> Outcome | None:
-        """Serve the coordinator whose address is in the store."""
+        """Serve the coordinator at the address in the store."""
         limit_s = rebuild(CoordinatorTerms, self._spec.elastic).limits.start_timeout_s
         if (address := coordinator.await_address(limit_s)) is None:
             return _refusal(
@@ -815,7 +815,7 @@ def _refusal(message: str) -> Outcome:
 
 
 class _HostedCoordinator:
-    """Coordinator in this task; a context manager that waits for the end of the attempt.
+    """Coordinator in this task. As a context manager, it waits for the end of the attempt.
 
     Its lines take the route of the ranks' output, under a number that no process has.
     """

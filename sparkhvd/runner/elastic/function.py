@@ -39,7 +39,7 @@ def run_elastic(
     profile: ResourceProfile | None = None,
     store: SharedStore | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` as an elastic job in one Spark stage; return results by rank.
+    """Call `fn(*args, **kwargs)` as an elastic job in one Spark stage, and return results by rank.
 
     `fn` trains with `hvd.elastic.run` (docs/elastic.md). The stage has `max_num_proc` tasks, and is not a barrier
     stage: each starts when a slot is free, and its rank joins the others at their next commit. A rank that dies is

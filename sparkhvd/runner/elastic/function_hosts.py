@@ -50,7 +50,7 @@ _MARGIN_S = 2.0
 
 @dataclass(frozen=True)
 class HostsOfFunction:
-    """Hosts on which a function runs; by default this one.
+    """Hosts for the ranks of a function. The default is this host.
 
     Attributes:
         given: hosts with slots; None for this host, or those of the script.
@@ -75,7 +75,7 @@ class HostsOfFunction:
         return self.given is None and not self.script
 
     def discovery(self) -> DiscoveryScript | None:
-        """Runner of the discovery script; None if the hosts are fixed.
+        """Make a runner for the discovery script, or return None if the hosts are fixed.
 
         Raises:
             InvalidArgumentError: hosts are given, too.
@@ -103,7 +103,7 @@ def launch_elastic_function(
     use_gpu: bool | None = None,
     stream: TextIO | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` as an elastic job without Spark; return the results by rank.
+    """Call `fn(*args, **kwargs)` as an elastic job without Spark, and return the results by rank.
 
     Args:
         fn: any picklable function.
@@ -184,7 +184,7 @@ class _Job:
         discovery: DiscoveryScript | None,
         say: Callable[[str], None],
     ) -> list[R]:
-        """Run the job to its end; Ctrl-C interrupts the ranks, and is raised when they have ended."""
+        """Run the job to its end. Ctrl-C interrupts the ranks and is raised after their end."""
         settings = self.group.settings.values
         key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
         put, patience_s = self.events.put, settings.elastic_patience_s
@@ -230,7 +230,7 @@ class _Job:
         return [launching.load_result(self.results[number]) for number in ends.order()]
 
     def _processes(self, stack: contextlib.ExitStack, address: str) -> ElasticProcesses:
-        """Make the processes of the job; they end with the stack."""
+        """Make the processes of the job. They end with the stack."""
         group = self.group
         if group.others:
             return stack.enter_context(
@@ -306,7 +306,7 @@ class HostGroup:
         sys_path: Sequence[str] = (),
         use_gpu: bool | None = None,
     ) -> StartRequest:
-        """Return the request for the agent of a host. The arguments are those of `StartRequest`."""
+        """Make the request for the agent of a host. The arguments are fields of `StartRequest`."""
         return StartRequest(
             first=0,
             count=0,
@@ -322,7 +322,7 @@ class HostGroup:
         )
 
     def checked(self, found: Discovered) -> Discovered:
-        """Merge the discovered names of this host; return a problem if hosts cannot be used."""
+        """Merge the discovered names of this host and return a problem if hosts cannot be used."""
         if found.hosts is not None:
             found = replace(found, hosts=tuple(merged(found.hosts, self.reach.is_here)))
         new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]

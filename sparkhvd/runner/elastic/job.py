@@ -1,4 +1,4 @@
-"""Driver's side of an elastic job on Spark: a stage whose tasks are the slots of the ranks.
+"""Driver's side of an elastic job on Spark. The tasks of its stage are the slots of the ranks.
 
 The stage is not a barrier stage: it has a task for each possible rank, and Spark starts each when a slot is free. The
 coordinator is here, or, for a client of Spark Connect with a store, in the first task. It receives results when ranks
@@ -114,7 +114,7 @@ def launch_elastic(
         )
 
     def usable() -> int | None:
-        """Return the number of slots. None if it is unknown or too small: the job itself waits for more."""
+        """Count the slots, or return None if unknown or too few. The job itself waits for more."""
         count = plan.slots()
         return None if count is None or count < limits.smallest else count
 
@@ -198,7 +198,7 @@ class _Attempt:
     def _prepare(
         self, stack: contextlib.ExitStack, spec: task.TaskSpec, coordinator: AttemptCoordinator
     ) -> Stages:
-        """Prepare the stages; their resources end with the stack."""
+        """Prepare the stages. The stack releases their resources."""
         plan, limits, job_id = self._plan, self._limits, self._named.job_id
         program = stack.enter_context(carried(plan.shim, plan.program))
         is_hidden = plan.options.verbose < SHOWS_SPARKS_LOG
@@ -241,7 +241,7 @@ class _Attempt:
         return ends.failure(job_result.problem.replace(STAGE_HAS_ENDED, ""))
 
     def _unreported(self, future: Future) -> JobFailure:
-        """Return the failure of an attempt without a report from its coordinator, which ran in a task."""
+        """Make the failure for an attempt without a report from its coordinator in a task."""
         cause = self._of_spark(future)
         if future.exception() is None and (cause is None or cause.kind == OutcomeKind.LOST):
             where = "" if cause is None else f" ({cause.message})"
@@ -253,7 +253,7 @@ class _Attempt:
         return JobFailure(error_of(cause, self._limits.first), is_retryable(cause))
 
     def _of_spark(self, future: Future) -> Outcome | None:
-        """Return the cause of the stage's end, from Spark's error or from the tasks. None if unknown."""
+        """Find the cause of the stage's end in Spark's error or the tasks, or None if unknown."""
         if (error := future.exception()) is not None:
             if isinstance(error, SparkhvdError):  # Spark itself is gone
                 raise error
@@ -273,7 +273,7 @@ Future = concurrent.futures.Future[list[Any]]
 
 
 class Stages:
-    """Stages with a task per slot; a context manager that cancels running stages at its end.
+    """Stages with a task per slot. The context manager cancels running stages at its end.
 
     The first stage has all tasks. Further stages replace tasks that have left, because Spark does not restart a
     successful task.
@@ -290,7 +290,7 @@ class Stages:
         description: str,
         on_end: Callable[[], None],
     ) -> None:
-        """Prepare; nothing runs before `submit`.
+        """Prepare the stages. Nothing runs before `submit`.
 
         Args:
             shim: session.
@@ -312,13 +312,13 @@ class Stages:
         self._poll: Callable[[], None] = lambda: None
 
     def submit(self, size: int, poll: Callable[[], None]) -> None:
-        """Submit the first stage; then call `poll` every second, from a thread that may query Spark."""
+        """Submit the first stage, then call `poll` every second from a thread with Spark access."""
         self._begin(size)
         self._poll = poll
         self._threads[0].start()
 
     def add(self) -> None:
-        """Start one more task; returns at once."""
+        """Start one more task without waiting for it."""
         with self._lock:
             self._wanted += 1
         self._wakes.set()
@@ -392,7 +392,7 @@ def not_started(limit_s: float) -> PreflightError:
 
 
 class AttemptCoordinator(Protocol):
-    """Coordinator of an attempt; a context manager around its stage.
+    """Coordinator of an attempt. A context manager around its stage.
 
     Attributes:
         address: at which tasks reach it; None if they find it through the store.
@@ -404,13 +404,13 @@ class AttemptCoordinator(Protocol):
         """Start the coordination of an attempt. Call this before its stage is submitted."""
 
     def poll(self) -> None:
-        """Do the periodic work, every second, from a thread that may query Spark."""
+        """Do the periodic work. Call this every second, from a thread with access to Spark."""
 
     def record_end(self) -> None:
-        """Record the end of the stage; from any thread."""
+        """Record the end of the stage. Any thread may call this."""
 
     def run(self) -> AttemptResult | None:
-        """Wait for the end of the job, and let the ranks save at Ctrl-C; return None if the outcome is unknown."""
+        """Wait for the end of the job, and let the ranks save at Ctrl-C, and return None if the outcome is unknown."""
 
     def dismiss(self) -> None:
         """Release the tasks."""
@@ -472,7 +472,7 @@ class CoordinatorInDriver:
 
 
 class CoordinatorInTask:
-    """Coordinator in a task; this client of Spark Connect reaches it only through the store.
+    """Coordinator in a task. This client of Spark Connect reaches it only through the store.
 
     Args:
         shim: session.
@@ -577,7 +577,9 @@ class SharedStore(SharedFiles, Protocol):
 def sharing(
     options: LaunchOptions, store: SharedStore | None, shim: SparkShim
 ) -> Iterator[LaunchOptions]:
-    """Yield options with a folder of a store, deleted at the end; on classic Spark or without a store unchanged.
+    """Yield options with a folder of the store, deleted at the end.
+
+    On classic Spark or without a store, yield the options unchanged.
 
     Raises:
         InvalidArgumentError: `store` is not a store.

@@ -1,4 +1,4 @@
-"""Launcher of an elastic job: decides by events which processes to start and to remove."""
+"""Event-driven launcher of an elastic job. It decides which processes to start and to remove."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _Process:
 
 
 class ElasticLauncher:
-    """Decides what to start; one thread calls all methods.
+    """Launcher of an elastic job's processes. One thread calls all methods.
 
     Args:
         options: limits of the job.
@@ -342,7 +342,7 @@ class ElasticLauncher:
                 process.kill_at = now + LEFT_OUT_S
 
     def _awaited(self) -> dict[int, float]:
-        """Return the start times of processes that may still join, by number."""
+        """Collect the start times of processes yet to join, by number."""
         return {
             number: process.started_at
             for number, process in self._running.items()
@@ -392,7 +392,7 @@ class ChangeReport:
     def describe(
         self, formed: GenerationFormed, hosts: Mapping[int, str], ends: Mapping[int, str]
     ) -> RankChange | None:
-        """Describe a change; None if it was superseded.
+        """Describe a change, or return None if it was superseded.
 
         Args:
             formed: the change.

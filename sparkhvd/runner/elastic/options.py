@@ -48,7 +48,7 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """Limits of an elastic job; None means the default.
+    """Limits of an elastic job. None means the default.
 
     Attributes:
         num_proc: initial number of ranks (`-np`); `least` by default.
@@ -135,7 +135,7 @@ class ElasticOptions:
     def join_token(
         self, key: bytes, job_id: str, number: int, coordinator: Endpoint, patience_s: float
     ) -> JoinToken:
-        """Make the token of a process; the arguments are those of `JoinToken`."""
+        """Make the token of a process. The arguments are those of `JoinToken`."""
         wait_s = max(self.timeout_s, self.start_timeout_s) + patience_s + _MARGIN_S
         return JoinToken(key, job_id, number, coordinator, wait_s, patience_s)
 
@@ -158,7 +158,7 @@ class CoordinatorTerms:
 
 @dataclass(frozen=True)
 class RankRange:
-    """Numbers of ranks and other limits given by the caller; None means the default.
+    """Numbers of ranks and other limits given by the caller. None means the default.
 
     Attributes:
         num_proc: initial number of ranks; by default the configured slots.
@@ -177,7 +177,7 @@ class RankRange:
     cooldown_s: tuple[float, float] | None = None
 
     def largest(self) -> int | None:
-        """Largest given number of ranks; None without a number.
+        """Get the largest given number of ranks, or None without a number.
 
         Raises:
             InvalidArgumentError: a number is wrong, or two contradict each other.
@@ -238,7 +238,7 @@ class Discovered:
 
 
 class DiscoveryScript:
-    """Runs the script repeatedly in a thread; a context manager.
+    """Runner of the discovery script, repeated in a thread. A context manager.
 
     Args:
         path: program that prints a line `host` or `host:slots` for each available host.

@@ -28,7 +28,7 @@ class ElasticProcesses(Protocol):
     """Processes of members, on any hosts."""
 
     def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
-        """Start a process; its end is an event.
+        """Start a process. Its end is reported as an event.
 
         Args:
             slot: its slot.
@@ -56,7 +56,7 @@ class ElasticProcessesHere:
 
 
 class ElasticProcessesOnHosts:
-    """Processes on several hosts; a context manager that kills the remaining ones.
+    """Processes on several hosts. The context manager kills the remaining processes at its end.
 
     Args:
         reach: how hosts are reached.
@@ -91,7 +91,7 @@ class ElasticProcessesOnHosts:
         self._threads[0].start()
 
     def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
-        """Start a process through its host's agent, which is started on demand."""
+        """Start a process through its host's agent. The agent is started on demand."""
         with self._lock:
             agent = self._agents.get(slot.host)
             if agent is None:
@@ -136,7 +136,7 @@ class ElasticProcessesOnHosts:
             self._notify(HostLost(agent.host, tuple(sorted(agent.members)), why))
 
     def _take(self, agent: _Agent, message: Message) -> str:
-        """Handle a message; return why the agent has failed, or ""."""
+        """Handle a message and return why the agent has failed, or ""."""
         if message.kind == "failed":
             return str(message.values["text"])
         number = int(message.values["rank"])

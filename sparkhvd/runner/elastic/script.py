@@ -40,7 +40,7 @@ def run_elastic_script(
     reach: Reach,
     output: Output,
 ) -> int:
-    """Run a command as an elastic job; return the exit status for the shell.
+    """Run a command as an elastic job and return the exit status for the shell.
 
     Args:
         command: program and arguments.
@@ -98,7 +98,7 @@ def _log(text: str) -> None:
 
 
 def _status(ended: JobResult, options: ElasticOptions, screen: Screen) -> int:
-    """Print why a job has failed; return the exit status."""
+    """Print why a job has failed and return the exit status."""
     if ended.received:
         return 128 + ended.received
     if ended.has_finished:
@@ -122,7 +122,7 @@ def _processes(
     events: queue.SimpleQueue[Event],
     address: str,
 ) -> ElasticProcesses:
-    """Prepare for processes, which end with the stack."""
+    """Prepare the processes of one or several hosts. The stack ends them."""
     if group.others:
 
         def order(host: str) -> StartRequest:

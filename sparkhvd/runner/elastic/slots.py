@@ -18,7 +18,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Offer:
-    """Event: the slots that are available from now on."""
+    """Event with the slots available from now on."""
 
     slots: tuple[Slot, ...]
 
@@ -43,7 +43,7 @@ def slots_to_fill(
 
 
 def surplus(slots: Collection[Slot], taken: Mapping[int, Slot]) -> list[int]:
-    """Return the numbers of the processes on slots no longer available."""
+    """List the numbers of the processes on slots no longer available."""
     return [number for number, slot in taken.items() if slot not in slots]
 
 
@@ -66,7 +66,7 @@ class Cooldown:
     _until: dict[str, float] = field(default_factory=dict)
 
     def fail(self, host: str, now: float) -> float:
-        """Record a failure; return the host's remaining exclusion in seconds. Failures during it do not count."""
+        """Record a failure and return the host's remaining exclusion in seconds. Failures during it do not count."""
         until = self._until.get(host, now)
         if now < until:
             return until - now
@@ -82,5 +82,5 @@ class Cooldown:
         return now < self._until.get(host, now)
 
     def next_end(self, now: float) -> float | None:
-        """Time at which the next exclusion ends; None without an exclusion."""
+        """Find the earliest end of the current exclusions, or None without an exclusion."""
         return min((until for until in self._until.values() if until > now), default=None)

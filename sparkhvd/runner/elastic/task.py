@@ -1,4 +1,4 @@
-"""Executor's side of an elastic job on Spark: a task that runs one process after the other for the coordinator.
+"""Task of an elastic job on Spark. It runs one process after another for the coordinator.
 
     coordinator -> task   start   a process: its join token, and its slot
     coordinator -> task   signal  a signal for it
@@ -215,7 +215,10 @@ class TaskSlot:
 
 
 def executor_option(name: str) -> str:
-    """Value of an option on the command line of this executor's JVM; "" without it, as on a local master."""
+    """Read an option from the command line of this executor's JVM.
+
+    Return "" without the option, as on a local master.
+    """
     pid = os.getppid()
     for _ in range(_ANCESTORS):
         with contextlib.suppress(OSError, ValueError):

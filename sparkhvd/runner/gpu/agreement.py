@@ -1,7 +1,7 @@
-"""Agreement of the ranks on their GPUs: pure functions of the GPUs that they see, so the result is equal on every rank.
+"""Agreement of the ranks on their GPUs.
 
-Each GPU is for one rank. Processes report the UUIDs of CUDA's driver, because a number means another GPU in
-another container.
+The functions are pure and depend only on the GPUs that the ranks see, so every rank gets the same result. Each GPU is
+for one rank. Processes report the UUIDs of CUDA's driver, because a number means another GPU in another container.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sparkhvd.runner.gpu.decide import EXECUTOR_AMOUNT, TASK_AMOUNT, GpuMode, vi
 
 @dataclass(frozen=True)
 class RankGpus:
-    """GPUs that the process of a rank sees.
+    """GPUs visible to the process of a rank.
 
     Attributes:
         host: its host's name.
@@ -35,7 +35,7 @@ class RankGpus:
 
 @dataclass(frozen=True)
 class GpuAgreement:
-    """Decision on the GPUs of all ranks; the same on every rank.
+    """Decision on the GPUs of all ranks, equal on every rank.
 
     Attributes:
         mode: source of the ranks' GPUs, of `GpuMode`.
@@ -99,7 +99,7 @@ def own_gpu(
     seen: Sequence[str],
     base: str | None,
 ) -> OwnGpu:
-    """Choose a rank's GPU; if possible its ordinal is the local rank, as in scripts for Horovod.
+    """Choose a rank's GPU. If possible, its ordinal is the local rank, as in scripts for Horovod.
 
     The rank's process then sees the GPUs of all ranks of its host, in order. It sees only its own if it cannot see the
     others', if they are unknown, and if ranks have several, which are then cuda:0, cuda:1, ... of each rank.
@@ -180,7 +180,7 @@ def _describe_shared(
 
 
 def unknown_warning(ranks: Sequence[RankGpus]) -> str:
-    """Warning about GPUs from Spark with unknown UUIDs; "" if all are known."""
+    """Make a warning about GPUs from Spark with unknown UUIDs, or return "" if all are known."""
     for rank, gpus in enumerate(ranks):
         if not gpus.uuids:
             return (

@@ -50,7 +50,7 @@ class GpuMode:
 
 @dataclass(frozen=True)
 class TaskShare:
-    """Resources of a task; None means the value of the conf.
+    """Resources of a task. None means the value of Spark's conf.
 
     Attributes:
         cpus: cores.
@@ -171,7 +171,7 @@ def _of_profile(given: TaskShare, required: bool) -> GpuPlan:
 
 
 def share_of_a_gpu(conf: Mapping[str, str]) -> TaskShare | None:
-    """Share of a GPU for a task of Python workers, so small that as many tasks run at once as without it.
+    """Choose the GPU share of a Python task, small enough to keep the number of concurrent tasks.
 
     None if the tasks get GPUs without a request, or cannot get them.
 
@@ -206,7 +206,7 @@ def _number(conf: Mapping[str, str], key: str) -> float:
 def variables(
     mode: str, addresses: Sequence[str], visible: str | None, order: str | None
 ) -> dict[str, str]:
-    """Environment variables for a rank's process, which choose its visible GPUs.
+    """Choose a rank's visible GPUs, as environment variables for its process.
 
     Args:
         mode: of `GpuMode`.
@@ -237,7 +237,7 @@ def visible_names(visible: str) -> list[str]:
 
 
 def _seen(address: str, visible: str | None) -> str:
-    """Return the GPU's name for CUDA_VISIBLE_DEVICES. A numeric address indexes `visible`."""
+    """Translate a GPU's address for CUDA_VISIBLE_DEVICES. A numeric address indexes `visible`."""
     if visible is None:
         return address
     names = visible_names(visible)
@@ -253,7 +253,7 @@ def _seen(address: str, visible: str | None) -> str:
 
 
 def views(mode: str, visible: str | None) -> list[dict[str, str | None]]:
-    """List the environments in which a rank's process looks for GPUs.
+    """List the environments for the GPU search in a rank's process.
 
     Each is a change to the result of `variables`. The first changes nothing. The second has the executor's value of
     CUDA_VISIBLE_DEVICES. It is needed if a listed GPU is missing, as in a container: CUDA then also hides the GPUs
@@ -326,10 +326,10 @@ _sharing = threading.Lock()
 
 
 def profile_to_share_gpus(shim: SparkShim) -> ResourceProfile | None:
-    """Resource profile for an ordinary stage, to share the executors' GPUs among its tasks; None without GPUs.
+    """Make a resource profile to share the executors' GPUs among the tasks of an ordinary stage.
 
-    The same object for an application (on Connect: a session) during this process. The first call costs a few requests
-    to the server.
+    Return None without GPUs. The result is the same object for an application (on Connect: a session) during this
+    process. The first call costs a few requests to the server.
     """
     key = shim.profile_scope()
     with _sharing:
@@ -369,7 +369,7 @@ def default_slots(
     library: str,
     env: Mapping[str, str] | None = None,
 ) -> Slots:
-    """Default slots of ranks that choose a GPU by local rank.
+    """Choose the default slots for ranks with GPUs by local rank.
 
     On a local master at most the number of this host's GPUs, if any. Over Connect the master's host is another one.
 

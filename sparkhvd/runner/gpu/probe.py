@@ -1,4 +1,4 @@
-"""Count GPUs as CUDA's driver sees them in a rank's process, without torch and without side effects in that process.
+"""Count of a rank's GPUs by CUDA's driver, without torch and without side effects in its process.
 
 A forked process loads the driver, because the driver reads CUDA_VISIBLE_DEVICES only when it starts, and a
 process with a started driver cannot fork others that use it. No context is created, so no GPU memory is used.
@@ -76,7 +76,7 @@ def has_started(library: str) -> bool:
 
 
 def count_beside(library: str, env: Mapping[str, str]) -> int:
-    """Count the GPUs that a child process sees; 0 if unknown.
+    """Count the GPUs visible to a child process, or return 0 if unknown.
 
     A fresh process counts and runs only this file: this process may have threads.
 
@@ -128,7 +128,7 @@ def ask(
 
 
 def _fork(library: str, view: Mapping[str, str | None]) -> tuple[int, int]:
-    """Start a process that counts; return its pid, and the pipe for its answer."""
+    """Fork a process to count GPUs. Return its pid and the pipe for its answer."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

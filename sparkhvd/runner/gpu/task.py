@@ -28,7 +28,7 @@ def variables(context: TaskContext, mode: str) -> dict[str, str]:
 
 
 def views(mode: str) -> list[dict[str, str | None]]:
-    """List the environments in which a trainer looks for GPUs; see `decide.views`."""
+    """List the environments for a trainer's GPU search. See `decide.views`."""
     return decide.views(mode, inherited(VISIBLE))
 
 
@@ -58,7 +58,7 @@ def own_gpu(
     trainer: Trainer,
     env: Mapping[str, str],
 ) -> agreement.OwnGpu:
-    """GPU of one rank; see `agreement.own_gpu`.
+    """GPU of one rank. See `agreement.own_gpu`.
 
     Args:
         mode: of `decide.GpuMode`.

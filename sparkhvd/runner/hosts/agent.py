@@ -91,7 +91,7 @@ def main() -> NoReturn:
 
 
 def _take_over() -> Channel:
-    """Reserve standard input and output for messages; other code of this process does not see them."""
+    """Reserve standard input and output for messages. Other code of this process does not see them."""
     reader, writer = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -206,7 +206,7 @@ def _plan(order: StartRequest, settings: JobSettings) -> TrainersPlan:
 
 
 def _receive(channel: Channel) -> Message | None:
-    """Receive a message other than a heartbeat; None if the launcher, or its host, is gone."""
+    """Receive a message other than a heartbeat, or return None if the launcher, or its host, is gone."""
     while True:
         try:
             message = channel.receive(SILENCE_S)
@@ -219,7 +219,7 @@ def _receive(channel: Channel) -> Message | None:
 
 
 def _is_there() -> bool:
-    """Whether the launcher's host answers; False if the host is down or the network is cut.
+    """Whether the launcher's host answers. False if the host is down or the network is cut.
 
     A launcher that is only stopped sends no heartbeats either, but its host's kernel answers.
     """
@@ -259,7 +259,7 @@ def _address(order: StartRequest, settings: Settings) -> str:
 
 
 def _unreached(peers: Sequence[tuple[str, dict[str, str | int]]], own: str) -> list[str]:
-    """Try to connect to a rank of each other host; return the failures."""
+    """Try to connect to a rank of each other host and return the failures."""
     problems = []
     loop = EventLoop()
 
@@ -324,7 +324,7 @@ class _ScriptRanks:
 
 
 class _FunctionRanks:
-    """Trainers that call the user's function."""
+    """Trainers for the user's function."""
 
     def __init__(
         self,
@@ -445,7 +445,7 @@ class Members:
 
 
 class FunctionMembers:
-    """Trainers of members; a context manager that kills the remaining ones.
+    """Trainers of members. The context manager kills the remaining trainers at its end.
 
     **Threads**: one per process, beside its trainer's.
 
@@ -480,7 +480,7 @@ class FunctionMembers:
         self._threads: list[threading.Thread] = []
 
     def start(self, join_token: JoinToken, slot: int, slots: int) -> None:
-        """Start a process; see `Members.start`."""
+        """Start a process. See `Members.start`."""
         thread = threading.Thread(
             target=self._run_process, args=(join_token, slot, slots), daemon=True
         )

@@ -34,7 +34,7 @@ _OF_RANKS = ("line", "ended", "outcome")
 
 
 class HostError(Exception):
-    """A host cannot run its ranks; the text has the reason."""
+    """A host cannot run its ranks. The text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Reach:
 
 
 class HostConnection:
-    """Connection to the agent of a host; closing it ends the ranks there.
+    """Connection to the agent of a host. Closing it ends the ranks there.
 
     Args:
         place: host and its ranks.
@@ -136,7 +136,7 @@ class HostConnection:
                 self._said.append(text)
 
     def said(self) -> str:
-        """Return the last error lines of ssh or the agent."""
+        """Collect the last error lines of ssh or the agent."""
         self._listener.join(END_S)
         return " | ".join(self._said) or "it ended without a message"
 
@@ -182,12 +182,12 @@ class HostConnection:
             )
 
     def send(self, kind: str, data: bytes = b"", **values: object) -> None:
-        """Send a message; nothing happens if the agent is gone, which `receive` reports."""
+        """Send a message, without an error if the agent is gone. `receive` reports that."""
         with contextlib.suppress(OSError, ValueError):  # the pipe is broken or closed
             self._channel.send(kind, data, **values)
 
     def receive(self) -> Message | None:
-        """Receive a message, without a timeout; None if the connection is lost."""
+        """Receive a message, without a timeout, or return None if the connection is lost."""
         if self._early:
             return self._early.popleft()
         with contextlib.suppress(OSError, ValueError):
@@ -195,7 +195,7 @@ class HostConnection:
         return None
 
     def expect(self, kind: str, timeout_s: float) -> Message:
-        """Receive a message of one kind; earlier messages of ranks are kept for `receive`.
+        """Receive a message of one kind. Earlier messages of ranks are kept for `receive`.
 
         Raises:
             HostError: the agent has failed or ended, or does not answer in time.
@@ -219,19 +219,19 @@ class HostConnection:
         return message
 
     def end(self) -> None:
-        """Close the connection, which ends its agent."""
+        """Close the connection to end its agent."""
         with contextlib.suppress(OSError):
             self._writer.close()
 
     def kill(self, deadline: float) -> None:
-        """Wait for the end of the agent, or kill ssh; after `end`."""
+        """Wait for the end of the agent, or kill ssh. Call this after `end`."""
         left = deadline - time.monotonic() if self._has_agent else 0.0
         if not self._group.join(max(0.0, left)):
             self._group.signal(signal.SIGKILL)
             self._group.join(END_S)
 
     def close(self) -> None:
-        """Close the pipes; after `kill`."""
+        """Close the pipes. Call this after `kill`."""
         self._listener.join(END_S)
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None and not self._listener.is_alive():

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Hosts:
-    """Agents on all hosts; a context manager that ends all their processes.
+    """Agents on all hosts. The context manager ends all their processes.
 
     Args:
         places: hosts and their ranks.
@@ -170,7 +170,7 @@ class Hosts:
         self.close()
 
     def _each(self, step: Callable[[HostConnection], T]) -> list[T]:
-        """Run a step for all hosts in parallel; return their results, in order."""
+        """Run a step for all hosts in parallel and return their results, in order."""
         done: queue.SimpleQueue[tuple[int, T | None, str]] = queue.SimpleQueue()
 
         def run(number: int, each: HostConnection) -> None:
@@ -203,7 +203,7 @@ class Hosts:
 
 
 def loopback_addresses(hosts: Sequence[str], reach: Reach) -> dict[str, str]:
-    """Loopback address by host, if all hosts are names of this machine; otherwise empty."""
+    """Map all hosts to loopback addresses. Empty unless all hosts are names of this machine."""
     found = {}
     for host in hosts:
         if reach.is_here(host):

@@ -14,7 +14,7 @@ _READ_BYTES = 1 << 20
 
 
 class Channel:
-    """Channel over two pipes. Any thread may send; one thread at a time may receive."""
+    """Channel over two pipes. Any thread may send, but only one thread at a time may receive."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader = reader
@@ -33,7 +33,7 @@ class Channel:
             write_frame(self._writer, frame)
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Receive a message; None if the peer has ended.
+        """Receive a message, or return None if the peer has ended.
 
         Raises:
             TimeoutError: no bytes arrived for `timeout_s`, even of a partial message, which the next call continues.
@@ -48,9 +48,9 @@ class Channel:
         return unpack(frame)
 
     def read_line(self, mark: bytes, timeout_s: float) -> bytes | None:
-        """Return the rest of the first line with the mark; None if the peer has ended. Call it before `receive`.
+        """Read up to the line with the mark and return its rest, or None if the peer has ended.
 
-        Skips other lines, which come from the login shell.
+        Call this before `receive`. Skips other lines, which come from the login shell.
 
         Raises:
             TimeoutError: it has not arrived in time.

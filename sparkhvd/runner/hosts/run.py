@@ -42,7 +42,10 @@ _MARGIN_S = 1.0
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """Options of `run_hosts`, under its names; `metrics` takes ranks and their entries of `log_metrics`, as JSON."""
+    """Options of `run_hosts`, under its names.
+
+    `metrics` takes ranks and their entries of `log_metrics`, as JSON.
+    """
 
     hosts: str | None
     hostfile: str | None
@@ -193,7 +196,7 @@ def run_script_on_hosts(
     reach: Reach,
     output: Output,
 ) -> int:
-    """Run a command on every rank; return the exit status for the shell, see `watch`.
+    """Run a command on every rank and return the exit status for the shell, see `watch`.
 
     Args:
         command: program and arguments, resolved on each host.

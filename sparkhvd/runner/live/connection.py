@@ -27,7 +27,7 @@ _GATHER_S = 0.2
 
 
 class LiveConnection:
-    """TCP carrier of records; one thread delivers, and another thread may abort."""
+    """TCP carrier of records. One thread delivers, and another thread may abort."""
 
     def __init__(self, address: tuple[str, int], job: Job) -> None:
         self._address = address
@@ -105,7 +105,11 @@ class LiveConnection:
 
 
 def _serve(sock: socket.socket, backlog: Backlog) -> None:
-    """Send records until the backlog has ended and all are acknowledged; raises OSError if the connection fails."""
+    """Send records until the backlog has ended and all are acknowledged.
+
+    Raises:
+        OSError: the connection fails.
+    """
     sock.settimeout(_SILENT_S)
     came = bytearray()
     while records := backlog.take(_GATHER_S):

@@ -31,7 +31,7 @@ _LAST_LOOK_S = 15.0
 
 
 class Chunks(Protocol):
-    """Part of a store that a rank's writer needs."""
+    """Part of a store needed by a rank's writer."""
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write a file atomically."""
@@ -60,7 +60,7 @@ def folder_of(run_dir: str, attempt: int, job_id: str) -> str:
 
 
 class ChunkWriter:
-    """File carrier of records; one thread delivers, and another thread may abort."""
+    """File carrier of records. One thread delivers, and another thread may abort."""
 
     def __init__(self, files: Chunks, folder: str, rank: int) -> None:
         self._files = files
@@ -103,10 +103,10 @@ class ChunkWriter:
 
 
 class ChunkReader:
-    """Driver's side: finds, shows and deletes files; a context manager around the launch."""
+    """Driver's side: search, display and deletion of files. A context manager around the launch."""
 
     def __init__(self, mailbox: Mailbox, folder: str, display: Display) -> None:
-        """Prepare a reader, which runs inside `with`.
+        """Prepare a reader. It runs inside `with`.
 
         Args:
             mailbox: reads and deletes files.
@@ -142,7 +142,7 @@ class ChunkReader:
             pass
 
     def _poll(self) -> bool:
-        """Show the files; return False if nothing was found, or the store does not answer."""
+        """Show the files and return False if nothing was found, or the store does not answer."""
         try:
             found = self._mailbox.collect(self.folder, self._done)
         except Exception:  # noqa: BLE001 - a store may raise anything; the next poll tries again

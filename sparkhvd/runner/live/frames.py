@@ -30,7 +30,7 @@ class Record(NamedTuple):
 
 
 def left_out(rank: int, lines: int, elsewhere: str) -> str:
-    """Return a line with the number of lines left out of a rank's output. `elsewhere` is their place, or ""."""
+    """Format the number of lines left out of a rank's output. `elsewhere` is their place, or ""."""
     where = f"; {elsewhere}" if elsewhere else ""
     return f"[{rank}] ({lines:,} line{'s' * (lines != 1)} left out here{where})"
 
@@ -69,12 +69,12 @@ def unpack(data: bytes) -> Iterator[Record]:
 
 
 def shown(number: int) -> bytes:
-    """Return the driver's acknowledgement: it has shown the records up to a number."""
+    """Make the driver's acknowledgement of the shown records, up to a number."""
     return wire.frame_of(wire.pack("shown", b"", {"number": number}))
 
 
 def take_shown(came: bytearray) -> int | None:
-    """Remove the first message of `shown` from received bytes; None if it is incomplete.
+    """Remove the first message of `shown` from received bytes, or return None if it is incomplete.
 
     Raises:
         ValueError: it is invalid.

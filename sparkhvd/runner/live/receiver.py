@@ -43,7 +43,7 @@ _SPARE_CONNECTIONS = 64
 
 
 class Receiver:
-    """Listener for the lines of an attempt's ranks; a context manager."""
+    """Listener for the lines of an attempt's ranks. A context manager."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Receiver:
         attempt: int,
         size: int,
     ) -> None:
-        """Prepare a receiver, which runs inside `with`.
+        """Prepare a receiver. It runs inside `with`.
 
         Args:
             listening: non-blocking; closed at the end.
@@ -90,7 +90,7 @@ class Receiver:
         attempt: int,
         size: int,
     ) -> Receiver:
-        """Listen where executors reach the driver; the arguments are those of the class.
+        """Listen where executors reach the driver. The arguments are those of the class.
 
         Raises:
             OSError: this process cannot listen there.
@@ -222,11 +222,11 @@ class Display:
         self._shown = [0] * size
 
     def last(self, rank: int) -> int:
-        """Return the number of the last shown record of a rank; 0 without a record."""
+        """Return the number of the last shown record of a rank, or 0 without a record."""
         return self._shown[rank]
 
     def take(self, rank: int, record: Record) -> None:
-        """Show a record, unless it was shown before; progress has no number."""
+        """Show a record, unless it was shown before. Progress has no number."""
         if record.number == 0:
             with contextlib.suppress(Exception):
                 self._progress(record.text)

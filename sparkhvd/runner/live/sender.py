@@ -32,13 +32,13 @@ class Carrier(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the driver was unreachable for so long that the end need not wait for it."""
+        """Whether the driver was unreachable for too long to wait for it at the end."""
         ...
 
 
 @dataclass(frozen=True)
 class OutputRoute:
-    """Route of an attempt's output to the driver; travels as JSON.
+    """Route of an attempt's output to the driver, sent as JSON.
 
     Attributes:
         address: host and port of the driver; None if it reads files.
@@ -62,17 +62,17 @@ class OutputRoute:
 
     @property
     def elsewhere(self) -> str:
-        """Where left out lines are; "" for nowhere."""
+        """Where left out lines are, or "" for nowhere."""
         if not self.on_terminal:
             return "the executor's log has all"
         return "they are on stderr" if self.is_shown else ""
 
 
 class Sender:
-    """Sender of one rank's lines; a context manager."""
+    """Sender of one rank's lines. A context manager."""
 
     def __init__(self, way: OutputRoute, rank: int, carrier: Carrier) -> None:
-        """Prepare a sender; it starts with the first line, or inside `with` if the route connects at once.
+        """Prepare a sender. It starts with the first line, or inside `with` if the route connects at once.
 
         Args:
             way: route to the driver.
@@ -90,19 +90,19 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def line(self, line: str) -> bool:
-        """Send a line that starts with its rank; return False if it is left out. Never blocks."""
+        """Send a line with a rank prefix. Return False if it is left out. Never blocks."""
         return self._started(self._backlog.line(line))
 
     def message(self, text: str) -> bool:
-        """Send a message of some lines, at the rate of messages; return False if it is left out."""
+        """Send a message of some lines, at the rate of messages, and return False if it is left out."""
         return self._started(self._backlog.message(text))
 
     def metrics(self, entry: str) -> bool:
-        """Send an entry of `log_metrics`, at the rate of messages; return False if it is left out."""
+        """Send an entry of `log_metrics`, at the rate of messages, and return False if it is left out."""
         return self._started(self._backlog.metrics(entry))
 
     def progress(self, text: str) -> None:
-        """Send a line about the training's progress, replacing the last one; lost with its connection."""
+        """Send a progress line to replace the previous line. It is lost with its connection."""
         self._started(self._backlog.progress(text))
 
     def _started(self, is_taken: bool) -> bool:
@@ -119,7 +119,7 @@ class Sender:
         return is_taken
 
     def close(self) -> list[Record]:
-        """End within `FLUSH_S`; return the last records that the driver may not have shown."""
+        """End within `FLUSH_S` and return the last records without the driver's acknowledgement."""
         self._backlog.end()
         with self._lock:
             self._is_closed = True
@@ -164,7 +164,7 @@ MESSAGES = Rate(100.0, float(1 << 20), 2.0)
 
 
 class Bucket:
-    """Token bucket that, once empty, stays closed until it is half full, so that lines are left out in one block."""
+    """Token bucket. Once empty, it stays closed until half full, to leave out lines in a block."""
 
     def __init__(self, rate: Rate, now: float) -> None:
         self._rate = rate
@@ -231,7 +231,7 @@ class Backlog:
         self._has_ended = False
 
     def line(self, line: str) -> bool:
-        """Add a line; return False if it is left out."""
+        """Add a line and return False if it is left out."""
         if not self._shows_lines:
             return False
         num_bytes = len(line.encode(errors="replace")) + 1
@@ -248,11 +248,11 @@ class Backlog:
             return True
 
     def message(self, text: str) -> bool:
-        """Add a message of some lines; return False if it is left out."""
+        """Add a message of some lines and return False if it is left out."""
         return self._add(text, is_metrics=False)
 
     def metrics(self, entry: str) -> bool:
-        """Add an entry of `log_metrics` as a record of its own; return False if it is left out."""
+        """Add an entry of `log_metrics` as a record of its own and return False if it is left out."""
         return self._add(entry, is_metrics=True)
 
     def _add(self, text: str, *, is_metrics: bool) -> bool:
@@ -276,7 +276,7 @@ class Backlog:
             return True
 
     def progress(self, text: str) -> bool:
-        """Replace the line about the training's progress; return False after the end."""
+        """Replace the line about the training's progress and return False after the end."""
         with self._changed:
             if self._has_ended:
                 return False
@@ -306,14 +306,14 @@ class Backlog:
             self._bytes += len(notice) + 1
 
     def _close_record(self) -> None:
-        """Number the gathered lines; from then on the record is fixed, however often it is sent."""
+        """Number the gathered lines. From then on the record is fixed, however often it is sent."""
         if self._open:
             self._last += 1
             self._records.append(Record(self._last, "\n".join(self._open), self._open_lines))
             self._open, self._open_bytes, self._open_lines = [], 0, 0
 
     def take(self, gather_s: float) -> list[Record]:
-        """Wait for lines; return the first unacknowledged records, or an empty list after the end of an empty queue.
+        """Wait for lines and return the first unacknowledged records, or an empty list after the end of an empty queue.
 
         The wait has no deadline: a task always calls `end`, however its rank ends, and the thread is a daemon.
         Progress precedes the records, once, as a record with number 0.
@@ -345,7 +345,7 @@ class Backlog:
                 self._bytes -= len(self._records.popleft().text.encode(errors="replace")) + 1
 
     def end(self) -> None:
-        """Refuse further lines; existing lines can still be taken."""
+        """Refuse further lines. Existing lines can still be taken."""
         with self._changed:
             self._count_left_out()
             self._has_ended = True

@@ -1,7 +1,7 @@
-"""Collectives on torch tensors, in Horovod's signatures, blocking and asynchronous; one file per family.
+"""Collectives on torch tensors, in Horovod's signatures, blocking and asynchronous.
 
-The asynchronous forms return a `Handle` at once. `synchronize(handle)` waits and returns the result, and
-`poll(handle)` never waits. A submitted tensor must not be changed before the operation has finished.
+There is one file per family. The asynchronous forms return a `Handle` at once. `synchronize(handle)` waits and returns
+the result, and `poll(handle)` never waits. A submitted tensor must not be changed before the operation has finished.
 
 Order: ranks may submit operations in any order; they match by name, or by their number among operations of a kind.
 

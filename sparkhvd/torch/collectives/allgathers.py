@@ -1,4 +1,4 @@
-"""`allgather`: every rank's rows, on every rank; single and grouped."""
+"""`allgather`, single and grouped: every rank's rows, on every rank."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def start_allgather(ctx: Context, name: str, tensor: Tensor, process_set: int = 
 
 
 def gathered(work: Work, dtype: torch.dtype, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the result of a finished operation on a tensor like `shape`, and the number of rows from every rank."""
+    """Unpack a finished operation on a tensor like `shape`, and every rank's number of rows."""
     return unpack(work, dtype, [shape])[0]
 
 
 def unpack(work: Work, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Gathered:
-    """Return the results of a finished allgather or alltoall of tensors like `shapes`, tensor after tensor."""
+    """Unpack a finished allgather or alltoall of tensors like `shapes`, tensor after tensor."""
     output = work.output()
     members = len(output.rows) // len(shapes)
     parts: Gathered = []
@@ -102,7 +102,7 @@ def _start_one_type(
 def start_single_allgather(
     tensor: Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
 ) -> tuple[Handle[Tensor], list[int]]:
-    """Submit one tensor; after the handle's wait the list has each rank's number of rows.
+    """Submit one tensor. After the handle's wait the list has each rank's number of rows.
 
     `is_awaited` means that the caller waits at once.
     """
@@ -127,7 +127,7 @@ def start_single_allgather(
 
 
 def joined_by(work: Operation, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Gathered:
-    """Return the results of a finished allgather on CPU or GPU; see `unpack`."""
+    """Unpack a finished allgather on CPU or GPU. See `unpack`."""
     if isinstance(work, DeviceGather):
         return work.outcome()
     assert isinstance(work, Work)
@@ -141,7 +141,7 @@ def start_grouped_allgather(
     *,
     is_awaited: bool = False,
 ) -> tuple[Handle[tuple[Tensor, ...]], list[tuple[int, ...]]]:
-    """Submit a group; after the handle's wait the list has, for each tensor, each rank's number of rows."""
+    """Submit a group. After the handle's wait the list has each rank's number of rows by tensor."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("grouped_allgather", name, number)
@@ -177,7 +177,7 @@ def start_grouped_allgather(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
-    """Start an `allgather`; `synchronize` returns the concatenated tensor. No gradient flows through it."""
+    """Start an `allgather` without a gradient. `synchronize` returns the concatenated tensor."""
     return start_single_allgather(tensor, name, process_set)[0]
 
 
@@ -210,14 +210,14 @@ def allgather(
 def grouped_allgather_async(
     tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[tuple[Tensor, ...]]:
-    """Start a `grouped_allgather`; `synchronize` returns the tuple of concatenated tensors. No gradient."""
+    """Start a `grouped_allgather` without a gradient. `synchronize` returns a tuple of tensors."""
     return start_grouped_allgather(tensors, name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
-    """`allgather` of several tensors as one operation (one per dtype); all succeed or all fail."""
+    """Run `allgather` on several tensors as one operation per dtype. All succeed or all fail."""
     tensors = to_list("grouped_allgather", tensors)
     if any([wants_gradient(tensor) for tensor in tensors]):
         joined: tuple[Tensor, ...] = GroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]  # torch's

@@ -151,7 +151,7 @@ def _group(
 
 
 def _reduced(tensors: Sequence[Tensor], request: ReductionRequest) -> Sequence[Tensor]:
-    """Reduce and wait; gradients flow through the new tensors."""
+    """Reduce and wait. Gradients flow through the new tensors."""
     if any([wants_gradient(tensor) for tensor in tensors]):
         reduced: tuple[Tensor, ...] = Allreduce.apply(request, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return reduced
@@ -182,7 +182,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
-    """Start an `allreduce`; `synchronize` returns a new tensor. No gradient flows through it."""
+    """Start an `allreduce` without a gradient. `synchronize` returns a new tensor."""
     request = to_request(
         "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
     )
@@ -198,7 +198,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
-    """Start an `allreduce` that writes its result into `tensor`, which must be contiguous."""
+    """Start an `allreduce` in place. The tensor must be contiguous."""
     request = to_request(
         "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
     )
@@ -215,7 +215,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Combine `tensor` over all ranks and return the result; every rank gets the same values.
+    """Reduce `tensor` over all ranks and return the result, with the same values on every rank.
 
     Every rank must call this with the same name, shape and dtype, in any order among named operations;
     calls without a name must come in the same order on every rank. Gradients flow back through the same
@@ -261,7 +261,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """`allreduce` into `tensor` itself, which must be contiguous; no gradient."""
+    """Run `allreduce` in place, without a gradient. The tensor must be contiguous."""
     request = to_request(
         "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
     )
@@ -279,7 +279,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Tensor]]:
-    """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
+    """Start a `grouped_allreduce`. `synchronize` returns the list of results."""
     request = to_request(
         "grouped_allreduce",
         name,
@@ -300,7 +300,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Tensor]]:
-    """Start a `grouped_allreduce` into the tensors themselves, which must be contiguous."""
+    """Start a `grouped_allreduce` in place. The tensors must be contiguous."""
     request = to_request(
         "grouped_allreduce",
         name,
@@ -322,7 +322,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors as one operation (one per dtype), without a fusion copy; all succeed or all fail."""
+    """Run `allreduce` on several tensors as one operation per dtype. All succeed or all fail.
+
+    There is no fusion copy.
+    """
     request = to_request(
         "grouped_allreduce",
         name,
@@ -343,7 +346,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`grouped_allreduce` into the tensors themselves, which must be contiguous; no gradient."""
+    """Run `grouped_allreduce` in place, without gradients. The tensors must be contiguous."""
     request = to_request(
         "grouped_allreduce",
         name,

@@ -58,7 +58,10 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[tuple[Tensor, Tensor]]:
-    """Start an `alltoall`; `synchronize` returns `(output, received_splits)`, also without `splits`. No gradient."""
+    """Start an `alltoall` without a gradient. `synchronize` returns `(output, received_splits)`.
+
+    The result has both parts also without `splits`.
+    """
     return start_alltoall(tensor, splits, name, process_set)
 
 
@@ -70,7 +73,7 @@ def start_alltoall(
     *,
     is_awaited: bool = False,
 ) -> Handle[tuple[Tensor, Tensor]]:
-    """Submit a tensor as `alltoall_async` does; `is_awaited` means that the caller waits at once."""
+    """Submit a tensor like `alltoall_async`. `is_awaited` means that the caller waits at once."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("alltoall", name, number)
@@ -160,7 +163,7 @@ class _Context(Saved[_Sent], Protocol):
     """The methods of autograd's context that `forward` uses."""
 
     def mark_non_differentiable(self, *args: Tensor) -> None:
-        """Declare outputs that have no gradient."""
+        """Declare outputs without a gradient."""
 
 
 class Alltoall(torch.autograd.Function):

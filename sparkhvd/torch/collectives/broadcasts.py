@@ -40,7 +40,7 @@ def _root(ctx: Context, name: str, root_rank: int) -> int:
 def start_broadcast(
     ctx: Context, name: str, source: Tensor, target: Tensor, root_rank: int, process_set: int = 0
 ) -> Operation:
-    """Submit contiguous tensors; `target` may be `source`."""
+    """Submit contiguous tensors. `target` may be `source`."""
     dtype, root = engine_dtype(name, source), _root(ctx, name, root_rank)
     if not source.is_cpu:
         return cuda.start_broadcast(ctx, name, source, target, root, dtype, process_set)
@@ -60,7 +60,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
-    """Start a `broadcast`; `synchronize` returns a new tensor. No gradient flows through it."""
+    """Start a `broadcast` without a gradient. `synchronize` returns a new tensor."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("broadcast", name, number)
@@ -77,7 +77,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
-    """Start a `broadcast` into `tensor` itself, which must be contiguous."""
+    """Start a `broadcast` in place. The tensor must be contiguous."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("broadcast", name, number)
@@ -120,7 +120,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """`broadcast` into `tensor` itself, which must be contiguous; no gradient."""
+    """Run `broadcast` in place, without a gradient. The tensor must be contiguous."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("broadcast", name, number)

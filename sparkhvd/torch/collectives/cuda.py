@@ -73,7 +73,7 @@ class DeviceWork:
         return self._work.done()
 
     def wait(self) -> None:
-        """Make the current stream wait for the result; the host waits only until every rank has submitted."""
+        """Make the current stream wait for the result. The host waits only until every rank has submitted."""
         stream = self._device.stream()
         self._work.wait_stream(stream)
         if stream != self._stream:
@@ -96,7 +96,7 @@ def submit(
     results: Sequence[Tensor] = (),
     finish: Callable[[], None] | None = None,
 ) -> DeviceWork:
-    """Submit a call whose inputs are ready on the stream."""
+    """Submit a call with its inputs ready on the stream."""
     call.request.stream = stream
     return DeviceWork(device, ctx.engine.start(call, name, keep), stream, results, finish)
 
@@ -185,7 +185,7 @@ def _scale_(tensors: Sequence[Tensor], factor: float, divisor: float = 1.0) -> N
 
 
 def _scaled_integers(tensor: Tensor, factor: float, divisor: float) -> Tensor:
-    """Scale integers in float64, then truncate and saturate; NaN becomes 0."""
+    """Scale integers in float64, then truncate and saturate. NaN becomes 0."""
     limits = torch.iinfo(tensor.dtype)
     values = tensor.to(torch.float64).mul_(factor)
     divide_([values], divisor)
@@ -212,7 +212,7 @@ def start_allreduce(
     process_set: int,
     digest: tuple[int, ...] = (),
 ) -> DeviceWork:
-    """Submit contiguous tensors of one type; `outputs` may be the inputs themselves."""
+    """Submit contiguous tensors of one type. `outputs` may be the inputs themselves."""
     device = _of_all(ctx, name, (*inputs, *outputs))
     scheme = scheme_of(name, inputs[0].dtype, reduction, num_members(ctx, process_set))
     stream = device.stream()
@@ -235,7 +235,7 @@ def start_allreduce(
 def _to_send(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheme: Scheme
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return NCCL's input and output tensors, computed without autograd."""
+    """Prepare NCCL's input and output tensors, without autograd."""
     if scheme.before == 1.0 and scheme.wire is inputs[0].dtype:
         return inputs, outputs
     ins = [each.detach() for each in inputs]
@@ -251,7 +251,7 @@ def _to_send(
 
 
 def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
-    """Compute `targets = sources * factor`; a target may be the source itself."""
+    """Compute `targets = sources * factor`. A target may be the source itself."""
     if sources[0].dtype.is_floating_point and len(sources) == 1:
         torch.mul(sources[0], factor, out=targets[0])
         return
@@ -264,7 +264,7 @@ def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) ->
 def _finish(
     scheme: Scheme, written: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Callable[[], None] | None:
-    """Return the steps after the operation, or None if there are none."""
+    """Return a function for the steps after the operation, or None without such steps."""
     is_converted = scheme.wire != outputs[0].dtype and outputs[0].dtype != torch.bool
     if scheme.after == scheme.divisor == 1.0 and not is_converted:
         return None
@@ -287,7 +287,10 @@ def start_reducescatter(
     process_set: int,
     digest: tuple[int, ...] = (),
 ) -> DeviceWork:
-    """Submit contiguous tensors of one type; `outputs` are this rank's rows. Inputs are not changed."""
+    """Submit contiguous tensors of one type. `outputs` are this rank's rows.
+
+    Inputs are not changed.
+    """
     device = _of_all(ctx, name, inputs)
     dtype = inputs[0].dtype
     scheme = scheme_of(name, dtype, reduction, num_members(ctx, process_set))
@@ -325,7 +328,7 @@ def start_broadcast(
     dtype: DType,
     process_set: int,
 ) -> DeviceWork:
-    """Submit contiguous tensors; `target` may be `source`."""
+    """Submit contiguous tensors. `target` may be `source`."""
     device = _of_all(ctx, name, (source, target))
     stream = device.stream()
     call = ctx.engine.prepare(
@@ -340,7 +343,7 @@ def start_broadcast(
 
 
 def _of_all(ctx: Context, name: str, tensors: Sequence[Tensor]) -> Device:
-    """Return the device of the tensors; all must be on the rank's GPU."""
+    """Check that all tensors are on the rank's GPU, and return its device."""
     for tensor in tensors:
         device = opened(ctx, name, tensor)
     return device
@@ -396,7 +399,7 @@ class DeviceGather:
         self._error: BaseException | None = None
 
     def advance(self, timeout_s: float) -> bool:
-        """Begin the second step if possible within this time; return True if it has begun or failed."""
+        """Begin the second step if possible within this time and return True if it has begun or failed."""
         with self._lock:
             if self._has_begun:
                 return True
@@ -427,7 +430,7 @@ class DeviceGather:
         return self._work is None or self._work.done()
 
     def wait(self) -> None:
-        """Make the current stream wait for the result; the host waits until every rank has submitted both steps."""
+        """Make the current stream wait for the result. The host waits until every rank has submitted both steps."""
         while not self.advance(_WAIT_S):
             pass
         self._raise()
@@ -435,7 +438,10 @@ class DeviceGather:
             self._work.wait()
 
     def outcome(self) -> Outcome:
-        """Each concatenated tensor and its number of rows from every rank; complete after `wait`."""
+        """Return each concatenated tensor and its number of rows from every rank.
+
+        The result is complete after `wait`.
+        """
         return self._outcome
 
     def _raise(self) -> None:
@@ -444,7 +450,7 @@ class DeviceGather:
 
 
 class GatherThread(ContextPart):
-    """Thread that begins the second steps of asynchronous gathers."""
+    """Thread to begin the second steps of asynchronous gathers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -452,7 +458,7 @@ class GatherThread(ContextPart):
         self._is_running = False
 
     def add(self, gather: DeviceGather) -> None:
-        """Let the thread advance a gather until its second step has begun; start the thread if necessary."""
+        """Let the thread advance a gather to its second step. Start the thread if necessary."""
         with self._lock:
             self._pending.append(gather)
             if self._is_running:
@@ -490,7 +496,10 @@ def start_device_allgather(
     *,
     is_awaited: bool = False,
 ) -> DeviceGather:
-    """Submit tensors of one type with at least one dimension; `is_awaited` means that the caller waits at once."""
+    """Submit tensors of one type with at least one dimension.
+
+    `is_awaited` means that the caller waits at once.
+    """
     sources = [as_sent(tensor) for tensor in tensors]
     devices = [opened(ctx, name, source) for source in sources]
     device, here, stream = devices[0], devices[0].here(), devices[0].stream()
@@ -540,7 +549,10 @@ def start_device_alltoall(
     *,
     is_awaited: bool = False,
 ) -> DeviceGather:
-    """Submit a tensor with at least one dimension; `is_awaited` means that the caller waits at once."""
+    """Submit a tensor with at least one dimension.
+
+    `is_awaited` means that the caller waits at once.
+    """
     source = as_sent(tensor)
     device = opened(ctx, name, source)
     here, stream = device.here(), device.stream()
@@ -579,7 +591,7 @@ def start_device_alltoall(
 def _checked_splits(
     name: str, source: Tensor, splits: Sequence[int] | None, members: int
 ) -> list[int]:
-    """Return the number of rows for each rank; refuse wrong splits before other ranks wait for this rank."""
+    """Compute each rank's number of rows, and refuse wrong splits before other ranks wait."""
     if source.dim() == 0:
         raise InvalidArgumentError(
             f"{name}: a tensor without dimensions cannot be split. Give tensor.reshape(1)."
@@ -600,7 +612,7 @@ def _checked_splits(
 
 
 def _numbers(exchange: Work, name: str, members: int, each: int) -> list[list[int]]:
-    """Return the exchanged numbers by rank, `each` numbers per rank."""
+    """Read the exchanged numbers by rank, `each` numbers per rank."""
     output = exchange.output()
     if any(count != each for count in output.rows):
         raise MismatchError(
@@ -640,7 +652,7 @@ class HostWork:
         self._outputs = outputs
 
     def done(self) -> bool:
-        """Whether the host has the results; `wait` copies them to the GPU."""
+        """Check whether the host has the results. `wait` copies them to the GPU."""
         return self._work.done()
 
     @torch.no_grad()
@@ -661,7 +673,10 @@ def start_adasum(
     process_set: int,
     digest: tuple[int, ...] = (),
 ) -> HostWork:
-    """Submit contiguous tensors of one type on the rank's GPU; `outputs` may be the inputs themselves."""
+    """Submit contiguous tensors of one type on the rank's GPU.
+
+    `outputs` may be the inputs themselves.
+    """
     for tensor in (*inputs, *outputs):
         opened(ctx, name, tensor).stream()  # refuses a stream that is being captured
     copies = [each.detach().cpu() for each in inputs]

@@ -1,4 +1,4 @@
-"""`send` and `recv`: a tensor from one rank to another; no other rank takes part."""
+"""`send` and `recv`: a tensor from one rank to another. No other rank takes part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def send_async(
     process_set: ProcessSet = global_process_set,
     timeout_s: float | None = None,
 ) -> Handle[None]:
-    """Start a `send`; `tensor` must not be changed before `synchronize` has returned."""
+    """Start a `send`. `tensor` must not be changed before `synchronize` has returned."""
     source = as_sent(tensor)
     ctx = context()
     call, name = _prepare(ctx, Collective.SEND, "send", source, dst, tag, process_set)
@@ -44,7 +44,7 @@ def send(
     process_set: ProcessSet = global_process_set,
     timeout_s: float | None = None,
 ) -> None:
-    """Send a tensor to one rank, which receives it with `recv`.
+    """Send a tensor to one rank. The receiver calls `recv`.
 
     Messages from one rank to another with one tag arrive in the order in which they were sent. `send` of a small message
     (up to 64 KiB) may return before the receiver has it; of a larger message it returns when the receiver has its
@@ -77,7 +77,7 @@ def recv_async(
     process_set: ProcessSet = global_process_set,
     timeout_s: float | None = None,
 ) -> Handle[int]:
-    """Start a `recv` into `tensor`; `synchronize` returns the sender's rank."""
+    """Start a `recv` into `tensor`. `synchronize` returns the sender's rank."""
     ctx = context()
     rank = _ANY_RANK if src is None else src
     call, name = _prepare(ctx, Collective.RECEIVE, "recv", tensor, rank, tag, process_set)

@@ -1,4 +1,4 @@
-"""`reducescatter`: each rank's rows of the reduced tensor; single and grouped."""
+"""`reducescatter`, single and grouped: each rank's rows of the reduced tensor."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members,
 
 
 def own_rows(rows: int, size: int, rank: int) -> int:
-    """Number of rows of a rank; the first ranks get an extra row if `rows` is not divisible by `size`."""
+    """Number of rows of a rank. The first ranks get an extra row if `rows` is not divisible by `size`."""
     return rows // size + (rank < rows % size)
 
 
 def _start(
     tensors: Iterable[Tensor], request: ReductionRequest
 ) -> tuple[str, list[Operation], list[Tensor]]:
-    """Submit tensors as one operation per element type; return its name, the operations and their outputs."""
+    """Submit tensors as one operation per element type and return its name, the operations and their outputs."""
     ctx = context()
     number = set_id(request.process_set)
     name = ctx.name(request.kind, request.name, number)
@@ -74,7 +74,7 @@ def _start(
 
 
 def _reduced(tensors: Sequence[Tensor], request: ReductionRequest) -> Sequence[Tensor]:
-    """Reduce and wait; gradients flow through the new tensors."""
+    """Reduce and wait. Gradients flow through the new tensors."""
     if any([wants_gradient(tensor) for tensor in tensors]):
         reduced: tuple[Tensor, ...] = Reducescatter.apply(request, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return reduced
@@ -103,7 +103,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Tensor]:
-    """Start a `reducescatter`; `synchronize` returns this rank's rows. No gradient flows through it."""
+    """Start a `reducescatter` without a gradient. `synchronize` returns this rank's rows."""
     request = to_request(
         "reducescatter", name, resolve_op(None, op), prescale_factor, postscale_factor, process_set
     )
@@ -155,7 +155,10 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[list[Tensor]]:
-    """Start a `grouped_reducescatter`; `synchronize` returns the list of this rank's rows. No gradient."""
+    """Start a `grouped_reducescatter` without a gradient. `synchronize` returns this rank's rows.
+
+    The result is a list with an entry per tensor.
+    """
     request = to_request(
         "grouped_reducescatter",
         name,
@@ -177,7 +180,10 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors as one operation (one per dtype); all succeed or all fail."""
+    """Run `reducescatter` on several tensors as one operation per dtype.
+
+    All succeed or all fail.
+    """
     request = to_request(
         "grouped_reducescatter",
         name,

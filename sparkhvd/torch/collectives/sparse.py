@@ -20,7 +20,7 @@ def sparse_allreduce_async(
     op: ReduceOp | int,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], Tensor]:
-    """Start to sum or average a sparse COO tensor over all ranks; call the returned function to wait.
+    """Start to sum or average a sparse COO tensor over all ranks. Call the returned function to wait.
 
     Args:
         tensor: sparse, same shape on every rank, any number of entries.

@@ -39,7 +39,7 @@ DTYPES: dict[torch.dtype, DType] = {
 
 
 class Saved(Protocol[_Arguments]):
-    """Autograd's context, which carries the arguments from `forward` to `backward`."""
+    """Autograd's context, with the arguments of `forward` for `backward`."""
 
     arguments: _Arguments
 
@@ -132,12 +132,17 @@ def require_contiguous(what: str, tensor: Tensor) -> None:
 
 
 def paired(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype that the engine uses for a tensor. A complex number becomes a pair of real numbers."""
+    """Compute the engine's shape and dtype of a tensor.
+
+    A complex number becomes a pair of real numbers.
+    """
     return ((*shape, 2), dtype.to_real()) if dtype.is_complex else (tuple(shape), dtype)
 
 
 def as_pairs(what: str, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Tensor:
-    """Turn complex numbers into pairs of real numbers, with the same sums; leave other tensors unchanged.
+    """Convert complex numbers to pairs of real numbers, with the same sums.
+
+    Other tensors stay unchanged.
 
     Raises:
         InvalidArgumentError: the reduction is undefined for complex numbers, or cannot be done in place.
@@ -157,12 +162,18 @@ def as_pairs(what: str, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Tens
 
 
 def as_sent(tensor: Tensor) -> Tensor:
-    """Return the tensor row-major and with its signs resolved, as the engine needs it; copies only if necessary."""
+    """Make the tensor row-major and resolve its signs, as the engine needs it.
+
+    It is copied only if necessary.
+    """
     return tensor.detach().contiguous().resolve_neg()
 
 
 def view(source: Tensor, target: Tensor | None) -> TensorView:
-    """Describe contiguous tensors of one shape to the engine; without a target the engine allocates the result."""
+    """Describe contiguous tensors of one shape to the engine.
+
+    Without a target the engine allocates the result.
+    """
     address = source.data_ptr()
     output = address if target is source else 0 if target is None else target.data_ptr()
     # The constructor of the named tuple takes twice the time.
@@ -170,7 +181,7 @@ def view(source: Tensor, target: Tensor | None) -> TensorView:
 
 
 def lend(*tensors: Tensor) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors that the engine uses. The caller keeps them until the engine has finished.
+    """Get tensors' storages for the engine. The caller keeps them until the engine has finished.
 
     Keeping the tensors is not enough: `tensor.data = other`, as in `module.to()`, replaces a tensor's memory.
     """
@@ -204,7 +215,7 @@ class Operation(Protocol):
     """An operation in flight: the engine's `Work`, or an operation on a GPU."""
 
     def done(self) -> bool:
-        """Whether the operation has finished, on the GPU too; raises the operation's error."""
+        """Check whether the operation has finished, on the GPU too, or raise its error."""
 
     def wait(self) -> None:
         """Wait until the host, or this thread's current stream of the GPU, may use the result."""
@@ -239,11 +250,11 @@ class Handle(Generic[_Result]):
         return f"<Handle {self.name!r}>"
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; raises the errors of `wait`."""
+        """Check whether `wait` would return at once, or raise the errors of `wait`."""
         return all([work.done() for work in self._works])
 
     def wait(self) -> _Result:
-        """Wait, and return the result; later calls return the same object."""
+        """Wait and return the result. Later calls return the same object."""
         for work in self._works:
             work.wait()
         if self._finish is not None:
@@ -338,7 +349,7 @@ def start_group(
 
 
 def _check(name: str, dtypes: Sequence[DType], reduction: Reduction) -> None:
-    """Refuse a reduction that some of the types do not support, before any part of the group is in flight."""
+    """Refuse a reduction unsupported by some types, before any part of the group is in flight."""
     is_plain = reduction == Reduction(reduction.op) and reduction.op != ReduceOp.AVERAGE
     for dtype in dtypes:
         if dtype == DType.BOOL and not is_plain:
@@ -383,7 +394,7 @@ class ReductionRequest(NamedTuple):
     process_set: ProcessSet
 
     def of_gradient(self) -> ReductionRequest:
-        """The request of the backward pass; its name derives from this request's."""
+        """Make the request of the backward pass, with a name derived from this request's name."""
         return self._replace(name=gradient_name(self.name))
 
 
@@ -419,7 +430,7 @@ def to_request(
 
 
 def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
-    """Return the reduction that `op`, or the deprecated `average`, specifies."""
+    """Resolve `op`, or the deprecated `average`, to a reduction."""
     if average is None:
         if op is None:
             return Average
@@ -446,7 +457,7 @@ def to_op(op: ReduceOp | int) -> ReduceOp:
 
 
 def check_linear(operation: str, op: ReduceOp) -> None:
-    """Refuse the gradient of a reduction that is not linear."""
+    """Refuse the gradient of a nonlinear reduction."""
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise InvalidArgumentError(
             f"{operation}(op={op.name.title()}) has no gradient. Use Average or Sum, or detach the tensor."

@@ -1,4 +1,4 @@
-"""Elastic training with Horovod's names; `sparkhvdrun --min-np` starts it (docs/elastic.md).
+"""Elastic training with Horovod's names. `sparkhvdrun --min-np` starts it (docs/elastic.md).
 
     batches = sampler.batches(32)  # of an ElasticSampler
     loader = DataLoader(dataset, batch_sampler=batches)

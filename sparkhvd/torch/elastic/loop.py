@@ -81,7 +81,7 @@ def run_fn(
 
 
 def _begin() -> bool:
-    """Join a running job if this process is new in it; return whether it joined."""
+    """Join a running job if this process is new in it and return whether it joined."""
     if (member := rendezvous()) is None:
         return False
     member.begin()
@@ -89,7 +89,7 @@ def _begin() -> bool:
 
 
 def reset() -> bool:
-    """Rendezvous with the other ranks again; return whether all of them need rank 0's state."""
+    """Rendezvous with the other ranks again and return whether all of them need rank 0's state."""
     former = _former()
     shut_down()
     assert former.again is not None

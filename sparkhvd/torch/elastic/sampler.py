@@ -15,7 +15,7 @@ from sparkhvd.torch.context import context
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """Rows that the ranks have recorded as done since the rows were divided.
+    """Rows recorded as done by the ranks since the last division of the rows.
 
     Attributes:
         counts: by rank, the number of its recorded rows, counted from the rank's first row.
@@ -28,7 +28,7 @@ class EpochProgress:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """State of a sampler for `restore`; nobody changes the objects that it shares with the sampler."""
+    """State of a sampler for `restore`. Nobody changes the objects shared with the sampler."""
 
     epoch: int
     before: frozenset[int]
@@ -40,7 +40,7 @@ class _Snapshot:
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Sampler that divides the remaining rows of an epoch among the ranks.
+    """Sampler of an epoch's remaining rows, divided among the ranks.
 
     When ranks join or leave, the rows are divided again. Rows recorded at a commit (`TorchState.commit`) are not
     repeated, but a lost rank's rows since the last commit are. A loader with this sampler and a batch size has equally
@@ -95,7 +95,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     # --- Horovod's names. ---
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; call this after the last epoch or before the new one. The current epoch has no effect."""
+        """Begin an epoch. Call this after the last epoch or before the new one. The current epoch has no effect."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._divide(frozenset())
@@ -112,7 +112,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.mark(first, last)
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record rows of this rank as done; rows of other ranks are ignored."""
+        """Record rows of this rank as done. Rows of other ranks are ignored."""
         if self._places is None:
             self._places = {row: place for place, row in enumerate(self._share)}
         for row in indices:
@@ -121,7 +121,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def processed_indices(self) -> set[int]:
-        """The epoch's done rows that this rank knows of: its own, and other ranks' rows up to the last commit."""
+        """The epoch's done rows, as far as this rank knows.
+
+        These are its own rows, and other ranks' rows up to the last commit.
+        """
         done = set(self._before)
         size, rows = self.num_replicas, self.remaining_indices
         if self._agreed is not None:
@@ -206,13 +209,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._marks[first:last] = b"\1" * (last - first)
 
     def progress(self) -> tuple[int, bool]:
-        """Return the number of this rank's recorded rows, and whether they were recorded in order, without gaps."""
+        """Count this rank's recorded rows, and check whether they are in order, without gaps."""
         count = self._marks.count(1)
         gap = self._marks.find(0)
         return count, gap in (-1, count)
 
     def marks_of_all(self) -> Tensor:
-        """Return a number for each of the remaining rows: 1 if this rank has recorded it, else 0."""
+        """Mark each of the remaining rows: 1 if this rank has recorded it, else 0."""
         marks = torch.zeros(len(self.remaining_indices), dtype=torch.int32)
         own = torch.frombuffer(self._marks, dtype=torch.uint8) if self._marks else torch.empty(0)
         places = torch.arange(self.rank, len(self.remaining_indices), self.num_replicas)
@@ -240,7 +243,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         )
 
     def restore(self, snapshot: _Snapshot) -> None:
-        """Restore a snapshot with its division of rows, which holds until `reset`."""
+        """Restore a snapshot with its division of rows. The division holds until `reset`."""
         self.epoch = snapshot.epoch
         self._before, self._agreed = snapshot.before, snapshot.agreed
         self.remaining_indices = snapshot.remaining
@@ -249,7 +252,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._marks = bytearray(snapshot.marks)
 
     def sync(self, epoch: int) -> None:
-        """Adopt rank 0's epoch and all ranks' recorded rows of that epoch; every rank must call this."""
+        """Adopt rank 0's epoch and all ranks' recorded rows of that epoch. Every rank must call this."""
         done = torch.zeros(len(self.dataset), dtype=torch.uint8)
         if epoch == self.epoch:
             done[list(self.processed_indices)] = 1
@@ -325,11 +328,11 @@ class ElasticBatches(torch.utils.data.Sampler[list[int]]):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps, the largest number of batches of a rank; the same on every rank."""
+        """Number of steps on every rank: the largest number of batches of a rank."""
         return -(-self.sampler.total_size // (self.sampler.num_replicas * self.batch_size))
 
     def record(self, step: int) -> None:
-        """Record a step as done; steps count from 0 since the rows were last divided."""
+        """Record a step as done. Steps count from 0 since the rows were last divided."""
         if not 0 <= step < self.num_steps:
             raise InvalidArgumentError(
                 f"ElasticBatches.record({step}): there are only {self.num_steps} steps since the rows were last divided. Count steps "
@@ -348,7 +351,10 @@ class ElasticBatches(torch.utils.data.Sampler[list[int]]):
         return min(self.num_steps, len(self.sampler))
 
     def _bounds(self, step: int) -> tuple[int, int]:
-        """Return the range of a step's rows. Sizes differ by at most one row, and larger steps come first."""
+        """Compute the range of a step's rows.
+
+        Sizes differ by at most one row, and larger steps come first.
+        """
         size, extra = divmod(len(self.sampler), self.num_steps)
         first = step * size + min(step, extra)
         return first, first + size + (step < extra)

@@ -41,7 +41,7 @@ class State:
         self._version = 0  # number of the last save; the same on all ranks after `sync`
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Register functions that run after each change of the ranks, such as a change of the learning rate.
+        """Register functions for each change of the ranks, for example to change the learning rate.
 
         They run before the training continues, and only on ranks from before the change. They must not communicate,
         because new ranks do not call them.
@@ -56,12 +56,15 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: object = None, update_res: int = 0) -> None:
-        """Request a change of the ranks at the next commit; `update_res` 1 means that hosts were only removed."""
+        """Request a change of the ranks at the next commit.
+
+        `update_res` 1 means that hosts were only removed.
+        """
         del timestamp
         self._updates.append(update_res)
 
     def commit(self) -> None:
-        """Save the state together with the other ranks, and check for changes of the hosts; every rank must call this.
+        """Save the state together with the other ranks, and check for changes of the hosts. Every rank must call this.
 
         After a failure the training resumes from the last commit that all ranks completed.
 
@@ -72,7 +75,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Check for changes of the hosts, without a save; every rank must call this.
+        """Check for changes of the hosts, without a save. Every rank must call this.
 
         Raises:
             HostsUpdatedInterrupt: the ranks should change now; on every rank.
@@ -100,14 +103,14 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Prepare the state for the new ranks; runs before the reset callbacks."""
+        """Prepare the state for the new ranks, before the reset callbacks run."""
 
     def _samplers(self) -> list[ElasticSampler]:
         return []
 
 
 class ObjectState(State):
-    """State of plain Python objects, which are attributes of the state.
+    """State of plain Python objects, with an attribute for each object.
 
     Args:
         bcast_object: sends an object from rank 0, as `hvd.broadcast_object`.
@@ -218,7 +221,7 @@ class TorchState(ObjectState):
         super().save()
 
     def commit(self) -> None:
-        """Save the state with the other ranks; see `State.commit`."""
+        """Save the state with the other ranks. See `State.commit`."""
         before = self._saved, self._saved_state, self._version
         self.save()
         try:
@@ -236,7 +239,7 @@ class TorchState(ObjectState):
         self._settle()
 
     def check_host_updates(self) -> None:
-        """Check for changes of the hosts; see `State.check_host_updates`."""
+        """Check for changes of the hosts. See `State.check_host_updates`."""
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
@@ -295,7 +298,7 @@ class _Copies:
 
 
 class ShardedHandler:
-    """Saves, restores and sends a sharded optimizer; see `Handler`.
+    """Saves, restores and sends a sharded optimizer. See `Handler`.
 
     Args:
         name: of the attribute.
@@ -331,7 +334,7 @@ class ShardedHandler:
         self._version = self._committed
 
     def exchange(self) -> None:
-        """Keep a copy of this rank's part on this rank and on the next rank; every rank must call this."""
+        """Keep a copy of this rank's part on this rank and on the next rank. Every rank must call this."""
         place = context().engine.topology
         own = self._own()
         parts = {place.rank: own}
@@ -340,7 +343,7 @@ class ShardedHandler:
         self._keep_parts(parts)
 
     def gather(self) -> None:
-        """Copy all ranks' parts to every rank before some ranks leave; every rank must call this."""
+        """Copy all ranks' parts to every rank before some ranks leave. Every rank must call this."""
         parts = allgather_object(self.value.own_state(), f"{self._name}.leave")
         self._keep_parts(dict(enumerate(parts)))
 
@@ -349,7 +352,7 @@ class ShardedHandler:
         self._committed = self._version
 
     def sync(self, name: str) -> None:
-        """Merge the parts of rank 0's last copies and divide them among the ranks; every rank must call this.
+        """Merge the parts of rank 0's last copies and divide them among the ranks. Every rank must call this.
 
         Raises:
             ElasticError: a rank's part is gone.
@@ -384,7 +387,10 @@ class ShardedHandler:
         return copy.deepcopy(self.value.own_state())
 
     def _keep_parts(self, parts: dict[int, OwnState]) -> None:
-        """Add new copies; keep the last and the committed copies, because other ranks may continue from them."""
+        """Add new copies, and keep only the last and the committed copies.
+
+        Other ranks may continue from these copies.
+        """
         kept = {self._version, self._committed}
         self._copies = {each: some for each, some in self._copies.items() if each in kept}
         self._version += 1
@@ -401,17 +407,17 @@ class Handler(Protocol):
     value: Any
 
     def save(self, former: object) -> object:
-        """Return a copy of the state, which may reuse the memory of the unused copy `former`."""
+        """Copy the state, possibly into the memory of the unused copy `former`."""
 
     def restore(self, saved: object) -> None:
         """Restore a copy."""
 
     def sync(self, name: str) -> None:
-        """Copy rank 0's object to every rank; every rank must call this."""
+        """Copy rank 0's object to every rank. Every rank must call this."""
 
 
 def handler_of(name: str, value: object) -> Handler | None:
-    """Return the handler of an object; None for plain objects, which are pickled.
+    """Create an object's handler, or return None for plain objects. They are pickled.
 
     Raises:
         UnsupportedError: a sharded optimizer excludes some ranks, or shares parameters.
@@ -531,7 +537,7 @@ class StateAgreement:
 
 
 def rendezvous() -> ElasticRendezvous | None:
-    """Return this process's rendezvous; None outside of an elastic job."""
+    """Return this process's rendezvous, or None outside of an elastic job."""
     current = context().rendezvous
     return current if isinstance(current, ElasticRendezvous) else None
 
@@ -539,7 +545,7 @@ def rendezvous() -> ElasticRendezvous | None:
 def agree(
     samplers: Sequence[ElasticSampler], should_change: bool, only_removals: bool
 ) -> StateAgreement:
-    """Exchange the ranks' progress and requests for a change; every rank must call this.
+    """Exchange the ranks' progress and requests for a change. Every rank must call this.
 
     The number of samplers must be the same on every rank. A rank that waits in `hvd.join()` counts as done with its
     rows.

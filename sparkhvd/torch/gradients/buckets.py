@@ -55,7 +55,10 @@ class Buckets:
         self._two_rounds = _low_rank(self._all)
 
     def assign_memory(self, *, is_registered: bool) -> None:
-        """Allocate memory for buckets on the GPU that have none; waits for the other ranks if `is_registered`."""
+        """Allocate missing memory of GPU buckets.
+
+        Waits for the other ranks if `is_registered`.
+        """
         self._planner.assign_memory(self._all, is_registered=is_registered)
 
     def submit(self, bucket: Bucket) -> None:
@@ -70,7 +73,7 @@ class Buckets:
                 entry.version = entry.grad._version
 
     def find_changed(self) -> GradientSlot | None:
-        """Find a parameter whose gradient was changed or replaced after its submission."""
+        """Find a parameter with a gradient changed or replaced after its submission."""
         for bucket in self._all:
             for entry in bucket.entries:
                 if entry.is_changed:
@@ -96,7 +99,7 @@ class Buckets:
             bucket.reset()
 
     def reduce_late(self, indices: Sequence[int]) -> None:
-        """Reduce the gradients of these parameters now, in new buckets that stay for later cycles."""
+        """Reduce the gradients of these parameters now, in new buckets kept for later cycles."""
         late = self._planner.divide(indices)
         self._planner.assign_memory(late, is_registered=True)
         for bucket in late:

@@ -125,7 +125,7 @@ class DeviceBucket(GradientBucket):
     _num_copies = 1
 
     def _arrange(self, num_flags: int, options: ReduceOptions, op: ReduceOp) -> Call:
-        """Compute the positions of gradients and flags, in elements; return the operation, without memory.
+        """Compute the positions of gradients and flags, in elements, and return the operation, without memory.
 
         `_put` sets its memory.
         """
@@ -161,7 +161,7 @@ class DeviceBucket(GradientBucket):
         return self._memory is not None
 
     def lay_out(self, memory: Tensor) -> None:
-        """Use these bytes as the flat memory; the same on every rank."""
+        """Use these bytes as the flat memory. Every rank must do the same."""
         flat = memory.view(self.entries[0].wire_dtype)
         self._memory = FlatGradients(flat, self.entries, self._offsets, self._num_values)
         self._put(flat, 0 if self._ones is None else self._ones.shape[1])
@@ -260,7 +260,7 @@ class DeviceBucket(GradientBucket):
                 dimensions[:, number].fill_(entry.grad.sparse_dim())
 
     def _source(self, entry: GradientSlot, grad: Tensor) -> Tensor:
-        """Return the values to copy into a gradient's slot."""
+        """Check a gradient and return the values to copy into its slot."""
         require_same_dtype(entry)
         require_same_shape(entry, grad)
         if grad.get_device() != self._device.ordinal:
@@ -321,7 +321,7 @@ class DeviceBucket(GradientBucket):
         return entry.stream is not None or self._as_views
 
     def _reduced(self, number: int, gradient: Tensor) -> Tensor:
-        """Return the part of an entry's gradient that holds this rank's sums."""
+        """Select the part of an entry's gradient with this rank's sums."""
         del number
         return gradient
 
@@ -344,7 +344,7 @@ def _new(entry: GradientSlot) -> Tensor:
 
 
 def await_streams(device: Device, entries: Sequence[GradientSlot]) -> None:
-    """Make the current stream wait for the streams that produced the gradients."""
+    """Make the current stream wait for the gradients' streams."""
     stream = device.stream()
     for other in {entry.stream for entry in entries}:
         if other is not None and other != stream:
@@ -424,7 +424,7 @@ class FlatGradients:
         self.slots = [home.data for home in self._homes]
 
     def slot(self, number: int) -> Tensor:
-        """Return the slot of a parameter; a new tensor only if the slot's memory was replaced."""
+        """Return a parameter's slot, as a new tensor only if the slot's memory was replaced."""
         slot = self.slots[number]
         if slot.data_ptr() != self._addresses[number]:
             slot = self.slots[number] = self._homes[number].data
@@ -464,9 +464,10 @@ class FlatGradients:
 
 
 class ShardedDeviceBucket(DeviceBucket):
-    """Bucket on the rank's GPU that reduces only this rank's part of each gradient; other parts are undefined.
+    """Bucket on the rank's GPU for only this rank's part of each gradient.
 
-    A bucket has the parameters of one `Slices`, in the same order. So the rank has sums for exactly the parts it steps.
+    Other parts are undefined. A bucket has the parameters of one `Slices`, in the same order. So the rank has sums for
+    exactly the parts it steps.
     """
 
     __slots__ = ("_num_copies", "_place", "_slices")

@@ -24,7 +24,7 @@ from sparkhvd.torch.registered import over_buffer
 
 
 class GradientBucket:
-    """Base class of buckets of dense gradients; collects the gradients of each cycle.
+    """Base class of buckets of dense gradients, collected in each cycle.
 
     Args:
         name: name of the operation.
@@ -218,7 +218,7 @@ class DenseBucket(GradientBucket):
 
 
 class ViewBucket(DenseBucket):
-    """Bucket of gradients that are views of flat registered memory, which is reduced in place."""
+    """Bucket of gradients as views of flat registered memory, reduced in place."""
 
     __slots__ = ("_flat", "_memory", "_sparse_as_dense")
 
@@ -298,7 +298,7 @@ class ReduceOptions:
 
 
 class Bucket(Protocol):
-    """Parameters whose gradients are reduced as one operation, once per cycle.
+    """Parameters with gradients reduced as one operation, once per cycle.
 
     Attributes:
         name: name of the operation.
@@ -313,20 +313,20 @@ class Bucket(Protocol):
     work: Operation | None
 
     def start(self, engine: Engine) -> None:
-        """Submit the operation; an entry's `grad` is None if `take` found no gradient."""
+        """Submit the operation. An entry's `grad` is None if `take` found no gradient."""
 
     def wait(self) -> None:
         """Wait until the reduced gradients lie in `.grad`."""
 
     def take(self, entry: GradientSlot) -> None:
-        """Use a gradient that did not come through the hook, or zeros without a gradient."""
+        """Use a gradient from outside of the hook, or zeros without a gradient."""
 
     def reset(self) -> None:
         """Get ready for the next cycle."""
 
 
 class UnusedParameters:
-    """Stands for the bucket of parameters without a gradient on any rank; it never becomes complete."""
+    """Placeholder bucket of parameters without a gradient on any rank. Never becomes complete."""
 
     pending = -1
 
@@ -402,14 +402,17 @@ class GradientSlot:
 
 
 def _memory_layout(param: Tensor) -> tuple[int, ...]:
-    """Return autograd's strides for the gradient of `param`: those of `param` if its memory has no gaps."""
+    """Compute autograd's strides for `param`'s gradient.
+
+    They are the strides of `param` if its memory has no gaps.
+    """
     return tuple(torch.empty_like(param, device="meta").stride())
 
 
 def drop_unused(
     entries: Sequence[GradientSlot], flags: Sequence[float], *, resparsify: bool
 ) -> None:
-    """Drop the gradients that no rank has, and give gradients that only other ranks had their layout.
+    """Drop gradients missing on all ranks, and give gradients missing here the other ranks' layout.
 
     Args:
         entries: the parameters of a bucket, with results in `.grad`.
@@ -457,7 +460,7 @@ _ALONE = _uses_of_one_tensor()
 
 
 def require_cpu(entry: GradientSlot, grad: Tensor) -> None:
-    """Refuse gradients that are not on the CPU."""
+    """Refuse gradients on other devices than the CPU."""
     if not grad.is_cpu:
         raise InvalidArgumentError(
             f"DistributedOptimizer: {entry.name!r} was on the CPU when the optimizer was built, but its gradient is on "
@@ -541,7 +544,7 @@ class Neighbours:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte and the address after the last byte."""
+    """Compute the address of the first byte and the address after the last byte."""
     places = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
     return first, first + (places + 1) * tensor.element_size()
@@ -565,7 +568,7 @@ _ALIGNMENT = 64
 
 
 class HasGradient(Protocol):
-    """The attributes of a parameter that the memory of gradient views uses."""
+    """Attributes of a parameter for the memory of gradient views."""
 
     param: Tensor
     shape: tuple[int, ...]
@@ -582,7 +585,7 @@ def _num_bytes(entry: HasGradient) -> int:
 
 
 def needed_bytes(entries: Sequence[HasGradient]) -> int:
-    """Return the number of bytes for the gradients of these parameters, in any order."""
+    """Count the bytes for the gradients of these parameters, in any order."""
     return sum(_num_bytes(entry) for entry in entries)
 
 
@@ -597,7 +600,7 @@ class GradientMemory:
         self._places: dict[int, Tensor] = {}
 
     def lay_out(self, buckets: Sequence[Sequence[HasGradient]]) -> list[Tensor]:
-        """Assign a slot to every parameter and move existing gradients there; return the flat memory of each bucket."""
+        """Assign a slot to every parameter and move existing gradients there, and return the flat memory of each bucket."""
         moved = {key: view.clone() for key, view in self._views.items()}
         self._bytes.zero_()
         flats: list[Tensor] = []
@@ -649,7 +652,10 @@ class GradientMemory:
             entry.param.grad = self._view(entry)
 
     def _view(self, entry: HasGradient) -> Tensor:
-        """Return the tensor for `.grad`; a new tensor only if the memory of the old one was replaced."""
+        """Return the tensor for `.grad`.
+
+        It is a new tensor only if the memory of the old tensor was replaced.
+        """
         view, place = self._views[id(entry)], self._places[id(entry)]
         if view.data_ptr() != place.data_ptr():
             view = self._views[id(entry)] = place.data

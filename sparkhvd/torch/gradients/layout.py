@@ -1,4 +1,4 @@
-"""Layout of tensors in flat memory that is divided among the ranks.
+"""Layout of tensors in flat memory, divided among the ranks.
 
 NCCL's reducescatter and allgather work on this memory in place, as one operation for all tensors. Gradients and stepped
 parameters are in it during an operation; the tensors themselves may be elsewhere.
@@ -23,7 +23,7 @@ def _aligned(count: int, itemsize: int) -> int:
 
 
 def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
-    """Return the offset of each tensor, then the total length, in elements.
+    """Compute the offset of each tensor, then the total length, in elements.
 
     `counts` are the tensors' numbers of elements.
     """
@@ -51,7 +51,7 @@ class Slices:
 
     @classmethod
     def cut(cls, counts: Sequence[int], itemsize: int, num: int) -> Slices:
-        """Lay out tensors in sequence; a slice may begin or end inside of a tensor."""
+        """Lay out tensors in sequence. A slice may begin or end inside of a tensor."""
         *offsets, end = offsets_of(counts, itemsize)
         return cls(tuple(counts), tuple(offsets), _aligned(-(-end // num), itemsize), num)
 
@@ -73,7 +73,7 @@ class Slices:
         return self.length * self.num
 
     def part(self, number: int, place: int) -> tuple[int, int]:
-        """Return the range of a tensor's elements that lie in a slice; (0, 0) if there are none."""
+        """Compute the range of a tensor's elements in a slice: (0, 0) if there are no elements."""
         begin = self.offsets[number]
         first = max(0, place * self.length - begin)
         last = min(self.counts[number], (place + 1) * self.length - begin)

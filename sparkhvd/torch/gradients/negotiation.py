@@ -69,11 +69,14 @@ class GradientNegotiation:
 
     @property
     def unused(self) -> set[int]:
-        """Numbers of the parameters without a bucket; before the ranks agree every parameter has a bucket."""
+        """Numbers of the parameters without a bucket.
+
+        Before the ranks agree every parameter has a bucket.
+        """
         return {entry.index for entry in self.undecided} if self.is_negotiated else set()
 
     def settle_views(self) -> None:
-        """Finish the negotiation now for gradient views, which are dense on every rank.
+        """Finish the negotiation now for gradient views. They are dense on every rank.
 
         Raises:
             MismatchError: ranks have different parameters or options.
@@ -82,7 +85,9 @@ class GradientNegotiation:
         self.is_negotiated = True
 
     def begin(self) -> bool:
-        """Begin the negotiation at the end of the first backward pass, without operations that wait for `negotiate`.
+        """Begin the negotiation at the end of the first backward pass.
+
+        No operation of this method waits for other ranks' `negotiate`.
 
         Returns:
             True if `negotiate` will wait for other ranks.
@@ -122,7 +127,7 @@ class GradientNegotiation:
             self._vote.wait()
 
     def reduce_late(self, buckets: Buckets) -> None:
-        """Reduce the gradients of parameters that no rank used before, if this cycle had a vote on them.
+        """Reduce gradients of parameters unused so far on all ranks, if this cycle voted on them.
 
         Args:
             buckets: buckets of the reducer; the late parameters get separate, permanent buckets.
@@ -152,7 +157,7 @@ class GradientNegotiation:
         return LayoutVote(self._context, self._label, self._options, self.undecided)
 
     def _decide(self, layouts: Sequence[int | None]) -> list[GradientSlot]:
-        """Adopt the layouts of all ranks; return the newly decided parameters."""
+        """Adopt the layouts of all ranks and return the newly decided parameters."""
         voted = list(zip(self.undecided, layouts, strict=True))
         if not self._is_flagged:  # a rank without a gradient sends zeros
             voted = [(entry, layout or 0) for entry, layout in voted]
@@ -182,7 +187,7 @@ class GradientNegotiation:
 
 
 def _description(context: Context, planner: BucketPlanner) -> list[str]:
-    """Describe the options, then each parameter; ranks can reduce together only if their descriptions are equal."""
+    """Describe the options, then each parameter. Ranks can reduce together only if their descriptions are equal."""
     options, entries = planner.options, planner.entries
     groups = f"groups {options.groups}" if options.groups else "no groups"
     states = [""] * len(entries)
@@ -215,10 +220,10 @@ _T = TypeVar("_T")
 
 
 class ParameterCheck:
-    """Compares parameters and options of all ranks; the constructor sends, and `check` waits for the other ranks.
+    """Comparison of parameters and options of all ranks.
 
-    Every rank of the process set creates an object. Each sends two digests. The ranks exchange the texts only if the
-    digests differ.
+    The constructor sends, and `check` waits for the other ranks. Every rank of the process set creates an object. Each
+    sends two digests. The ranks exchange the texts only if the digests differ.
 
     Args:
         context: the context whose engine compares.
@@ -263,11 +268,11 @@ class ParameterCheck:
 
     @property
     def has_equal_strides(self) -> bool:
-        """Whether all strides are the same on every rank; call `check` first."""
+        """Whether all strides are the same on every rank. Call `check` first."""
         return bool(self._is_equal().all())
 
     def differing_strides(self) -> list[int]:
-        """Find the parameters whose strides differ between ranks; every rank must call this, after `check`.
+        """Find the parameters whose strides differ between ranks. Every rank must call this, after `check`.
 
         Returns:
             Numbers of the parameters whose strides differ between ranks; the same list on every rank.
@@ -288,7 +293,7 @@ class ParameterCheck:
         return by_rank == digests
 
     def _exchange(self, what: str, value: _T) -> list[_T]:
-        """Return the values of all ranks, by rank."""
+        """Gather the values of all ranks, by rank."""
         text: Tensor = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         work = start_allgather(self._context, f"{self._label}.{what}", text, self._process_set)
         work.wait()
@@ -359,7 +364,7 @@ class ReadyOrder:
         self._offered = (order, work)
 
     def agreed(self) -> list[int] | None:
-        """Wait for the offered order and return it; None without an order in this cycle."""
+        """Wait for the offered order and return it, or return None without an order in this cycle."""
         if self._offered is None:
             return None
         order, work = self._offered

@@ -1,4 +1,4 @@
-"""Division of gradients into buckets: which parameters share a bucket, its kind and its memory."""
+"""Division of gradients into buckets: the parameters, the kind and the memory of each bucket."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan_buckets(
     bucket_bytes: int,
     groups: Sequence[Sequence[int]] = (),
 ) -> list[tuple[int, ...]]:
-    """Divide tensors into buckets of at most `bucket_bytes`; a larger tensor has its own bucket.
+    """Divide tensors into buckets of at most `bucket_bytes`. A larger tensor has its own bucket.
 
     Args:
         sizes: bytes of each tensor.
@@ -107,7 +107,7 @@ def _wire_dtype(name: str, param: Tensor, options: ReduceOptions) -> torch.dtype
 
 
 def _check_complex(name: str, param: Tensor, options: ReduceOptions) -> None:
-    """Refuse complex parameters with a reduction, compression or device that does not support them."""
+    """Refuse complex parameters with an unsupported reduction, compression or device."""
     problem = ""
     if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         problem = (
@@ -129,7 +129,7 @@ class _Detachable(Protocol):
 
 
 class ParameterOwners(ContextPart):
-    """Reducer of each parameter; refers weakly to reducers and parameters."""
+    """Reducer of each parameter, with weak references to reducers and parameters."""
 
     def __init__(self) -> None:
         self.reducers: MutableMapping[Tensor, Callable[[], _Detachable | None]] = (
@@ -201,7 +201,10 @@ class BucketPlanner:
         return compression
 
     def allocate_views(self) -> None:
-        """Allocate the memory of gradient views on the CPU; on a GPU each bucket has its own."""
+        """Allocate the memory of gradient views on the CPU.
+
+        On a GPU each bucket has its own memory.
+        """
         needed = needed_bytes([entry for entry in self.entries if entry.param.is_cpu])
         if needed:
             buffer = self._context.engine.allocate(
@@ -215,7 +218,7 @@ class BucketPlanner:
             self._memory.zero([entry for entry in self.entries if entry.param.is_cpu])
 
     def follow_joins(self) -> bool:
-        """After `hvd.join()`, reset the state that all ranks share, because ranks have missed steps.
+        """Reset the state shared by all ranks after `hvd.join()`, because ranks have missed steps.
 
         Returns:
             True if new buckets are needed.
@@ -229,7 +232,7 @@ class BucketPlanner:
         return True
 
     def count_step(self) -> bool:
-        """Count a step; return True if it ended a warm-up, so that new buckets are needed."""
+        """Count a step and return True if it ended a warm-up, so that new buckets are needed."""
         return self.low_rank is not None and self.low_rank.count_step(self.entries)
 
     def divide(self, order: Sequence[int]) -> list[Bucket]:
@@ -277,7 +280,7 @@ class BucketPlanner:
         return buckets
 
     def bucket(self, name: str, entries: list[GradientSlot]) -> Bucket:
-        """Create a bucket for these parameters, which must have the same type and device."""
+        """Create a bucket for these parameters. They must have the same type and device."""
         options, device = self.options, None if entries[0].param.is_cpu else self.device
         # Refer to the context instead of the reducer, because the bucket must not keep the reducer alive.
         neighbours = functools.partial(_reduced_parameters, self._context)
@@ -297,9 +300,9 @@ class BucketPlanner:
         )
 
     def assign_memory(self, buckets: Sequence[Bucket], *, is_registered: bool) -> None:
-        """Allocate memory for buckets on the GPU that have none; waits for all ranks if `is_registered`.
+        """Allocate missing memory of GPU buckets.
 
-        The buckets must be the same on every rank.
+        Waits for all ranks if `is_registered`. The buckets must be the same on every rank.
         """
         if self.device is None:
             return

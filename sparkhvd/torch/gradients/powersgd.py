@@ -69,7 +69,9 @@ class MatrixState:
 
 
 class PowerSGD(Compressor):
-    """Compression of gradients to two thin matrices. For one optimizer; created by `Compression.powersgd`.
+    """Compression of one optimizer's gradients to two thin matrices.
+
+    Created by `Compression.powersgd`.
 
     Args:
         rank: columns of P and Q.
@@ -143,7 +145,7 @@ class PowerSGD(Compressor):
     # --- For the reducer. ---
 
     def claim(self, entries: Sequence[GradientSlot]) -> None:
-        """Register parameters whose gradients are compressed from now on.
+        """Register parameters for the compression of their gradients from now on.
 
         Raises:
             InvalidArgumentError: a name belongs to another parameter, or the loaded state has other shapes.
@@ -185,7 +187,7 @@ class PowerSGD(Compressor):
         return state is not None and self._is_worth(entry) and state.steps >= self.warm_up_steps
 
     def count_step(self, entries: Sequence[GradientSlot]) -> bool:
-        """Count a step of these parameters; return True if it ended a warm-up."""
+        """Count a step of these parameters and return True if it ended a warm-up."""
         is_over = False
         for entry in entries:
             if entry.name in self._states:
@@ -203,7 +205,7 @@ class PowerSGD(Compressor):
                 state.q = self._first_q(entry)
 
     def state_of(self, entry: GradientSlot) -> MatrixState:
-        """Return the state of a compressed parameter; the error of a new state is zero."""
+        """Get the state of a compressed parameter. The error of a new state is zero."""
         state = self._states[entry.name]
         if state.error is None:
             state.error = state.q.new_zeros(matrix_shape(entry))
@@ -239,7 +241,7 @@ def stateless(compression: type[Compressor] | Compressor) -> type[Compressor]:
 
 
 def describe(compression: type[Compressor] | Compressor) -> str:
-    """Return the compression's name, which is the same on every rank."""
+    """Return the compression's name, the same on every rank."""
     if isinstance(compression, PowerSGD):
         return repr(compression)
     # Do not use the object's `repr`: it may contain an address, which differs between ranks.
@@ -453,7 +455,7 @@ class LowRankBucket:
 
     @torch.no_grad()
     def start(self, engine: Engine) -> None:
-        """Submit P, and a flag for each gradient that this rank has."""
+        """Submit P, and a flag for each of this rank's gradients."""
         if self._gpu is not None:
             await_streams(self._gpu[1], self.entries)
         for matrix in self._matrices:
@@ -488,7 +490,7 @@ class LowRankBucket:
                 matrix.entry.param.grad = None
 
     def _used(self) -> list[bool]:
-        """Return for each parameter whether any rank has a gradient."""
+        """Check for each parameter whether any rank has a gradient."""
         if not any([entry.missing for entry in self.entries]):
             return [True] * len(self.entries)
         return [flag > 0 for flag in self._flags.tolist()]
@@ -511,7 +513,7 @@ class LowRankBucket:
 
 
 def _flat(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Create flat memory for matrices of these shapes; return it, and a view of it for each matrix."""
+    """Create flat memory for matrices of these shapes and return it, and a view of it for each matrix."""
     counts = [rows * columns for rows, columns in shapes]
     flat = like.new_zeros(sum(counts))
     parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]

@@ -58,7 +58,10 @@ from sparkhvd.torch.gradients.plan import BucketPlanner, make_entries
 
 
 def in_backward() -> bool:
-    """Check whether this thread runs a node of a backward pass or its hooks; False in callbacks after a pass."""
+    """Check whether this thread runs a node of a backward pass or its hooks.
+
+    The result is False in callbacks after a pass.
+    """
     return torch._C._current_autograd_node() is not None
 
 
@@ -214,7 +217,7 @@ class Cycle:
         self._end = weakref.ref(end)
 
     def leave(self, end: BackwardEnd) -> bool:
-        """Count an ended backward pass; return True if it was the last of the cycle."""
+        """Count an ended backward pass and return True if it was the last of the cycle."""
         if self._end is None or self._end() is not end:
             return (
                 # A step() inside the pass, in the backward of a function, has ended the cycle.
@@ -236,7 +239,7 @@ class Cycle:
         self.state = CycleState.SENT
 
     def reset(self) -> None:
-        """Enter IDLE; no operation of the cycle may be in flight."""
+        """Enter IDLE. No operation of the cycle may be in flight."""
         self.state = CycleState.IDLE
         self.passes_left = self.passes
         self._end = None
@@ -259,7 +262,7 @@ class Cycle:
         self.added_to_kept = ""
 
     def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes per cycle; call it between cycles only."""
+        """Change the number of backward passes per cycle. Call it between cycles only."""
         self.passes = self.passes_left = passes
 
 
@@ -284,7 +287,7 @@ class ReducedGradients:
         self._noted = {i: (weakref.ref(g), g._version) for i, g in grads if g is not None}
 
     def find_changed(self, entries: Sequence[GradientSlot]) -> str | None:
-        """Return the name of a parameter whose gradient was changed after the record, or None."""
+        """Find the name of a parameter with a gradient changed after the record, or return None."""
         for index, (reference, version) in self._noted.items():
             entry = entries[index]
             grad = entry.param.grad
@@ -317,7 +320,7 @@ class ReducedGradients:
         )
 
     def _known(self, entry: GradientSlot) -> Tensor | None:
-        """Return the parameter's gradient of this cycle, in flight or reduced, or None."""
+        """Find the parameter's gradient of this cycle, in flight or reduced, or return None."""
         if entry.grad is not None:
             return entry.grad
         reference, _ = self._noted.get(entry.index, (None, 0))
@@ -381,7 +384,7 @@ class Reducer:
         self._finalizer.atexit = False
 
     def zero(self) -> None:
-        """Set gradients that are views of registered memory to zero."""
+        """Set gradient views of registered memory to zero."""
         self._planner.zero_views()
         if self.options.as_views:
             for bucket in self.buckets:
@@ -404,7 +407,7 @@ class Reducer:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether `.grad` holds reduced gradients that the optimizer has not used yet."""
+        """Whether `.grad` holds reduced gradients not yet used by the optimizer."""
         return self.cycle.state is CycleState.REDUCED
 
     # --- From the hooks. ---
@@ -555,7 +558,7 @@ class Reducer:
             self.remember()
 
     def use(self) -> None:
-        """Mark the reduced gradients as used by a step; the next pass begins a new cycle."""
+        """Mark the reduced gradients as used by a step. The next pass begins a new cycle."""
         self.cycle.use()
 
     def remember(self) -> None:
@@ -563,11 +566,17 @@ class Reducer:
         self.cycle.results.note(self._entries)
 
     def find_changed(self) -> str | None:
-        """Return the name of a parameter whose gradient was changed or replaced after `remember`, or None."""
+        """Find a parameter with a gradient changed or replaced after `remember`.
+
+        Returns its name, or None.
+        """
         return self.cycle.results.find_changed(self._entries)
 
     def discard(self) -> None:
-        """Wait for the operations in flight, which still write into the gradients, then forget the cycle."""
+        """Wait for the operations in flight, then forget the cycle.
+
+        The operations still write into the gradients.
+        """
         self.cycle.drop()
         if not self.cycle.is_open:
             return
@@ -579,7 +588,7 @@ class Reducer:
             self._reset()
 
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
-        """Divide the gradients into buckets of another size; every rank must call this between the same cycles."""
+        """Divide the gradients into buckets of another size. Every rank must call this between the same cycles."""
         self.options = self._planner.options = replace(self.options, bucket_bytes=bucket_bytes)
         if self._ready is None:  # otherwise the end of the first cycle does it
             self._plan()
@@ -620,7 +629,7 @@ class Reducer:
 
 
 class _EndedPasses(ContextPart, threading.local):
-    """Reducers whose backward pass has ended on this thread, but that have not waited yet."""
+    """Reducers on this thread after their backward pass has ended and before they wait."""
 
     def __init__(self) -> None:
         self.reducers: list[Reducer] = []
@@ -649,7 +658,7 @@ def _finish_all(context: Context) -> Callable[[], None]:
 
 
 def wait_for_all(reducers: Sequence[Reducer]) -> None:
-    """Reduce the gradients of several reducers, in the order in which they were built."""
+    """Reduce the gradients of several reducers, in the order of their creation."""
     for reducer in reducers:
         reducer.submit_all()
     for reducer in reducers:

@@ -1,4 +1,4 @@
-"""Bucket of gradients that gives each rank its part of the sums: a reducescatter in place."""
+"""Bucket of gradients for each rank's part of the sums: a reducescatter in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparkhvd.torch.gradients.layout import cut_range, flat, same_places
 
 
 class ShardedBucket(GradientBucket):
-    """Bucket of gradients of one type that reduces only this rank's part of each; other parts are undefined.
+    """Bucket to reduce only this rank's part of gradients of one type. Other parts are undefined.
 
     Args:
         name: name of the operation.
@@ -132,7 +132,7 @@ class ShardedBucket(GradientBucket):
         return wire
 
     def _laid_out(self, entry: GradientSlot, grad: Tensor) -> Tensor:
-        """Copy the gradient into the memory layout of its parameter; the copy becomes `.grad`."""
+        """Copy the gradient into the memory layout of its parameter. The copy becomes `.grad`."""
         require_cpu(entry, grad)
         require_same_shape(entry, grad)
         if grad.layout is not torch.strided and not self._sparse_as_dense:

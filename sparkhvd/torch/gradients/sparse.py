@@ -95,7 +95,7 @@ class LayoutVote:
         self._work = context.engine.start(call, f"{label}.layouts", self._sums)
 
     def wait(self) -> Votes:
-        """Wait for the votes of all ranks; may be called again.
+        """Wait for the votes of all ranks. Repeated calls are allowed.
 
         Raises:
             MismatchError: some ranks have a sparse gradient of a parameter and others a dense one, or the options do not
@@ -154,14 +154,14 @@ class LayoutVote:
 
 
 def _sparse_dim(grad: Tensor | None) -> int | None:
-    """Return the number of sparse dimensions; 0 for a dense gradient, None without a gradient."""
+    """Count the sparse dimensions: 0 for a dense gradient, or None without a gradient."""
     if grad is None:
         return None
     return 0 if grad.layout is torch.strided else grad.sparse_dim()
 
 
 def _row_length(entry: GradientSlot) -> int:
-    """Return the number of values per index."""
+    """Count the values per index."""
     return torch.Size(entry.shape[entry.sparse_dim :]).numel()
 
 
@@ -212,7 +212,7 @@ class SparseBucket:
         entry.bucket = self
 
     def start(self, engine: Engine) -> None:
-        """Submit this rank's entries; without a gradient only a header."""
+        """Submit this rank's entries, or only a header without a gradient."""
         if self._gpu is not None:
             device = self._gpu.part(RankGpu).device
             assert device is not None  # the planner has opened it
@@ -230,7 +230,7 @@ class SparseBucket:
         self.work = engine.start(call, self.name, parts)
 
     def take(self, entry: GradientSlot) -> None:
-        """Use the gradient unchanged; it may be None."""
+        """Use the gradient unchanged. It may be None."""
         entry.grad = entry.param.grad
 
     def reset(self) -> None:
@@ -240,7 +240,9 @@ class SparseBucket:
         self.entries[0].grad = self.entries[0].stream = None
 
     def wait(self) -> None:
-        """Wait until the entries of all ranks are in `.grad`; set it to None if no rank has a gradient.
+        """Wait until the entries of all ranks are in `.grad`.
+
+        It is None if no rank has a gradient.
 
         Raises:
             MismatchError: a rank had a dense gradient, or another number of sparse dimensions.
@@ -262,7 +264,7 @@ class SparseBucket:
         entry.param.grad = self._joined(entry, indices.view(torch.int64), values)
 
     def _message(self, entry: GradientSlot) -> tuple[Tensor, Tensor, Tensor]:
-        """Create the message: the header, rows of indices, and rows of values in the type that is sent."""
+        """Create the message: the header, rows of indices, and rows of values in the wire dtype."""
         grad = entry.grad
         code = _NO_GRADIENT
         if grad is not None:
@@ -288,7 +290,7 @@ class SparseBucket:
         return [(1, _HEAD_BYTES), (1, _HEAD_BYTES * entry.sparse_dim), (1, row_bytes)]
 
     def _joined(self, entry: GradientSlot, indices: Tensor, wire: Tensor) -> Tensor:
-        """Build the sparse gradient from all ranks' entries; with Average the values are divided."""
+        """Build the sparse gradient from all ranks' entries. Average divides the values."""
         options = self._options
         values = options.compression.decompress(wire.view(entry.wire_dtype), self._context)
         if options.op is ReduceOp.AVERAGE:

@@ -29,7 +29,10 @@ from sparkhvd.torch.process_sets import ProcessSet
 
 
 def check_size(size: int) -> None:
-    """Refuse a number of ranks that is not a power of two, because Adasum combines pairs, then pairs of pairs."""
+    """Refuse a number of ranks other than a power of two.
+
+    Adasum combines pairs, then pairs of pairs.
+    """
     if size & (size - 1):
         raise InvalidArgumentError(
             f"DistributedOptimizer: op=Adasum combines ranks in pairs and needs 2, 4, 8, ... ranks, not {size}. "
@@ -38,7 +41,7 @@ def check_size(size: int) -> None:
 
 
 class DistributedAdasum(torch.optim.Optimizer):
-    """Mixin that combines the steps of all ranks by Adasum. Created by `DistributedOptimizer`."""
+    """Mixin to combine the steps of all ranks by Adasum. Created by `DistributedOptimizer`."""
 
     def _combine(
         self,
@@ -57,7 +60,10 @@ class DistributedAdasum(torch.optim.Optimizer):
         self._label = f"adasum.{ctx.number('adasum', process_set.process_set_id or 0)}"
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add parameters whose steps are combined too; every rank must add the same parameters."""
+        """Add parameters, and combine their steps too.
+
+        Every rank must add the same parameters.
+        """
         super().add_param_group(param_group)
         added = [
             entry for entry in placed(self.param_groups) if entry[2] not in self._parameter_names
@@ -65,7 +71,7 @@ class DistributedAdasum(torch.optim.Optimizer):
         self._parameter_names.update(parameter_names(added, None))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm of this rank's own gradients as `torch.nn.utils.clip_grad_norm_`; return it."""
+        """Clip the norm of this rank's own gradients as `torch.nn.utils.clip_grad_norm_` and return it."""
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:

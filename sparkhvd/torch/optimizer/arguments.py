@@ -48,7 +48,7 @@ class Configuration:
 
 
 def placed(groups: Sequence[Mapping[str, Iterable[Tensor]]]) -> list[tuple[int, int, Tensor]]:
-    """Return (group number, position in the group, parameter) for the parameters of an optimizer."""
+    """List (group number, position in the group, parameter) for the parameters of an optimizer."""
     return [
         (number, index, parameter)
         for number, group in enumerate(groups)
@@ -57,7 +57,7 @@ def placed(groups: Sequence[Mapping[str, Iterable[Tensor]]]) -> list[tuple[int, 
 
 
 def check_arguments(op: ReduceOp, passes: int, predivide: float) -> tuple[int, float]:
-    """Return `passes` and `predivide` as plain numbers.
+    """Check `passes` and `predivide`, and return them as plain numbers.
 
     Raises:
         InvalidArgumentError: a number is out of range, or a predivide factor is given without Average.
@@ -157,7 +157,7 @@ def group_numbers(
 
 
 def _kind(value: object) -> str:
-    """Return a short description of a value's type."""
+    """Describe a value's type, or the types in a tuple."""
     if isinstance(value, tuple):
         return f"({', '.join(type(item).__name__ for item in value)})"
     return type(value).__name__

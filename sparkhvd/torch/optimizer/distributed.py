@@ -1,4 +1,4 @@
-"""Mixin that reduces gradients before every step of the user's optimizer."""
+"""Mixin to reduce gradients before every step of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOT_SKIPPED = (
 
 
 class Distributed(torch.optim.Optimizer):
-    """Mixin that reduces gradients before the `step()` of the user's optimizer class."""
+    """Mixin to reduce gradients before the `step()` of the user's optimizer class."""
 
     _reducers: tuple[Reducer, ...] = ()
     _tuner: Tuner | None = None
@@ -78,14 +78,14 @@ class Distributed(torch.optim.Optimizer):
         parameters: Sequence[Tensor],
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
-        """Create reducers for parameters that the user gave in one call."""
+        """Create reducers for the parameters of one call by the user."""
         named = {p: self._parameter_names[p] for p in parameters}
         self._prepare(named, groups)
         self._frozen += [p for p in named if not p.requires_grad]
         self._reduce([(name, p) for p, name in named.items() if p.requires_grad], groups)
 
     def follow(self, current: Context) -> None:
-        """Reduce gradients on another engine from now on; a reduction in progress is dropped.
+        """Reduce gradients on another engine from now on. A reduction in progress is dropped.
 
         Every rank of the process set must call this, for its optimizers in the order in which they were built.
         """
@@ -160,7 +160,7 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups; waits for gradients in flight.
+        """The parameter groups. Reading them waits for gradients in flight.
 
         The wait is necessary because `GradScaler.unscale_` and clipping by group read the gradients next.
         """
@@ -176,9 +176,10 @@ class Distributed(torch.optim.Optimizer):
         self.__dict__["param_groups"] = value
 
     def synchronize(self) -> None:
-        """Wait until all reduced gradients are in `.grad`; as with Horovod, then step in `with skip_synchronize()`.
+        """Wait until all reduced gradients are in `.grad`.
 
-        On ranks that ran the last backward pass the gradients are reduced already.
+        As with Horovod, then step in `with skip_synchronize()`. On ranks that ran the last backward pass the gradients
+        are reduced already.
 
         Raises:
             MismatchError: ranks disagree on their parameters.
@@ -188,11 +189,11 @@ class Distributed(torch.optim.Optimizer):
         self._was_synchronized = True
 
     def wait_for_gradients(self) -> None:
-        """Wait as `synchronize()` does; `step()` then needs no `skip_synchronize()`."""
+        """Wait as `synchronize()` does. Then `step()` needs no `skip_synchronize()`."""
         self._finish_gradients()
 
     def _finish_gradients(self) -> None:
-        """Reduce the gradients that are not reduced yet."""
+        """Reduce the remaining gradients."""
         self._include_thawed()
         waiting = [reducer for reducer in self._reducers if not reducer.is_reduced]
         for reducer in self._reducers:
@@ -217,7 +218,7 @@ class Distributed(torch.optim.Optimizer):
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
     def _include_thawed(self) -> None:
-        """Create reducers for parameters that were frozen when the optimizer was built and are trainable now."""
+        """Create reducers for parameters frozen when the optimizer was built and trainable now."""
         thawed = [p for p in self._frozen if p.requires_grad]
         if thawed:
             self._frozen = [p for p in self._frozen if not p.requires_grad]
@@ -253,7 +254,10 @@ class Distributed(torch.optim.Optimizer):
         return [facts for reducer in self._reducers for facts in reducer.buckets.describe()]
 
     def detach(self) -> None:
-        """Stop reducing gradients; later backward passes give this rank's own gradients, and `step()` raises an error."""
+        """Stop reducing gradients. Later calls of `step()` raise an error.
+
+        Later backward passes give this rank's own gradients.
+        """
         for reducer in self._reducers:
             reducer.detach()
 
@@ -287,7 +291,7 @@ class Distributed(torch.optim.Optimizer):
         return super().step(*closure, **options)
 
     def _use_gradients(self) -> None:
-        """Mark the reduced gradients as used by this step; the next pass begins a new cycle."""
+        """Mark the reduced gradients as used by this step. The next pass begins a new cycle."""
         for reducer in self._reducers:
             reducer.use()
 
@@ -307,7 +311,10 @@ class Distributed(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Wait for gradients in flight, whose results are lost, then drop all gradients or set them to zero."""
+        """Wait for gradients in flight, then drop all gradients or set them to zero.
+
+        The results in flight are lost.
+        """
         self._include_thawed()
         for reducer in self._reducers:
             reducer.discard()
@@ -316,7 +323,10 @@ class Distributed(torch.optim.Optimizer):
             reducer.zero()
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add parameters whose gradients are reduced too; every rank must add the same parameters."""
+        """Add parameters, and reduce their gradients too.
+
+        Every rank must add the same parameters.
+        """
         super().add_param_group(param_group)
         if not hasattr(self, "_parameter_names"):
             return
@@ -329,7 +339,7 @@ class Distributed(torch.optim.Optimizer):
             self._build(*self._given[-1])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change `backward_passes_per_step`; every rank must call this between the same steps."""
+        """Change `backward_passes_per_step`. Every rank must call this between the same steps."""
         passes, _ = check_arguments(self._configuration.op, passes, self._configuration.predivide)
         self._configuration.passes = passes
         for reducer in self._reducers:

@@ -48,7 +48,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     share_parameters: bool = False,
     synchronize_in_backward: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer with a `step()` that uses gradients reduced over all ranks.
+    """Wrap an optimizer to step with gradients reduced over all ranks.
 
     Every rank must build it, with the same parameters in the same order; ranks that differ get a
     `MismatchError` in their first backward pass. Gradients are reduced in place, in buckets of
@@ -174,7 +174,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
-    """Create an object with the optimizer's attributes and a class that adds the mixin `base` to its class."""
+    """Create an object with the optimizer's attributes, of a subclass with the mixin `base`."""
     kind = cast("type[_Made]", _distributed_class(type(optimizer), base))  # type: ignore[arg-type]
     made = kind.__new__(kind)
     # Leave out a `step` that an earlier LR scheduler has set on the instance, because it would bypass our `step`.
@@ -188,7 +188,7 @@ def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
 def _distributed_class(
     kind: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]
 ) -> type[torch.optim.Optimizer]:
-    """Create the class with the mixin; cached, so that every call returns the same class."""
+    """Create the class with the mixin. A cache gives every call the same class."""
     return type(
         kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )

@@ -44,7 +44,7 @@ from sparkhvd.torch.optimizer.shards import Gatherer, Shard, ShardLayout
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configuration) -> None:
-    """Raise an error for optimizers and arguments that do not support `sharded=True`.
+    """Refuse optimizers and arguments without support for `sharded=True`.
 
     Raises:
         InvalidArgumentError: the optimizer or an argument does not support `sharded=True`.
@@ -76,7 +76,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configurati
 
 
 class Sharded(Distributed):
-    """Mixin that lets the user's optimizer class step only this rank's part of the parameters."""
+    """Mixin to step only this rank's part of the parameters with the user's optimizer class."""
 
     # An elastic `TorchState` makes it follow, because only the state restores parts of lost ranks.
     _may_follow = False
@@ -115,7 +115,7 @@ class Sharded(Distributed):
         return _NONE if self._division is None else self._division.shards
 
     def follow(self, current: Context) -> None:
-        """Divide the parameters among the new ranks; see `Distributed.follow`.
+        """Divide the parameters among the new ranks. See `Distributed.follow`.
 
         The state of parts is dropped; call `load_own_states` afterwards.
         """
@@ -227,9 +227,9 @@ class Sharded(Distributed):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups; a read between `backward()` and `step()` gathers whole gradients.
+        """The parameter groups.
 
-        Every rank must then read them.
+        Reading them between `backward()` and `step()` gathers whole gradients. Every rank must then read them.
         """
         is_new = self._shards and self._asked_cycles != self._cycles
         if any([r.in_flight or (is_new and r.is_reduced) for r in self._reducers]):
@@ -249,7 +249,7 @@ class Sharded(Distributed):
         self._asked_cycles = self._cycles
 
     def _refuse_changes(self) -> None:
-        """Raise an error if the user changed gradients of which only this rank's part is reduced."""
+        """Raise an error if the user changed gradients with only this rank's part reduced."""
         for reducer in self._reducers:
             added_to = reducer.cycle.added_to_kept
             if added_to:
@@ -269,11 +269,11 @@ class Sharded(Distributed):
                 )
 
     def synchronize(self) -> None:
-        """Wait as `wait_for_gradients()` does; then `step()` needs no `skip_synchronize()`."""
+        """Wait as `wait_for_gradients()` does. Then `step()` needs no `skip_synchronize()`."""
         self.wait_for_gradients()
 
     def wait_for_gradients(self) -> None:
-        """Gather whole gradients into `.grad`, by an allgather; the next `step()` does not wait again.
+        """Allgather whole gradients into `.grad`. The next `step()` does not wait again.
 
         `clip_grad_norm_` of this optimizer needs no whole gradients.
         """
@@ -282,7 +282,10 @@ class Sharded(Distributed):
             self._whole_gradients.gather(self._cycles)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm of all gradients and return it; each rank reads and scales only its own part."""
+        """Clip the norm of all gradients and return it.
+
+        Each rank reads and scales only its own part.
+        """
         self._finish_gradients()
         if self._division is None or not self._shards or self._has_whole_gradients:
             return super().clip_grad_norm_(max_norm, norm_type)
@@ -294,7 +297,7 @@ class Sharded(Distributed):
     # --- Parameters and state. ---
 
     def writing_parameters(self) -> AbstractContextManager[None]:
-        """Allow writes to shared parameters in the block; every rank must enter and leave it.
+        """Allow writes to shared parameters in the block. Every rank must enter and leave it.
 
         Every rank must write the same values, or only one rank may write. Without `share_parameters` the block has no
         effect.
@@ -303,7 +306,7 @@ class Sharded(Distributed):
         return nullcontext() if shared is None else shared.writing()
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add parameters; every rank must add the same parameters. Not possible with `share_parameters`."""
+        """Add parameters. Every rank must add the same parameters. Not possible with `share_parameters`."""
         if self._division is not None and self._division.shared is not None:
             raise InvalidArgumentError(
                 "DistributedOptimizer(share_parameters=True): add_param_group() is not supported, because the memory "
@@ -312,9 +315,9 @@ class Sharded(Distributed):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Gather the plain optimizer's state, which loads at any number of ranks; every rank must call this.
+        """Gather the plain optimizer's state. Every rank must call this.
 
-        The gathered state is as large as without `sharded`.
+        The state loads at any number of ranks. The gathered state is as large as without `sharded`.
         """
         if self._division is None or not self._shards:
             return super().state_dict()
@@ -326,7 +329,10 @@ class Sharded(Distributed):
             self.state = parts
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Load this rank's part of a plain optimizer's state, which must be the same on every rank."""
+        """Load this rank's part of a plain optimizer's state.
+
+        The given state must be the same on every rank.
+        """
         super().load_state_dict(state_dict)
         if self._shards:
             self._divide_state()
@@ -346,11 +352,11 @@ class Sharded(Distributed):
         return own_state(parts, groups, self._in_order(), self._shards)
 
     def load_own_states(self, states: Sequence[OwnState]) -> None:
-        """Take this rank's part from the states of all former ranks; pass the same states on every rank."""
+        """Take this rank's part from the states of all former ranks. Pass the same states on every rank."""
         self.load_state_dict(join_states(states, self._in_order()))
 
     def _in_order(self) -> list[Tensor]:
-        """Return the parameters in the order of `state_dict()`."""
+        """List the parameters in the order of `state_dict()`."""
         return [p for group in self.__dict__["param_groups"] for p in group["params"]]
 
     def _divide_state(self) -> None:
@@ -404,7 +410,7 @@ class WholeGradients:
         self._gatherers = {}
 
     def gather(self, cycles: tuple[int, ...]) -> None:
-        """Gather the gradients of these cycles; every rank must call this."""
+        """Gather the gradients of these cycles. Every rank must call this."""
         if self.cycles != cycles:
             self._gather()
             self.cycles = cycles
@@ -435,7 +441,7 @@ class WholeGradients:
 
 
 def clip_parts_(division: ShardLayout, max_norm: float, norm_type: float) -> Tensor:
-    """Scale this rank's parts of the gradients as `torch.nn.utils.clip_grad_norm_` does; every rank must call this.
+    """Scale this rank's parts of the gradients as `torch.nn.utils.clip_grad_norm_` does. Every rank must call this.
 
     Returns:
         The norm of all gradients.
@@ -505,7 +511,7 @@ class ParameterExchange:
         self._gatherer: Gatherer | None = None
 
     def run(self, frozen: Iterable[Tensor]) -> None:
-        """Exchange all parameters that are not frozen; every rank must call this."""
+        """Exchange all parameters except `frozen`. Every rank must call this."""
         ids = set(map(id, frozen))
         shards = self._division.shards
         stepped = [s for s in shards.values() if id(s.param) not in ids]

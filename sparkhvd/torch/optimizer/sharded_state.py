@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class _Piece(NamedTuple):
-    """A value of the state in a form that can be sent to ranks with other GPUs.
+    """A value of the state, in a form to send to ranks with other GPUs.
 
     Attributes:
         value: the value, on the CPU.
@@ -41,7 +41,7 @@ class _Piece(NamedTuple):
         return cls(value)
 
     def beside(self, param: Tensor) -> object:
-        """Return the value, on the GPU of its parameter if it belongs there."""
+        """Copy the value to the GPU of its parameter if it belongs there."""
         if not (self.was_on_gpu and isinstance(self.value, Tensor)):
             return self.value
         return param.new_empty(self.value.shape, dtype=self.value.dtype).copy_(self.value)
@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """A rank's part of the state, in a form that can be sent to other ranks.
+    """A rank's part of the state, in a form to send to other ranks.
 
     Attributes:
         groups: hyperparameters, as in `state_dict()`.
@@ -67,7 +67,7 @@ def own_state(
     params: Sequence[Tensor],
     shards: Mapping[Tensor, Shard],
 ) -> OwnState:
-    """Return this rank's part of the state. Values on the CPU are not copied.
+    """Collect this rank's part of the state. Values on the CPU are not copied.
 
     `params` are the parameters in the order of `state_dict()`.
     """
@@ -128,7 +128,7 @@ def divide_state(
 
 
 def gather_state(state: Mapping[Tensor, dict[str, object]], division: ShardLayout) -> State:
-    """Gather all ranks' parts of the state into the plain optimizer's state; every rank must call this."""
+    """Gather all ranks' parts of the state into the plain optimizer's state. Every rank must call this."""
     gathered: State = defaultdict(dict)
     shards = list(division.shards.values())
     divided = {id(shard.part) for shard in shards if shard.part is not None}
@@ -166,7 +166,10 @@ def _gather_cut(
     division: ShardLayout,
     shards: Sequence[Shard],
 ) -> None:
-    """Gather the state of cut parameters; the rank with a parameter's first element describes its state."""
+    """Gather the state of cut parameters.
+
+    The rank with a parameter's first element describes its state.
+    """
     first = {
         number: _describe(shard, state[shard.part])
         for number, shard in enumerate(shards)
@@ -220,7 +223,7 @@ def _describe(
 
 
 def _part_of(shard: Shard, value: object) -> object:
-    """Return this rank's part of a value of a parameter's state."""
+    """Select this rank's part of a value of a parameter's state."""
     param = shard.param
     if not (shard.is_cut and isinstance(value, Tensor) and value.shape == param.shape):
         return value

@@ -119,7 +119,7 @@ class Shard:
             self.part = torch.nn.Parameter(self.of(param), requires_grad=param.requires_grad)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View this rank's part of a tensor that has the parameter's memory layout."""
+        """View this rank's part of a tensor with the parameter's memory layout."""
         return flat(tensor)[self.first : self.last] if self.is_cut else tensor.detach()
 
     def follow(self) -> None:
@@ -196,7 +196,7 @@ class Gatherer:
             self._calls.append((f"{name}.{number}", call, indices, counts))
 
     def start(self, tensors: Sequence[Tensor]) -> list[Work]:
-        """Submit the operations; every rank must call this."""
+        """Submit the operations. Every rank must call this."""
         works = []
         for name, call, indices, counts in self._calls:
             own = [tensors[index] for index in indices]
@@ -212,7 +212,7 @@ class Gatherer:
         return works
 
     def gather(self, tensors: Sequence[Tensor]) -> None:
-        """Gather the tensors; every rank must call this."""
+        """Gather the tensors. Every rank must call this."""
         for work in self.start(tensors):
             work.wait()
 
@@ -280,19 +280,19 @@ class DeviceShards:
         self._num_allocations = 0
 
     def cut(self, bucket: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Divide parameters of one type together; return this rank's range of elements of each parameter."""
+        """Divide parameters of one type together and return this rank's range of elements of each parameter."""
         counts = [p.numel() for p in bucket]
         slices = Slices.cut(counts, bucket[0].dtype.itemsize, self._num_ranks)
         self._buckets.append((slices, list(bucket)))
         return [slices.part(number, self._place) for number in range(len(counts))]
 
     def together(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Group parameters by the bucket in which they were divided."""
+        """Group parameters by the bucket of their division."""
         among = set(map(id, parameters))
         return [bucket for _, bucket in self._buckets if id(bucket[0]) in among]
 
     def gather_parameters(self, shards: Sequence[Shard]) -> None:
-        """Gather every rank's stepped parts into these parameters; every rank must call this.
+        """Gather every rank's stepped parts into these parameters. Every rank must call this.
 
         The current stream waits for the result.
         """
@@ -309,7 +309,7 @@ class DeviceShards:
         self._gather(work, self._memory)
 
     def gather_cut(self, tensors: dict[int, Tensor]) -> None:
-        """Gather tensors, such as gradients, that are laid out as cut parameters; every rank must call this.
+        """Gather tensors, such as gradients, that are laid out as cut parameters. Every rank must call this.
 
         The keys are the `id`s of the parameters.
         """
@@ -536,7 +536,7 @@ class SharedParameters:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Allow writes to parameters in the block; no rank computes with them meanwhile."""
+        """Allow writes to parameters in the block. No rank computes with them meanwhile."""
         self.begin()  # raises an error for earlier writes
         try:
             yield
@@ -593,7 +593,7 @@ class ShardLayout:
         named: Mapping[Tensor, str],
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
-        """Divide further parameters; every rank must pass the same parameters in the same order."""
+        """Divide further parameters. Every rank must pass the same parameters in the same order."""
         parameters = [p for p in named if p.numel() > 0]
         for p in parameters:
             if not p.is_cpu:
@@ -670,7 +670,7 @@ class ShardLayout:
     def _divide_on_gpu(
         self, parameters: list[Tensor], groups: int | Sequence[Sequence[Tensor]] | None
     ) -> dict[int, tuple[int, int]]:
-        """Divide the parameters by the buckets of their gradients; return this rank's range of each, by `id`.
+        """Divide the parameters by the buckets of their gradients and return this rank's range of each, by `id`.
 
         Frozen parameters are divided separately, because each may become trainable alone.
         """

@@ -1,8 +1,7 @@
-"""Changes of model, losses and optimizer during a run that torch's state dicts do not contain.
+"""Changes of model, losses and optimizer during a run, outside torch's state dicts.
 
 Examples: which parameters require a gradient, their groups, modes of modules, and values of attributes. A checkpoint
-    holds
-the differences from the program, by name. A resumed run first builds the program's objects, so that it buckets
+holds the differences from the program, by name. A resumed run first builds the program's objects, so that it buckets
 gradients as an uninterrupted run does, and then repeats the changes.
 """
 
@@ -82,7 +81,7 @@ class Changes:
         }
 
     def for_result(self, watch: Watch | None) -> dict[str, Any]:
-        """Return this rank's changes for the model that `fit` returns."""
+        """Collect this rank's changes for the model returned by `fit`."""
         return {
             "requires_grad": self._changed_flags(),
             "attributes": [self.own_attributes(watch)],
@@ -101,7 +100,7 @@ class Changes:
         return self.attributes.changes(watch.attributes if watch is not None else ())
 
     def load_flags(self, state: Mapping[str, Any]) -> None:
-        """Set which parameters are trained, from `state_dict`."""
+        """Set `requires_grad` of the parameters from the result of `state_dict`."""
         flags = {**self._flags, **state["requires_grad"]}
         for name in self._flags:
             parameter = self._parameters[name]
@@ -130,7 +129,7 @@ class Changes:
                 module.training = name not in names
 
     def regroup(self, groups: list[list[str]] | None) -> None:
-        """Divide the parameters into groups; all ranks must call it.
+        """Divide the parameters into groups. All ranks must call it.
 
         `groups` are the names of each group's parameters; None means the program's groups. The optimizer's state does
         not change. Load the options of the groups afterwards.

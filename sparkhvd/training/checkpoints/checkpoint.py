@@ -41,7 +41,7 @@ Position = tuple[int, int]
 
 
 class DamagedError(InvalidArgumentError):
-    """Raised for a checkpoint whose bytes do not match its hash; the message names the file."""
+    """Raised if the bytes of a checkpoint do not match its hash. The message names the file."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +194,13 @@ def _mapped(file: IO[bytes]) -> dict[str, Any]:
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the model's state dict excludes (`persistent=False`), by name."""
+    """Return the buffers missing from the model's state dict (`persistent=False`), by name."""
     saved = model.state_dict()
     return {name: value for name, value in model.named_buffers() if name not in saved}
 
 
 def load_buffers(model: nn.Module, values: Mapping[str, Tensor | None]) -> None:
-    """Set buffers to these values, also of another shape; None removes a buffer's value."""
+    """Set buffers to values of any shape. None removes a buffer's value."""
     with torch.no_grad():
         for name, value in values.items():
             path, _, leaf = name.rpartition(".")
@@ -238,7 +238,7 @@ def load_extra_states(model: nn.Module, states: Mapping[str, object]) -> None:
 
 
 def broadcast_module_state(model: nn.Module) -> None:
-    """Broadcast rank 0's buffers and extra states; all ranks must call it.
+    """Broadcast rank 0's buffers and extra states. All ranks must call it.
 
     So validation and the checkpoint use the running statistics of rank 0's rows.
 
@@ -252,7 +252,7 @@ def broadcast_module_state(model: nn.Module) -> None:
 
 
 def _may_differ(model: nn.Module) -> bool:
-    """Check whether shapes or extra states may differ between ranks; the result is the same on all ranks."""
+    """Check whether shapes or extra states may differ between ranks. The result is the same on all ranks."""
     return any(
         module._non_persistent_buffers_set
         or type(module).get_extra_state is not nn.Module.get_extra_state
@@ -312,7 +312,7 @@ def gather_rank_states(
     stop_reason: str = "",
     others: State | None = None,
 ) -> list[RankState]:
-    """Gather the state that differs between ranks, by rank; all ranks must call it.
+    """Gather each rank's own state, ordered by rank. All ranks must call it.
 
     Args:
         model: the module. Its buffers are compared between ranks; the result includes buffers that differ from rank

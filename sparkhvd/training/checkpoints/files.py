@@ -80,7 +80,7 @@ class Checkpoints:
         self.warning = ""
 
     def path(self, epoch: int, step: int = 0) -> str:
-        """Return the path, relative to the store, of the checkpoint after `epoch` epochs and `step` steps."""
+        """Build the path of a checkpoint in the store, after `epoch` epochs and `step` steps."""
         name = f"epoch-{epoch}-step-{step}" if step else f"epoch-{epoch}"
         return f"{self._folder}/{name}.pt"
 
@@ -172,7 +172,10 @@ class Checkpoints:
             )
 
     def write_frozen(self, tensors: Mapping[str, Tensor]) -> str:
-        """Write the frozen parameters that checkpoints omit, unless the file exists; return their SHA-256."""
+        """Write the frozen parameters, unless their file exists, and return their SHA-256.
+
+        Checkpoints omit these parameters.
+        """
         sha256 = weights.dump(tensors)
         # Take over first, because it deletes unfinished files. Another thread may do it at the same time for the
         # history.
@@ -181,7 +184,9 @@ class Checkpoints:
         return sha256
 
     def write_history(self, history: Sequence[Mapping[str, Value]]) -> None:
-        """Write the metrics file: append the new records to a local file; write the whole file to other stores.
+        """Write the metrics file.
+
+        New records are appended to a local file. In other stores the whole file is written again.
 
         Raises:
             InvalidArgumentError: another fit with the same run_id has begun to write.
@@ -212,18 +217,21 @@ class Checkpoints:
         self._store.write_bytes(self._profile, json.dumps(state).encode())
 
     def profile(self) -> dict[str, Any]:
-        """The last written profile; {} if missing or damaged."""
+        """Read the last written profile, or return {} if it is missing or damaged."""
         try:
             return _profile_of(self._store.read_bytes(self._profile))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return {}
 
     def latest_epoch(self) -> int:
-        """The number of epochs in the newest checkpoint; 0 without a checkpoint."""
+        """Read the number of epochs in the newest checkpoint, or return 0 without a checkpoint."""
         return self.latest_position()[0]
 
     def latest_position(self) -> Position:
-        """Completed epochs, and steps of the next epoch, in the newest checkpoint; (0, 0) without a checkpoint."""
+        """Read the position of the newest checkpoint, or return (0, 0) without a checkpoint.
+
+        The position is the number of completed epochs, and the number of completed steps of the next epoch.
+        """
         return self._pointer() or self._newest_whole() or (0, 0)
 
     def latest(self) -> Checkpoint | None:
@@ -259,7 +267,7 @@ class Checkpoints:
         return None
 
     def note(self, text: str) -> None:
-        """Add a sentence to `warning`, which the driver shows."""
+        """Add a sentence to `warning`, for the driver to show."""
         if text not in self.warning:
             self.warning = f"{self.warning} {text}".strip()
 
@@ -280,7 +288,7 @@ class Checkpoints:
         return self._load_or_advise(self.path(epoch, step))
 
     def load_weights(self, path: str) -> dict[str, Any]:
-        """Load the model's state dict from a checkpoint file of any run; raises the errors of `load`.
+        """Load the model's state dict from a checkpoint of any run. Raises the errors of `load`.
 
         `path` is relative to the store. Needs only memory for the model, because the optimizer's state stays in the
         file.
@@ -288,11 +296,17 @@ class Checkpoints:
         return self._load_or_advise(path, is_mapped=True).result.model
 
     def load_start(self, path: str) -> Checkpoint:
-        """Load a checkpoint of any run; all tensors except the model's stay in the file. Raises the errors of `load`."""
+        """Load a checkpoint of any run. Raises the errors of `load`.
+
+        All tensors except the model's stay in the file.
+        """
         return self._load_or_advise(path, is_mapped=True)
 
     def newest_whole(self) -> Checkpoint | None:
-        """Load the newest complete checkpoint, or return None; all tensors except the model's stay in the file."""
+        """Load the newest complete checkpoint, or return None without a checkpoint.
+
+        All tensors except the model's stay in the file.
+        """
         position = self._newest_whole()
         if position is None:
             return None
@@ -316,7 +330,7 @@ class Checkpoints:
         )
 
     def _frozen(self, path: str, frozen: Frozen) -> dict[str, Tensor]:
-        """Load the frozen parameters that belong to the checkpoint at `path`."""
+        """Load the frozen parameters of the checkpoint at `path`."""
         name = _frozen_path(path.rpartition("/")[0], frozen["sha256"])
         try:
             tensors = weights.Weights(frozen["sha256"], None, self._store, name).load()
@@ -356,7 +370,7 @@ class Checkpoints:
         return HistoryReader(self._store, self._metrics)
 
     def _pointer(self) -> Position | None:
-        """Return the position in the pointer; None if the pointer is missing or damaged.
+        """Read the position from `latest.json`, or return None if the file is missing or damaged.
 
         It may be missing or damaged if a writer was killed on a file system without atomic rename.
         """
@@ -381,7 +395,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Profile:
-    """Parts of a profile whose structure its readers rely on; see `sparkhvd.training.profile.Profile.state`."""
+    """Parts of a profile used by its readers. See `sparkhvd.training.profile.Profile.state`."""
 
     every: int
     epochs: list[dict[str, Any]]
@@ -391,7 +405,7 @@ class _Profile:
 
 
 def _profile_of(content: bytes) -> dict[str, Any]:
-    """Parse a run's profile; raise a ValueError for other content."""
+    """Parse a run's profile, or raise a ValueError for other content."""
     state = read_json(content)
     if not isinstance(state, dict):
         raise ValueError("the profile is not a JSON object")
@@ -409,7 +423,7 @@ def _profile_of(content: bytes) -> dict[str, Any]:
 
 
 class HistoryReader:
-    """Reader of a growing metrics file; reads only the records added since its last read.
+    """Reader of a growing metrics file. It reads only the records added since its last read.
 
     Args:
         store: store of the run.
@@ -433,7 +447,7 @@ class HistoryReader:
         return records or []
 
     def _added(self, reported: int) -> History | None:
-        """Read the new records; return None if the file was replaced."""
+        """Read the new records and return None if the file was replaced."""
         data = self._bytes_from(self._read_to)
         if data is None:
             return None
@@ -449,7 +463,7 @@ class HistoryReader:
         return records
 
     def _bytes_from(self, start: int) -> bytes | None:
-        """Read the file from byte `start`; b"" if there is no file and `start` is 0, None if the file is shorter."""
+        """Read the file from byte `start`, or return b"" if there is no file and `start` is 0, None if the file is shorter."""
         try:
             if not start or not self._store.is_seen:
                 data = self._store.read_bytes(self._path)
@@ -468,7 +482,7 @@ def _lines(history: Sequence[Mapping[str, Value]]) -> bytes:
 
 
 def _records(lines: bytes) -> History:
-    """Parse whole lines; the last one may be incomplete, because a writer adds to the file."""
+    """Parse whole lines. The last one may be incomplete, because a writer adds to the file."""
     whole = lines.rpartition(b"\n")[0]
     records: list[Any] = [read_json(line) for line in whole.splitlines()]
     if not all(isinstance(record, dict) for record in records):
@@ -477,7 +491,7 @@ def _records(lines: bytes) -> History:
 
 
 def epoch_of(record: Mapping[str, Value]) -> int:
-    """Return the epoch of a record; raise a ValueError for a record without an epoch."""
+    """Read the epoch of a record, or raise a ValueError for a record without an epoch."""
     epoch: Any = record.get("epoch")
     if not isinstance(epoch, int):
         raise ValueError(f"a record has the epoch {epoch!r:.100}")

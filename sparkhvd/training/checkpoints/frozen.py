@@ -1,7 +1,7 @@
-"""Frozen parameters of a module, which no step changes.
+"""Frozen parameters of a module.
 
-They are sent only to ranks that do not have them, and written once for all checkpoints of a run. A checksum of each
-parameter detects changes, also writes by the user's code that autograd does not see (`.data`).
+No step changes them. They are sent only to ranks that do not have them, and written once for all checkpoints of a run.
+A checksum of each parameter detects changes, also writes by the user's code that autograd does not see (`.data`).
 
     runs/<run_id>/checkpoints/frozen-<sha256>.pt
 """
@@ -25,7 +25,7 @@ Sums: TypeAlias = "dict[str, tuple[Any, ...]]"
 
 
 class Frozen(TypedDict):
-    """Hash of the file with the frozen parameters, and names of the parameters that a checkpoint omits.
+    """Hash of the file of frozen parameters, and names of the parameters omitted in a checkpoint.
 
     A checkpoint needs the names because the user's code may have unfrozen some parameters after the file was written.
     """
@@ -38,15 +38,16 @@ class FrozenParameters:
     """Rank 0's frozen parameters of a run, for the separate file."""
 
     def __init__(self) -> None:
-        """Start empty; the first checkpoint fills it."""
+        """Start without parameters. The first checkpoint adds them."""
         self._sums: Sums | None = None
         self._unwritten: dict[str, Tensor] = {}
         self._sha256 = ""
 
     def divide(self, model: nn.Module) -> tuple[State, list[str]]:
-        """Return the state dict for a checkpoint, and the names of the parameters that it omits.
+        """Split the state dict into the part for a checkpoint and the names of omitted parameters.
 
-        It omits frozen parameters that equal those in the file. The first call copies the parameters for the file.
+        The checkpoint omits frozen parameters that equal those in the file. The first call copies the parameters for
+        the file.
         """
         state, sums = model.state_dict(), frozen_sums(model)
         if self._sums is None:
@@ -59,7 +60,7 @@ class FrozenParameters:
         return rest, names
 
     def record(self, names: list[str], write: Callable[[dict[str, Tensor]], str]) -> Frozen | None:
-        """Describe the omitted parameters for a checkpoint; None if there are none.
+        """Describe the omitted parameters for a checkpoint, or return None if there are none.
 
         Args:
             names: the names from `divide`.
@@ -75,7 +76,7 @@ class FrozenParameters:
 
 
 def broadcast_weights(model: nn.Module) -> frozenset[str]:
-    """Broadcast rank 0's parameters and saved buffers; all ranks must call it.
+    """Broadcast rank 0's parameters and saved buffers. All ranks must call it.
 
     Cost: a broadcast of trained parameters, and of frozen parameters that differ on some rank, plus `agreed_frozen`.
 
@@ -90,9 +91,9 @@ def broadcast_weights(model: nn.Module) -> frozenset[str]:
 
 
 def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of frozen parameters that are equal on all ranks, and of all frozen parameters of rank 0.
+    """Find the frozen parameters with equal values on all ranks. All ranks must call it.
 
-    All ranks must call it.
+    The result is their names, and the names of all frozen parameters of rank 0.
 
     Cost: one pass over frozen parameters, and an allgather of about 100 bytes for each.
     """
@@ -123,7 +124,10 @@ def _sums(tensors: Mapping[str, Tensor]) -> Sums:
 
 
 def unwritten(model: nn.Module, weights: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a state dict that does not overwrite frozen parameters of equal values, whose memory may be shared."""
+    """Make a state dict with the model's own tensors for frozen parameters of equal values.
+
+    Loading it does not overwrite these parameters, because their memory may be shared.
+    """
     own = model.state_dict(keep_vars=True)
     state = copy.copy(weights)  # `copy` keeps the attributes that modules add to a state dict
     same = {name: own[name] for name, value in weights.items() if _is_same(own.get(name), value)}
@@ -142,7 +146,10 @@ def _is_same(own: object, value: object) -> bool:
 
 
 def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a state dict, without extra states, which may also be tensors."""
+    """Select the parameters and buffers of a state dict, without extra states.
+
+    Extra states may also be tensors.
+    """
     return {
         name: value
         for name, value in state.items()

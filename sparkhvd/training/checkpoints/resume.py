@@ -46,7 +46,7 @@ from sparkhvd.wire import read_json
 
 @dataclass
 class TrainingState:
-    """Objects that training changes and a checkpoint saves.
+    """Objects changed by training and saved in checkpoints.
 
     Attributes:
         model: the module.
@@ -76,7 +76,7 @@ class TrainingState:
         self.changes = Changes(self.model, self.optimizer, self.others)
 
     def beside_weights(self) -> State:
-        """Return this rank's state that the model's state dict does not contain: buffers, changes and losses."""
+        """Collect this rank's state outside the model's state dict: buffers, changes and losses."""
         return {
             "buffers": unsaved_buffers(self.model),
             "changes": self.changes.for_result(self.watch),
@@ -85,12 +85,12 @@ class TrainingState:
 
     @property
     def watch(self) -> Watch | None:
-        """The watch of the callbacks; None before the callbacks exist."""
+        """The watch of the callbacks, or None before the callbacks exist."""
         return None if self.callbacks is None else self.callbacks.watch
 
 
 class Resumed(TypedDict):
-    """Part of a checkpoint that rank 0 sends to every rank, without the tensors of model and optimizer."""
+    """Part of a checkpoint sent by rank 0 to every rank, without model and optimizer tensors."""
 
     history: History
     step: int
@@ -108,7 +108,7 @@ class Resumed(TypedDict):
 
 @dataclass
 class RunStart:
-    """State from which a run begins, without the model's weights.
+    """Initial state of a run, without the model's weights.
 
     Attributes:
         resumed: the part of the checkpoint for all ranks.
@@ -158,7 +158,7 @@ class ResumePoint:
         return bool(self.step or self.done.steps)
 
     def begin(self, totals: Totals) -> float:
-        """Restore random numbers and totals of a run that resumes inside an epoch.
+        """Restore random numbers and totals for a run resumed inside an epoch.
 
         Returns:
             The duration of the epoch so far in seconds.
@@ -230,7 +230,7 @@ def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resum
 def _load_start(
     spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, others: LossState
 ) -> Checkpoint | None:
-    """Load weights into rank 0's model, and the state of losses and metrics; return the checkpoint, if any.
+    """Load weights into rank 0's model, and the state of losses and metrics, and return the checkpoint, if any.
 
     Raises:
         InvalidArgumentError: the checkpoint or the weights do not fit this run, or no checkpoint is complete.
@@ -252,7 +252,7 @@ def _load_start(
 
 
 def resume(start: RunStart, state: TrainingState) -> ResumePoint:
-    """Send rank 0's state, from a checkpoint or initial, to every rank; all ranks must call it."""
+    """Send rank 0's state, from a checkpoint or initial, to every rank. All ranks must call it."""
     resumed, model, changes = start.resumed, state.model, start.resumed["changes"]
     state.changes.attributes.reset()
     if changes:
@@ -290,7 +290,7 @@ def resume(start: RunStart, state: TrainingState) -> ResumePoint:
 
 @contextmanager
 def repeated(state: TrainingState, position: ResumePoint, method: str) -> Iterator[None]:
-    """Let callbacks repeat a method in the block, then restore the checkpoint's state; all ranks must enter the block.
+    """Let callbacks repeat a method in the block, then restore the checkpoint's state. All ranks must enter the block.
 
     Without the restoration the method's changes would be applied twice, because the checkpoint already includes them.
 
@@ -408,7 +408,7 @@ def _load_parts(state: TrainingState, resumed: Resumed) -> None:
 
 
 def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
-    """Return why this fit cannot resume from a checkpoint; "" if it can."""
+    """Explain why this fit cannot resume from a checkpoint, or return "" if it can."""
     problem = differences(checkpoint.fingerprint, spec.fingerprint)
     if not problem and checkpoint.position > (spec.epochs, 0):
         problem = f"it has {checkpoint.epoch} epochs, but epochs is {spec.epochs}"
@@ -435,7 +435,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, object], what: str) -> 
 
 
 def finish(module: nn.Module, result: Checkpoint, losses: Sequence[object] = ()) -> None:
-    """Set a trained module's unsaved buffers, flags and attributes, which its state dict does not contain.
+    """Set a trained module's buffers, flags and attributes outside its state dict.
 
     A failure gives only a warning, so that the user does not lose the weights.
 
@@ -508,7 +508,7 @@ _ABSENT = object()
 
 
 def differences(old: str, new: str) -> str:
-    """Describe the differences between two fingerprints (JSON objects) of fits; "" for equal fits.
+    """Describe the differences between two fingerprints (JSON objects) of fits, or return "" for equal fits.
 
     Example: "batch_size was 8 and is 16; model: '0.weight' was [6, 2] float32 and is [8, 2] float32".
     """
@@ -553,21 +553,21 @@ def _entry(name: str, before: object, now: object) -> str:
 
 
 class _Alike(TypedDict):
-    """Part of a parameter's state that is equal on all ranks."""
+    """Part of a parameter's state with equal values on all ranks."""
 
     steps: int
     q: Tensor
 
 
 class _Gathered(TypedDict):
-    """State of all ranks by parameter; the errors of a parameter have one row per rank."""
+    """State of all ranks by parameter. The errors of a parameter have one row per rank."""
 
     alike: dict[str, _Alike]
     errors: dict[str, Tensor]
 
 
 def gather_compression(compression: Compression | None) -> State:
-    """Gather the state of a compression for a checkpoint; all ranks must call it.
+    """Gather the state of a compression for a checkpoint. All ranks must call it.
 
     Returns:
         On rank 0 "alike" (steps and q of each parameter) and "errors" (for each parameter a tensor with one row per
@@ -589,7 +589,7 @@ def gather_compression(compression: Compression | None) -> State:
 def load_compression(
     compression: Compression, state: State, device: torch.device | None = None
 ) -> None:
-    """Restore rank 0's result of `gather_compression`, before the optimizer is built; all ranks must call it.
+    """Restore rank 0's result of `gather_compression`, before the optimizer is built. All ranks must call it.
 
     Args:
         compression: compression of this rank.
@@ -625,7 +625,7 @@ def load_compression(
 
 
 def _gather(name: str, error: Tensor) -> Tensor:
-    """Gather all ranks' errors on rank 0 as a CPU tensor (ranks, *shape); other ranks get 0 rows."""
+    """Gather all ranks' errors on rank 0 as a CPU tensor (ranks, *shape). Other ranks get 0 rows."""
     error = error.cpu()
     splits = [error.numel(), *[0] * (hvd.size() - 1)]
     received, _ = hvd.alltoall(error.reshape(-1), splits, name=f"compression.{name}")

@@ -48,10 +48,10 @@ T = TypeVar("T")
 
 
 class Saver:
-    """Writer of a run's checkpoints; a context manager, one per rank."""
+    """Writer of a run's checkpoints, as a context manager on each rank."""
 
     def __init__(self, spec: TrainSpec, checkpoints: Checkpoints, state: TrainingState) -> None:
-        """Prepare to save `state`; nothing is written yet."""
+        """Prepare to save `state`, without writing yet."""
         self._spec = spec
         self.checkpoints = checkpoints
         self._state = state
@@ -74,7 +74,7 @@ class Saver:
     def after_step(
         self, history: History, step: int, totals: Totals | None, seconds: float
     ) -> None:
-        """Take a checkpoint if it is due; all ranks must call this after every optimizer step.
+        """Take a checkpoint if it is due. All ranks must call this after every optimizer step.
 
         Args:
             history: the records of completed epochs.
@@ -98,7 +98,7 @@ class Saver:
         self._take(history, step=step, ranks=ranks)
 
     def after_epoch(self, history: History, *, is_last: bool) -> None:
-        """Record the end of an epoch, and take a checkpoint if it is due or the epoch is the last; all ranks must call this.
+        """Record the end of an epoch, and take a checkpoint if it is due or the epoch is the last. All ranks must call this.
 
         Not every short epoch has a checkpoint, see `Budget`. If `fit` returns the best epoch, the copy of a best epoch
         without a checkpoint is written with the next checkpoint.
@@ -120,13 +120,13 @@ class Saver:
                 self.checkpoints.write_history(history)
 
     def save(self, history: History) -> None:
-        """Take the checkpoint of an epoch; all ranks must call this, and rank 0 writes."""
+        """Take the checkpoint of an epoch. All ranks must call this, and rank 0 writes."""
         with self._state.profile.phase("checkpoint"):
             self._records = []  # a custom loop may have changed the records
             self._take(history)
 
     def _is_epoch_due(self) -> bool:
-        """Whether to take a checkpoint of this epoch; rank 0 decides."""
+        """Decide on rank 0 whether to take a checkpoint of this epoch."""
         callbacks = self._state.callbacks
         if self._spec.num_checkpoints > 1 or (callbacks is not None and callbacks.see_checkpoints):
             return True
@@ -136,7 +136,10 @@ class Saver:
         return bool(hvd.broadcast(answer, 0, name="checkpoint.epoch").item())
 
     def _is_best(self, history: History) -> bool:
-        """Whether `fit` returns the best epoch and the last epoch is the best; the same on all ranks."""
+        """Check whether the last epoch is the best and `fit` returns the best epoch.
+
+        The result is the same on all ranks.
+        """
         if not self._spec.return_best:
             return False
         is_best, monitor = False, self._spec.monitor
@@ -149,7 +152,7 @@ class Saver:
 
     @contextlib.contextmanager
     def around_train_end(self, history: History) -> Iterator[None]:
-        """Add the changes that callbacks make in the block to the last checkpoint; all ranks must enter the block.
+        """Add callbacks' changes in the block to the last checkpoint. All ranks must enter it.
 
         They are stored separately (`Checkpoint.final`), because a resumed run calls the callbacks again.
         """
@@ -173,7 +176,10 @@ class Saver:
             self._save([(replace(checkpoint, final=final), left_out)])
 
     def _changed(self, before: State, left_out: list[str]) -> State:
-        """Return the changed entries of the model's state dict; {} and a note if its names or shapes differ."""
+        """Find the changed entries of the model's state dict.
+
+        If its names or shapes differ, add a note and return {}.
+        """
         after, still_left_out = self._frozen.divide(self._state.model)
         shapes = [
             {n: getattr(value, "shape", None) for n, value in part.items()}
@@ -197,7 +203,7 @@ class Saver:
     def _taken(
         self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()
     ) -> tuple[Checkpoint, list[str]] | None:
-        """Copy the state; return the copy, and the names of the frozen parameters that it omits.
+        """Copy the state, and return the copy and the names of omitted frozen parameters.
 
         All ranks must call it; it returns None on ranks that do not write.
         """
@@ -224,7 +230,7 @@ class Saver:
         return Checkpoint(**copied), left_out
 
     def _copied(self, history: History) -> History:
-        """Copy the records; only those since the last call, because a run may have thousands."""
+        """Copy the records. Each call copies only new records, because a run may have thousands."""
         self._records += snapshot(history[len(self._records) :])
         return list(self._records)
 
@@ -286,7 +292,7 @@ class Saver:
         self.checkpoints.save(checkpoint, keep=keep, num_epochs=self._spec.num_checkpoints)
 
     def wait(self) -> str:
-        """Wait until the last checkpoint is written; return its path on rank 0, else "".
+        """Wait until the last checkpoint is written and return its path on rank 0, else "".
 
         Raises:
             StoreError: the checkpoint was not written within `WRITE_LIMIT_S`.
@@ -366,11 +372,11 @@ class Cadence:
         self._num_steps = 1
 
     def taken(self, now: float) -> None:
-        """Record that a checkpoint with the state at `now` is being written."""
+        """Record the start of a checkpoint of the state at `now`."""
         self._taken = now
 
     def written(self, seconds: float) -> None:
-        """Record that a checkpoint was written `seconds` after it was taken."""
+        """Record the seconds from taking a checkpoint to the end of its write."""
         # Lower the estimate slowly after a fast write.
         self._write_s = max(seconds, 0.7 * self._write_s)
 
@@ -396,7 +402,7 @@ class Cadence:
 
 
 class Budget:
-    """Decides on rank 0 which epochs have a checkpoint.
+    """Selection of the epochs with a checkpoint, made on rank 0.
 
     Every epoch of a second or more has a checkpoint. Of shorter epochs the first 16 have a checkpoint, later epochs one
     per 5 s.
@@ -415,7 +421,7 @@ class Budget:
         self._left, self._at = float(self.BURST), now
 
     def spend(self, now: float) -> bool:
-        """Whether the epoch that has ended now has a checkpoint."""
+        """Decide at the end of an epoch whether to take a checkpoint."""
         seconds, self._at = now - self._at, now
         self._left = min(self.BURST, self._left + seconds / self._seconds)
         if seconds < self._LONG_S and self._left < 1:

@@ -52,7 +52,7 @@ _FUNCTIONS = "torch.nn.functional"
 
 
 class TensorText(TypedDict, total=False):
-    """Description of a parameter or buffer, or the path of the tensor to which it is tied."""
+    """Description of a parameter or buffer, or the path of its tied tensor."""
 
     shape: list[int]
     dtype: str
@@ -80,7 +80,7 @@ _Rebuilt: TypeAlias = "dict[str, nn.Module | Tensor]"
 
 
 class _NotPlain(Exception):
-    """Raised for a module that a description cannot represent."""
+    """Raised if a description cannot represent a module."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def foreign_class(module: nn.Module) -> str | None:
-    """Return the name of the first class in the module that is not from `torch.nn`, or None."""
+    """Find the name of the module's first class outside `torch.nn`, or return None."""
     for part in module.modules():
         if not _is_allowed(type(part)):
             return f"{type(part).__module__}.{type(part).__qualname__}"
@@ -137,7 +137,7 @@ def _text(module: nn.Module) -> str:
 
 
 def describe(module: nn.Module) -> Description | None:
-    """Describe the module as JSON without weights; None if it has classes outside `torch.nn`."""
+    """Describe the module as JSON without weights, or return None if it has classes outside `torch.nn`."""
     try:
         return _describe(module, {}, "")
     except _NotPlain:
@@ -299,7 +299,7 @@ def _attach(tensor: Tensor, text: TensorText) -> None:
 
 
 def _reduce_cached_property(value: functools.cached_property[Any]) -> tuple[object, ...]:
-    """Reduce a cached property for pickle, because before Python 3.12 it has a lock, which cannot be pickled."""
+    """Reduce a cached property for pickle, because its lock (Python < 3.12) cannot be pickled."""
     return _cached_property, (value.func, value.attrname)
 
 
@@ -310,7 +310,10 @@ def _cached_property(function: Any, name: str | None) -> functools.cached_proper
 
 
 def _reduce_cached_function(value: Any) -> str | tuple[object, ...]:
-    """Reduce a function of `functools.lru_cache` by value; pickle would use its name, which ranks may not have."""
+    """Reduce a function of `functools.lru_cache` by value.
+
+    Pickle would use its name, which ranks may not have.
+    """
     if not is_by_value(value):
         return str(value.__qualname__)
     return _cached_function, (value.__wrapped__, value.cache_parameters())
@@ -370,7 +373,10 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
 
 
 def _context_global(value: object) -> str | None:
-    """Return the name of a global of transformers that holds a ContextVar, because it can be pickled only by name."""
+    """Find the global name of a transformers object with a ContextVar, or return None.
+
+    Such an object can be pickled only by name.
+    """
     module = type(value).__module__
     if not module.startswith("transformers.") or module not in sys.modules:
         return None
@@ -381,7 +387,10 @@ def _context_global(value: object) -> str | None:
 
 
 def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
-    """Reduce a module with parametrizations for pickle; torch does not, because its class is created at run time."""
+    """Reduce a module with parametrizations for pickle.
+
+    torch does not do it, because the class of the module is created at run time.
+    """
     kind: Any = parametrize.type_before_parametrizations(module)
     if isinstance(module, nn.RNNBase):
         # Avoid the module's own `__getstate__`, which computes the weights and so may change buffers.
@@ -392,7 +401,7 @@ def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _reduce_optimizer(optimizer: Optimizer) -> tuple[Any, ...]:
-    """Reduce an optimizer for pickle with its attributes and step hooks, which torch omits."""
+    """Reduce an optimizer for pickle with its attributes and step hooks. torch omits them."""
     omitted = ("step", "_zero_grad_profile_name")  # wrappers of a scheduler and of torch
     state = {name: value for name, value in vars(optimizer).items() if name not in omitted}
     return copyreg.__newobj__, (type(optimizer),), state  # type: ignore[attr-defined]
@@ -418,7 +427,7 @@ def _set_parametrized(module: nn.Module, state: Any) -> None:
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    """Reduce code with its file name, which cloudpickle since 3.1 replaces with "<dynamic-code>"."""
+    """Reduce code with its file name. cloudpickle since 3.1 replaces it with "<dynamic-code>"."""
     make, values = cloudpickle.Pickler.dispatch_table[CodeType](code)
     named = (
         code.co_filename if isinstance(value, str) and value == "<dynamic-code>" else value
@@ -428,7 +437,10 @@ def _reduce_code(code: CodeType) -> tuple[object, ...]:
 
 
 class _NamingPickler(_ShellPickler):
-    """Pickler that keeps file names of code for tracebacks, so its bytes depend on the machine and notebook."""
+    """Pickler with the file names of code, for tracebacks.
+
+    Its bytes therefore depend on the machine and notebook.
+    """
 
     dispatch_table = ChainMap({CodeType: _reduce_code}, _ShellPickler.dispatch_table)
 
@@ -482,7 +494,10 @@ def dump_shell(
 
 
 def load_shell(data: bytes, weights: Mapping[str, Tensor]) -> Any:
-    """Load the bytes of `dump_shell` with these weights; runs code, so the bytes must be trusted."""
+    """Load the bytes of `dump_shell` with these weights.
+
+    The bytes must be trusted, because loading runs code.
+    """
     loaded = _ShellUnpickler(io.BytesIO(data), weights).load()
     module = loaded if isinstance(loaded, nn.Module) else getattr(loaded, "model", None)
     if isinstance(module, nn.Module):

@@ -1,4 +1,4 @@
-"""Attributes of modules, parameters and losses that change during a run, outside torch's state dicts.
+"""Attribute changes of modules, parameters and losses during a run, outside torch's state dicts.
 
 Examples: `model.dropout.p = 0.3`, `model.config["tau"] *= 0.9`, a counter in `forward`, `parameter.lr_scale = 0.1`. A
 checkpoint holds the values that differ from the program's. A value's place is the name of its owner and the path from
@@ -62,7 +62,7 @@ _SHARED = (dict, list, set, deque, Tensor, np.ndarray, *GENERATORS)
 
 
 class _Same(NamedTuple):
-    """Marker for a place that shares the object of another place."""
+    """Marker for a place with the same object as another place."""
 
     key: Key
 
@@ -82,11 +82,11 @@ class Attributes:
         self._begun = self._first
 
     def begun(self) -> None:
-        """Record the values that `on_train_begin` has set; every start of a run sets them again."""
+        """Record the values after `on_train_begin`. Every start of a run sets them again."""
         self._begun = self._inspect()
 
     def replaced(self) -> list[str]:
-        """Return the names of objects that no longer exist or have another class."""
+        """List the names of removed objects and of objects with another class."""
         classes = {name: type(owner) for name, owner in self._owners().items()}
         return [name for name, kind in self._classes.items() if classes.get(name) is not kind]
 
@@ -131,7 +131,7 @@ class Attributes:
             _load(self._owners(), self._begun, [entry for entry in entries if entry[3]])
 
     def _inspect(self) -> dict[Key, Any]:
-        """Encode values, by place; None for a large value."""
+        """Encode values, by place, or return None for a large value."""
         return {
             key: None if _num_bytes(value) > _LARGE_BYTES else _encode(value)
             for key, value in _walk(self._owners(), None).items()
@@ -139,7 +139,7 @@ class Attributes:
 
 
 def set_attributes(owners: Mapping[str, object], entries: Iterable[Entry]) -> None:
-    """Set values from `Attributes.changes`; missing places are skipped."""
+    """Set values from `Attributes.changes`. Missing places are skipped."""
     before = {key: _encode(value) for key, value in _walk(owners, ()).items()}
     _load(owners, before, list(entries))
 
@@ -191,7 +191,7 @@ def _hashable(name: Any) -> Any:
 def _walk(
     owners: Mapping[str, object], large: Collection[tuple[str, str]] | None
 ) -> dict[Key, object]:
-    """Collect the supported values by place; a shared object is at its first place, and `_Same` at its other places.
+    """Collect the supported values by place. A shared object is at its first place, and `_Same` at its other places.
 
     Args:
         owners: objects by name.
@@ -255,7 +255,10 @@ def _is_of_torch(owner: object, attribute: str) -> bool:
 
 
 def _parts(value: object) -> list[tuple[tuple[str, Any], object]]:
-    """Return the parts of a value that cannot be saved as a whole, with the step to each part."""
+    """Split a value into its parts, each with the step to it.
+
+    It is for values that cannot be saved as a whole.
+    """
     if isinstance(value, dict):
         return [(("[]", k), each) for k, each in value.items() if _is_key(k)]
     if isinstance(value, (list, tuple)):
@@ -273,7 +276,7 @@ def _is_key(key: object) -> bool:
 
 
 def is_record(value: object) -> bool:
-    """Check whether a value is an object that holds only values, such as a configuration."""
+    """Check whether a value is an object of plain values, such as a configuration."""
     return _is_record(value, set(), _DEPTH)
 
 
@@ -290,7 +293,7 @@ def _is_record(value: object, seen: set[int], depth: int) -> bool:
 
 
 def _is_value(value: object, seen: set[int], depth: int) -> bool:
-    """Check whether a record may hold a value; an object with a lock or a connection is not a record."""
+    """Check whether a record may hold a value. An object with a lock or a connection is not a record."""
     if id(value) in seen or can_be_kept(value) or isinstance(value, _FIXED):
         return True
     if not depth:
@@ -350,7 +353,7 @@ def _num_bytes(value: object) -> int:
 
 
 def _encode(value: Any) -> tuple[Any, ...]:
-    """Encode a copy of a value as (kind, content), which torch.load can read with weights_only."""
+    """Encode a copy of a value as (kind, content), readable by torch.load with weights_only."""
     if isinstance(value, _Same):
         return "same", _plain_key(value.key)
     if isinstance(value, Tensor):
@@ -400,7 +403,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _decode(encoded: Any, device: torch.device, old: Any = None) -> Any:
-    """Decode a value; update and return `old` if possible, because other objects may refer to it.
+    """Decode a value. Update and return `old` if possible, because other objects may refer to it.
 
     Args:
         encoded: result of `_encode`.
@@ -444,7 +447,7 @@ def _decode(encoded: Any, device: torch.device, old: Any = None) -> Any:
 
 
 def _in_place(old: Any, new: Any) -> Any:
-    """Update an object in place to a new value and return it; if this is impossible, return the new value."""
+    """Update an object in place and return it, or return the new value if this is impossible."""
     if type(new) is not type(old) or old is new:
         return new
     if isinstance(new, Tensor):
@@ -507,7 +510,10 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def _load(owners: Mapping[str, object], before: Mapping[Key, Any], entries: list[Entry]) -> None:
-    """Set all places to `before` updated by the entries, and delete all other places; shared objects stay shared."""
+    """Set all places to `before` updated by the entries, and delete all other places.
+
+    Shared objects stay shared.
+    """
     there = _walk(owners, None)
     wanted = {key: encoded for key, encoded in before.items() if encoded is not None}
     wanted |= {_key(entry): entry[2] for entry in entries}
@@ -574,7 +580,7 @@ def _get(owners: Mapping[str, object], key: Key) -> Any:
 
 
 def _set(owners: Mapping[str, object], key: Key, value: Any) -> None:
-    """Set or delete the value at a place; do nothing if the path no longer exists."""
+    """Set or delete the value at a place, if its path still exists."""
     if not key[1]:  # the owner itself was updated in place
         return
     parent = _get(owners, (key[0], key[1][:-1]))
@@ -598,7 +604,7 @@ def _device(owners: Mapping[str, object]) -> torch.device:
 
 
 def unreadable_type(value: object) -> str:
-    """Return the name of the first type in a state that `torch.load` with weights_only rejects, or ""."""
+    """Find a state's first type rejected by `torch.load` with weights_only, or return ""."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Copies of modules whose parameters keep the hooks and attributes that users attach."""
+"""Copies of modules with the users' hooks and attributes on their parameters."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
 
 
 def light_copy(module: nn.Module) -> nn.Module:
-    """Copy a module for reading; the copy's parameters are new objects that use the same memory."""
+    """Copy a module for reading. The copy's parameters are new objects with the same memory."""
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
     # Copy the weights of embeddings with max_norm, because their forward writes into the weights.
     written = {id(m.weight) for m in embeddings if m.max_norm is not None}
@@ -98,7 +98,7 @@ def light_copy(module: nn.Module) -> nn.Module:
 
 
 def _attach(module: nn.Module, made: M) -> M:
-    """Copy hooks and attributes to the tensors of a copy; their references point to the copy's tensors."""
+    """Copy hooks and attributes to the tensors of a copy, with references to these tensors."""
     pairs = list(zip(_tensors(module), _tensors(made), strict=False))
     if not any(vars(old) or hooks_of(old) for old, _ in pairs):
         return made
@@ -119,7 +119,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a value, and functions with their closures; a value that cannot be copied is shared."""
+    """Copy a value, including closures of functions, or return the value itself if this fails."""
     try:
         if isinstance(value, types.FunctionType):
             return copy_function(value, memo)
@@ -187,7 +187,7 @@ class TensorHooks(NamedTuple):
 
 
 class WithHooks(NamedTuple):
-    """A value to pickle, with the hooks of tensors that the pickle refers to by name."""
+    """A value to pickle, with the hooks of tensors by their names in the pickle."""
 
     value: Any
     hooks: Mapping[str, TensorHooks]
@@ -202,13 +202,13 @@ def hooks_of(tensor: Tensor) -> TensorHooks | None:
 
 
 def hooks_by_name(module: nn.Module) -> dict[str, TensorHooks]:
-    """Return the hooks of a module's parameters by name, without parameters that have no hooks."""
+    """Collect the hooks of a module's parameters by name. Parameters without hooks are skipped."""
     found = ((name, hooks_of(p)) for name, p in module.named_parameters())
     return {name: hooks for name, hooks in found if hooks is not None}
 
 
 def add_hooks(tensor: Tensor, hooks: TensorHooks) -> None:
-    """Register hooks on a leaf tensor, which may be frozen."""
+    """Register hooks on a trainable or frozen leaf tensor."""
     requires_grad = tensor.requires_grad
     tensor.requires_grad_(True)  # torch requires it for hooks
     for hook in hooks.backward:

@@ -68,7 +68,7 @@ class TrainedState:
 
     @property
     def output_links(self) -> tuple[str, ...]:
-        """The link of each output; the links are unknown if outputs and labels differ in number."""
+        """The link of each output. The links are unknown if outputs and labels differ in number."""
         is_paired = len(self.links) == len(self.widths)
         return self.links if is_paired else (IDENTITY,) * len(self.widths)
 
@@ -131,14 +131,17 @@ def _hint(inputs: InputBinding, error: Exception) -> str:
 
 
 def zeros(column: Column) -> SparseRows | npt.NDArray[np.generic]:
-    """Make two rows of zeros; with one row an output with one entry per row would look like a single number."""
+    """Make two rows of zeros.
+
+    With one row, an output with one entry per row would look like a single number.
+    """
     if column.kind == "sparse":
         return SparseRows.empty(column.dtype, column.num_elements, num_rows=2)
     return np.zeros((2, *(column.row_shape or ())), column.row_dtype)
 
 
 def _various(column: Column, num_rows: int) -> SparseRows | npt.NDArray[np.generic]:
-    """Make rows that are not zero: ones for integers, and floats between 0.5 and 1.5."""
+    """Make nonzero rows: ones for integers, and floats between 0.5 and 1.5."""
     if column.kind == "sparse":
         return SparseRows.empty(column.dtype, column.num_elements, num_rows=num_rows)
     shape, dtype = (num_rows, *(column.row_shape or ())), np.dtype(column.row_dtype)
@@ -157,7 +160,10 @@ _CERTAIN = re.compile(
 
 
 def failure_on_zeros(fitted: TrainedState) -> str:
-    """Return the error of a trained module on two rows of zeros, in parentheses for a message; "" without an error."""
+    """Try a trained module on two rows of zeros, and return its error in parentheses, or "".
+
+    The parentheses are for a message.
+    """
     try:
         outputs_of(
             forward(
@@ -180,7 +186,10 @@ def _is_certain(error: Exception) -> bool:
 def output_widths(
     model: nn.Module, inputs: InputBinding, columns: Sequence[Column], precision: str = "32"
 ) -> tuple[int, ...] | None:
-    """Find the number of elements per row of every output; arguments and errors as in `trial_outputs`."""
+    """Find the number of elements per row of every output.
+
+    Arguments and errors are the same as for `trial_outputs`.
+    """
     outputs = trial_outputs(model, inputs, columns, precision=precision)
     return None if outputs is None else widths_of(outputs)
 
@@ -194,7 +203,7 @@ def trial_outputs(
     precision: str = "32",
     batch_size: int = 2,
 ) -> tuple[Tensor, ...] | None:
-    """Run a model on made-up rows and return its outputs; None if it failed but may accept real rows.
+    """Run a model on made-up rows and return its outputs, or return None if it failed but may accept real rows.
 
     Args:
         model: in the mode of the trial.

@@ -1,4 +1,7 @@
-"""Errors for indices out of range of an embedding, with the column of the index; if possible before ranks start."""
+"""Errors for embedding indices out of range, with the column of the index.
+
+If possible they are raised before ranks start.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ _FORWARDS = tuple(kind.forward for kind in _KINDS)
 
 
 def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    """Return the embeddings of a model by name, without subclasses that may change the indices."""
+    """Find the embeddings of a model by name, except subclasses with another `forward`.
+
+    Another `forward` may change the indices.
+    """
     return {
         name: module
         for name, module in model.named_modules()
@@ -65,7 +71,7 @@ class _Lookup:
 
 @dataclass(frozen=True)
 class _Beyond:
-    """Elements of a lookup's index that are out of range of the table.
+    """Out-of-range elements of a lookup's index.
 
     Attributes:
         call: number of the lookup in a run.
@@ -85,7 +91,7 @@ def check_lookups(
     examples: Columns,
     padded: Collection[str] = (),
 ) -> None:
-    """Raise an error if an embedding looks up a column with values out of its range; the model is not changed.
+    """Raise an error if an embedding looks up a column with values out of its range. The model is not changed.
 
     Args:
         model: the user's model.
@@ -168,7 +174,7 @@ class _Trial:
     def _candidates(
         self, call: int, lookups: tuple[_Lookup, _Lookup]
     ) -> Iterator[tuple[_Beyond, str]]:
-        """Yield values out of range, with the columns that have these smallest and largest values."""
+        """Yield out-of-range values, with the columns of the same smallest and largest values."""
         least, most = (each.indices for each in lookups)
         is_beyond = (least < 0) | (most >= lookups[0].num_rows)
         ends = zip(least[is_beyond].tolist(), most[is_beyond].tolist(), strict=True)
@@ -186,7 +192,7 @@ class _Trial:
         return int(((alone == found.most) & (without == found.least)).sum()) >= num_elements
 
     def _run(self, largest: Collection[str]) -> list[_Lookup]:
-        """Run the model with the largest values of some columns and the smallest of the others; return its lookups."""
+        """Run the model with the largest values of some columns and the smallest of the others, and return its lookups."""
         self._seen = []
         rows = {c.name: self._rows(c, c.name in largest) for c in self._columns}
         arguments, keywords = self._inputs.apply(rows)
@@ -226,7 +232,7 @@ _FILE = torch.nn.functional.__file__
 
 @contextmanager
 def naming_lookups(model: nn.Module, columns: Columns) -> Iterator[None]:
-    """Replace torch's error about an index out of range by an error that names embedding, index and columns.
+    """Add embedding, index and columns to torch's error about an index out of range.
 
     Raises:
         InvalidArgumentError: an index in the block was out of range.
@@ -247,7 +253,7 @@ def is_lookup(error: Exception) -> bool:
 
 
 def index_problem(error: IndexError | RuntimeError, model: nn.Module, columns: Columns) -> str:
-    """Describe the index that was out of range; "" for other errors.
+    """Describe the out-of-range index of an error, or return "" for other errors.
 
     Args:
         error: the error that torch raised.
@@ -282,7 +288,7 @@ def _lookup_text(index: Tensor, weight: Tensor, model: nn.Module, columns: Colum
 
 
 def _frame_of(error: BaseException) -> FrameType | None:
-    """Return the frame of torch's function that looked up the index, or None."""
+    """Find the frame of torch's embedding function, or return None."""
     found, traceback = None, error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code

@@ -1,4 +1,4 @@
-"""Train and eval modes of the user's modules, which may override `train` and `eval`."""
+"""Train and eval modes of user modules. The modules may override `train` and `eval`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_mode(module: M, *, is_training: bool) -> M:
 
 
 def check_modes(module: nn.Module, param: str) -> None:
-    """Check that `train` and `eval` of a module and its parts set the mode; tries them on a copy.
+    """Check on a copy that `train` and `eval` of a module and its parts set the mode.
 
     Raises:
         InvalidArgumentError: a method does something else, such as a training loop.

@@ -1,4 +1,4 @@
-"""Copies of TorchScript modules that can be trained, and their pickles.
+"""Trainable copies of TorchScript modules, and their pickles.
 
 torch's own copy of a TorchScript module holds tensors that are not leaves of the autograd graph, and pickle rejects the
 module.
@@ -42,7 +42,10 @@ def copy_parts(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def reduce(module: ScriptModule) -> tuple[Any, ...]:
-    """Reduce a TorchScript module for pickle, with its tensors as objects to which other objects may refer."""
+    """Reduce a TorchScript module for pickle, with its tensors as separate objects.
+
+    Other objects may refer to the tensors.
+    """
     buffer = io.BytesIO()
     torch.jit.save(module, buffer)
     return _load, (buffer.getvalue(), _tensors(module))

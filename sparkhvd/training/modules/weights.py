@@ -83,7 +83,7 @@ class Weights:
 
 
 def dump(tensors: Mapping[str, Tensor], sink: IO[bytes] | io.RawIOBase | None = None) -> str:
-    """Write tensors to an open file, or nowhere; return the SHA-256 of the bytes."""
+    """Write tensors to an open file, or nowhere, and return the SHA-256 of the bytes."""
     hashing = HashingWriter(sink)
     torch.save(dict(tensors), hashing)  # type: ignore[arg-type]  # torch needs write and flush alone
     return hashing.sha256
@@ -114,7 +114,7 @@ def load(path: str) -> dict[str, Tensor]:
 def store_weights(
     tensors: Mapping[str, Tensor], sha256: str, store: Store, name: str = ""
 ) -> Weights:
-    """Write weights to the store if they are missing; a complete file is never changed or deleted.
+    """Write weights to the store if they are missing. A complete file is never changed or deleted.
 
     A truncated file, from a writer that was killed on a mount without rename, is written again. Without a `name` the
     file is named by the hash.
@@ -131,7 +131,10 @@ def store_weights(
 
 
 def _is_whole(store: Store, path: str) -> bool:
-    """Check whether a file of weights is complete, without its hash, which is compared when the file is loaded."""
+    """Check whether a file of weights is complete, without checking its hash.
+
+    The hash is compared when the file is loaded.
+    """
     if not store.exists(path) or (size := store.num_bytes(path)) < _ZIP_END_BYTES:
         return False
     with store.open_input(path) as file:
@@ -168,10 +171,10 @@ _SUMMED_BYTES = 1 << 20
 
 
 class HashingWriter:
-    """File that hashes the bytes while they are written, without a copy of them."""
+    """Writable file with a hash of the written bytes, computed without a copy of them."""
 
     def __init__(self, sink: IO[bytes] | io.RawIOBase | None) -> None:
-        """Write to `sink`; None only hashes the bytes."""
+        """Write to `sink`, or only hash the bytes if it is None."""
         self._sink = sink
         self._hash = hashlib.sha256()
 
@@ -183,7 +186,7 @@ class HashingWriter:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing; required by torch.save."""
+        """Do nothing. torch.save requires this method."""
 
     @property
     def sha256(self) -> str:
@@ -201,7 +204,7 @@ def sha256_of(file: IO[bytes], num_bytes: int) -> str:
 
 
 def checksum(value: Tensor) -> int:
-    """Sum the 8-byte words of a tensor, each times an odd number that depends on its position.
+    """Sum the 8-byte words of a tensor, each multiplied by an odd number for its position.
 
     This runs at the speed of memory on every device.
     """

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingClock:
-    """Current epoch and step of a training; the loop advances them."""
+    """Current epoch and step of a training. The loop advances them."""
 
     epoch: int = 0
     step: int = 0
@@ -66,7 +66,7 @@ class _State(Protocol):
 
 
 class Context:
-    """Base of every `ctx`; its attributes are for reading.
+    """Base of every `ctx`. Its attributes are only for reading.
 
     Attributes:
         rank: this process among `size`.
@@ -97,12 +97,12 @@ class Context:
 
     @property
     def epoch(self) -> int:
-        """The running epoch, counted from 1 as in the history; 0 before the first."""
+        """The running epoch, counted from 1 as in the history, or 0 before the first."""
         return self.moment.epoch
 
     @property
     def step(self) -> int:
-        """The step of the optimizer, counted from 1 over all epochs; 0 before the first."""
+        """The step of the optimizer, counted from 1 over all epochs, or 0 before the first."""
         return self.moment.step
 
 
@@ -125,7 +125,7 @@ class CallbackContext(Context):
         self.method = ""  # the callback method that runs now
 
     def log(self, name: str, value: SupportsFloat) -> None:
-        """Log a number; the epoch's record gets the mean over all calls on all ranks.
+        """Log a number. The epoch's record gets the mean over all calls on all ranks.
 
         Raises:
             InvalidArgumentError: the name is reserved, the value is not one number, or no epoch is running.
@@ -137,7 +137,7 @@ class CallbackContext(Context):
         self.logs.add(name, value, 1.0)
 
     def stop_training(self, reason: str = "a callback asked for it") -> None:
-        """End the training after this epoch on all ranks; the request of one rank is enough.
+        """End the training after this epoch on all ranks. The request of one rank is enough.
 
         The epoch ends normally: with its validation, its record and its checkpoint.
         """
@@ -165,9 +165,10 @@ class Callback:
     ranks: Literal["all", 0] = "all"
 
     def on_train_begin(self, ctx: CallbackContext) -> None:
-        """Run once, when model, optimizer and data are ready; in a resumed run after its state is loaded.
+        """Run once, when model, optimizer and data are ready.
 
-        A resumed run loads the checkpoint again afterwards, so changes of weights and states are not applied twice.
+        In a resumed run it runs after the state is loaded. The run loads the checkpoint again afterwards, so changes of
+        weights and states are not applied twice.
         """
 
     def on_epoch_begin(self, ctx: CallbackContext) -> None:
@@ -180,7 +181,10 @@ class Callback:
         """Run after each training step. `loss`: mean over this rank's rows, None without rows."""
 
     def on_validation_end(self, ctx: CallbackContext, record: Record) -> None:
-        """Run after the validation of an epoch, if there is one; `record` as in `on_epoch_end`."""
+        """Run after the validation of an epoch, if the fit validates.
+
+        `record` is the same as in `on_epoch_end`.
+        """
 
     def on_epoch_end(self, ctx: CallbackContext, record: Record) -> None:
         """Run after training and validation of an epoch, before its checkpoint.
@@ -190,14 +194,14 @@ class Callback:
         """
 
     def on_checkpoint(self, ctx: CallbackContext, path: str) -> None:
-        """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`.
+        """Run after the epoch's checkpoint has been written. `path` is relative to `ctx.store`.
 
         This method must not change the model's weights or the optimizer, because the checkpoint would not have the
         change.
         """
 
     def on_train_end(self, ctx: CallbackContext, history: History) -> None:
-        """Run once, when all epochs are done or a callback has stopped the training; not after an error.
+        """Run once at the end of training, also if a callback stopped it, but not after an error.
 
         With `return_model="last"`, `fit` returns rank 0's weights and buffers after this method, for example averages.
         With "best" it returns the weights validated in the best epoch, and warns if this method changed weights; change
@@ -210,7 +214,7 @@ class Writer(Protocol):
     """Methods of `Saver` that this module uses."""
 
     def wait(self) -> str:
-        """Wait until the last checkpoint is written; return its path on the rank that writes."""
+        """Wait for the last checkpoint, and return its path on the writing rank."""
 
     def around_train_end(self, history: History) -> AbstractContextManager[None]:
         """Add changes of the weights in the block to the last checkpoint."""
@@ -220,7 +224,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
-    """Check the callbacks of a fit; runs on the driver.
+    """Check the callbacks of a fit on the driver.
 
     Raises:
         InvalidArgumentError: an entry is not a `Callback` object, or has a method that is never called or that does not
@@ -320,19 +324,19 @@ class Callbacks:
         return _overrides("on_checkpoint", self._all)
 
     def checkpoint(self, saver: Writer) -> None:
-        """Call `on_checkpoint` after the checkpoint of an epoch; every rank must call it."""
+        """Call `on_checkpoint` after the checkpoint of an epoch. Every rank must call it."""
         if self.see_checkpoints:
             path = saver.wait()  # wait for rank 0, which writes in the background
             self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
 
     def train_end(self, history: History, saver: Writer) -> None:
-        """Call `on_train_end`, and save its changes of the model; every rank must call this."""
+        """Call `on_train_end`, and save its changes of the model. Every rank must call this."""
         if _overrides("on_train_end", self._all):
             with saver.around_train_end(history):
                 self.call("on_train_end", history)
 
     def epoch_end(self, record: Record) -> str:
-        """Call the methods at the end of an epoch, and agree with all ranks; every rank must call it.
+        """Call the methods at the end of an epoch, and agree with all ranks. Every rank must call it.
 
         Args:
             record: record of the epoch; callbacks of this rank may extend it, and logged numbers of all ranks are

@@ -35,7 +35,7 @@ PROBED_ROWS = 4
 
 @dataclass(frozen=True)
 class Transformations:
-    """The user's functions on rows and batches, which are applied in this order.
+    """The user's functions on rows and batches, applied in this order.
 
     Attributes:
         row: function from a dict of a row's values to such a dict, or None.
@@ -50,11 +50,11 @@ class Transformations:
 
     @property
     def name(self) -> str:
-        """Name of the Param with the function that is called last."""
+        """Name of the Param with the last called function."""
         return "transformation_fn" if self.batch is None else "batch_transform_fn"
 
     def run(self, columns: Mapping[str, Array], *, is_training: bool) -> dict[str, Array]:
-        """Transform the columns of at least one row; any names, shapes and dtypes may result.
+        """Transform the columns of at least one row to any names, shapes and dtypes.
 
         Raises:
             InvalidArgumentError: a function raised, or did not return a dict of rows' values; the message names it.
@@ -72,7 +72,10 @@ class Transformations:
     def apply(
         self, columns: Mapping[str, Array], expected: Sequence[Column], *, is_training: bool
     ) -> dict[str, Array]:
-        """Transform columns for model and loss, and check that shapes and dtypes are those that the driver found."""
+        """Transform columns for model and loss, and check shapes and dtypes against `expected`.
+
+        `expected` are the columns found by the driver.
+        """
         if len(next(iter(columns.values()))) == 0:
             return {c.name: np.empty((0, *(c.shape or ())), np.dtype(c.dtype)) for c in expected}
         result = self.run(columns, is_training=is_training)
@@ -149,7 +152,7 @@ def _checked(result: object, num_rows: int) -> dict[str, Array]:
 
 
 def resolve_transformations(row: Any, batch: Any) -> Transformations:
-    """Check the functions of a fit; runs on the driver.
+    """Check the functions of a fit on the driver.
 
     Raises:
         InvalidArgumentError: a function cannot be called with one argument.
@@ -182,7 +185,7 @@ def transformed_by(
     inputs: Mapping[str, str | Sequence[str]] | None,
     model_dtype: str,
 ) -> DataSchema:
-    """Learn the schema of transformed data from the first rows; runs on the driver.
+    """Find the schema of transformed data from the first rows, on the driver.
 
     Random numbers of this process are unaffected. Raises the errors of `transformed_schema`.
 
@@ -271,7 +274,7 @@ def transformed_schema(
 
 
 def bind_transformed(binding: InputBinding, schema: DataSchema) -> InputBinding:
-    """Bind transformed fields to arguments; an argument of one field keeps the field's axes, as an image (B, C, H, W)."""
+    """Bind transformed fields to arguments. An argument of one field keeps the field's axes, as an image (B, C, H, W)."""
     shapes = {c.name: c.shape or () for c in schema.features}
 
     def shaped(argument: Any) -> Any:

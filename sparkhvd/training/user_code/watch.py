@@ -1,4 +1,4 @@
-"""Detection of changes of the model by callbacks that a checkpoint cannot keep.
+"""Detection of callbacks' model changes that a checkpoint cannot keep.
 
 A relaunched or resumed run builds the program's model and optimizer, loads the checkpoint and calls `on_train_begin`, then
 `on_epoch_begin`. These two methods may make any change except new parameters, because a resumed run repeats them. In
@@ -100,7 +100,7 @@ class Watch:
 
     @contextmanager
     def during(self, callback: object, method: str, epoch: int) -> Iterator[None]:
-        """Record the changes that a callback's method makes in the block.
+        """Record the changes by a callback's method in the block.
 
         Raises:
             InvalidArgumentError: the method added, removed or replaced a parameter, added or removed a saved buffer, or
@@ -127,7 +127,7 @@ class Watch:
             self._record(each, callback, method, epoch)
 
     def check(self, epoch: int) -> None:
-        """Raise an error for changes that a run resumed in this epoch would not have.
+        """Raise an error for changes missing from a run resumed in this epoch.
 
         Raises:
             InvalidArgumentError: there is such a change; the message names the callback.
@@ -225,7 +225,7 @@ class Watch:
 
 
 def _mark(value: object) -> object:
-    """Return a marker of a value that differs after a change of the value."""
+    """Make a marker of a value, to detect changes of the value."""
     if not isinstance(value, Tensor):
         return repr(value)
     is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_quantized
@@ -268,7 +268,7 @@ def _is_of_graph(value: object, depth: int = 4) -> bool:
 
 
 def _functions(scheduler: object) -> dict[object, object]:
-    """Return the functions that a scheduler calls but its state dict omits, by attribute and number."""
+    """Find a scheduler's functions outside its state dict, by attribute and number."""
     found: dict[object, object] = {}
     for name, value in vars(scheduler).items():
         entries = value if isinstance(value, list) else [value]

@@ -105,7 +105,7 @@ def test_docker_files_are_linted(tools: Path, image: Path) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
-def test_files_that_images_copy_are_there(image: Path) -> None:
+def test_files_copied_into_images_exist(image: Path) -> None:
     copied = [
         line.split()[1] for line in image.read_text().splitlines() if line.startswith("COPY ")
     ]

@@ -19,7 +19,7 @@ def library_of(release: Release) -> str:
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
-def test_library_is_what_the_engine_expects_of_its_release(release: Release) -> None:
+def test_nccl_library_matches_the_engines_expectation_of_its_release(release: Release) -> None:
     library = library_of(release)
     done = conformity("--no-device", "--nccl-library", library)
     assert done.returncode == 0, done.stdout + done.stderr

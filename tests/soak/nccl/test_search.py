@@ -20,14 +20,14 @@ def refusal(*arguments: str, **environment: str) -> str:
     return done.stderr.removeprefix("nccl_conformity: ")
 
 
-def test_nccl_that_is_not_there_is_named() -> None:
+def test_error_names_a_missing_nccl_library() -> None:
     assert refusal("--no-device", "--nccl-library", "/nowhere/libnccl.so.2") == (
         "NCCL was not found: /nowhere/libnccl.so.2: cannot open shared object file: "
         "No such file or directory." + REMEDY
     )
 
 
-def test_a_library_that_is_not_nccl_is_refused() -> None:
+def test_a_library_other_than_nccl_is_refused() -> None:
     other = str(NATIVE / "libfake_cuda.so")
     assert refusal("--no-device", "--nccl-library", other) == (
         f"NCCL was not found: {other} is not NCCL: it has no ncclGetVersion." + REMEDY
@@ -37,7 +37,7 @@ def test_a_library_that_is_not_nccl_is_refused() -> None:
 @pytest.mark.parametrize(
     ("code", "text"), [("21706", "NCCL 2.17.6"), ("2804", "NCCL of version code 2804")]
 )
-def test_nccl_that_is_too_old_is_refused(code: str, text: str) -> None:
+def test_an_old_nccl_is_refused(code: str, text: str) -> None:
     library = str(NATIVE / "libfake_nccl.so")
     assert refusal("--no-device", "--nccl-library", library, FAKE_NCCL_VERSION=code) == (
         f"NCCL was not found: {library} is {text}, and 2.18 is the oldest that can be used."
@@ -45,7 +45,7 @@ def test_nccl_that_is_too_old_is_refused(code: str, text: str) -> None:
     )
 
 
-def test_every_place_that_was_looked_at_is_named() -> None:
+def test_error_names_every_searched_location() -> None:
     other = str(NATIVE / "libfake_cuda.so")
     old = str(NATIVE / "libfake_nccl.so")
     candidates = ("/nowhere/libnccl.so.2", other, old)
@@ -61,7 +61,7 @@ def test_every_place_that_was_looked_at_is_named() -> None:
     )
 
 
-def test_a_driver_that_is_not_there_is_named() -> None:
+def test_error_names_a_missing_cuda_driver() -> None:
     assert refusal("--cuda-library", "/nowhere/libcuda.so.1", "--ranks", "1") == (
         "The CUDA driver's library /nowhere/libcuda.so.1 cannot be loaded: /nowhere/libcuda.so.1: "
         "cannot open shared object file: No such file or directory. "
@@ -69,7 +69,7 @@ def test_a_driver_that_is_not_there_is_named() -> None:
     )
 
 
-def test_a_library_that_is_no_driver_is_refused() -> None:
+def test_a_library_other_than_the_driver_is_refused() -> None:
     text = refusal("--cuda-library", "libm.so.6", "--ranks", "1")
     assert text.startswith("The CUDA driver's library libm.so.6 has no cuInit, cuGetErrorName, ")
     assert text.endswith(

@@ -65,7 +65,7 @@ def test_a_killed_rank_is_named_and_ends_the_others() -> None:
     assert "FAILED  rank 0" not in text
 
 
-def test_gpus_are_those_that_are_visible() -> None:
+def test_cuda_visible_devices_limits_the_gpus() -> None:
     done = conformity("--ranks", "2", "identity", CUDA_VISIBLE_DEVICES="3")
     assert "primary context failed: CUDA_ERROR_INVALID_DEVICE (101: invalid device ordinal)." in (
         done.stdout

@@ -57,7 +57,7 @@ def run(
 
 
 @pytest.mark.timeout(960)  # a compiler beside other tests
-def test_wheel_serves_every_python_and_links_to_nothing_of_torch(checkout: Path) -> None:
+def test_wheel_supports_every_python_and_does_not_link_to_torch(checkout: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]
     # -O0: this test looks at the shape of the wheel, not at its speed.
     done = run([*command, "-w", "wheels"], checkout, timeout_s=900, CXXFLAGS="-O0")
@@ -86,7 +86,7 @@ def test_wheel_serves_every_python_and_links_to_nothing_of_torch(checkout: Path)
     assert str(site) in shown.stdout
 
 
-def test_build_says_what_to_install_when_there_is_no_compiler(checkout: Path) -> None:
+def test_build_without_a_compiler_names_packages_to_install(checkout: Path) -> None:
     (checkout / "bin").mkdir()
     done = run(
         [sys.executable, "setup.py", "build_ext"], checkout, PATH=str(checkout / "bin"), CXX=""
@@ -140,7 +140,7 @@ def test_java_script_passes_over_a_java_that_is_too_old(tmp_path: Path) -> None:
     assert done.stdout.strip() != str(home)
 
 
-def test_env_says_what_to_install_when_python_is_too_old(tmp_path: Path) -> None:
+def test_env_with_an_old_python_names_packages_to_install(tmp_path: Path) -> None:
     tools = linked_tools(tmp_path / "bin", "bash", "dirname")
     old = tools / "python3"
     old.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.8.10'\nexit 1\n")
@@ -160,7 +160,7 @@ def test_env_says_what_to_install_when_python_is_too_old(tmp_path: Path) -> None
     )
 
 
-def test_env_says_what_to_install_when_venv_is_missing(tmp_path: Path) -> None:
+def test_env_without_venv_names_the_package_to_install(tmp_path: Path) -> None:
     tools = linked_tools(tmp_path / "bin", "bash", "dirname")
     bare = tools / "python3"
     # New enough, but without the packages that Debian ships apart.

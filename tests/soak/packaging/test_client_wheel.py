@@ -120,11 +120,11 @@ def test_everything_imports_without_the_library(site: Path) -> None:
     } <= set(modules)
 
 
-def test_everything_imports_where_there_is_no_unix(site: Path) -> None:
+def test_all_modules_import_without_unix_modules(site: Path) -> None:
     assert run(WITHOUT_UNIX + IMPORT_ALL, site) == run(IMPORT_ALL, site)
 
 
-def test_engine_without_the_library_says_what_to_install(site: Path) -> None:
+def test_engine_without_its_library_names_the_package_to_install(site: Path) -> None:
     path = site / "sparkhvd" / "lib" / "libsparkhvd.so"
     assert run(USE_ENGINE, site) == [
         f"Engine(): cannot load {path}: the file is missing. In a checkout run `make env`. Elsewhere install the "

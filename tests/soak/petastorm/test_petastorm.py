@@ -138,7 +138,7 @@ def test_codecs_of_every_kind_reach_the_model_and_transform(
     assert all(np.isfinite(r["y__output"]) for r in found)
 
 
-def test_a_decoder_of_the_users_comes_after_the_codec(
+def test_a_user_decoder_runs_after_the_petastorm_codec(
     spark: SparkSession, encoded: Path, tmp_path: Path
 ) -> None:
     fit = estimator(

@@ -94,7 +94,7 @@ def server() -> Iterator[str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("width", [1280, 390])
-def test_pages_fit_their_screen_and_complain_of_nothing(
+def test_pages_fit_the_screen_and_log_no_console_message(
     server: str, tmp_path: Path, width: int
 ) -> None:
     found, console = seen(find_browser(), tmp_path, f"{server}/frames/{width}")

@@ -76,7 +76,7 @@ print("RANKS", sorted(rank for rank, *_ in results))
 """
 
 
-def test_a_stage_that_spark_gives_up_is_launched_again(tmp_path: Path) -> None:
+def test_an_aborted_spark_stage_is_relaunched(tmp_path: Path) -> None:
     """Spark ends a stage in which a task has failed as often as it allows: all ranks are lost."""
     output = run_on(
         "local-cluster[2,1,1024]",
@@ -134,7 +134,7 @@ fit()
 """
 
 
-def test_a_task_that_spark_starts_twice_is_a_slot_like_any(tmp_path: Path) -> None:
+def test_a_speculative_copy_of_a_task_counts_as_a_slot(tmp_path: Path) -> None:
     conf = {
         "spark.executor.memory": "512m",
         "spark.speculation": "true",

@@ -62,7 +62,7 @@ def kill_an_executor(dice: random.Random) -> str:
     return "kill"
 
 
-def test_executors_are_killed_and_come_again(tmp_path: Path) -> None:
+def test_training_is_exact_while_executors_are_killed_and_replaced(tmp_path: Path) -> None:
     live("local-cluster[3,1,1024]", tmp_path, kill_an_executor)
 
 

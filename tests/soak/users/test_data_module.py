@@ -61,7 +61,7 @@ def trained(dataset: Dataset, folder: Path, ckpt_path: Path | None = None, **opt
     return model
 
 
-def test_lightning_sees_every_row_once_per_epoch_and_goes_on_inside_one(
+def test_lightning_reads_each_row_once_per_epoch_and_resumes_mid_epoch(
     dataset: Dataset, tmp_path: Path
 ) -> None:
     held_out = set(range(0, ROWS, 10))

@@ -81,7 +81,7 @@ def test_package_of_the_older_name(with_gloo: dict[str, Any]) -> None:
     assert_same(found, {"gan": with_gloo["gan"]})
 
 
-def test_what_is_not_the_jobs_is_refused() -> None:
+def test_arguments_that_contradict_the_job_are_refused() -> None:
     (messages,) = run_local(program.refused, (LIGHTNING,), num_proc=1)
     assert len(messages) == 2
     assert messages[0].startswith(

@@ -157,7 +157,7 @@ def eval_bert() -> nn.Module:
     return body
 
 
-def test_two_texts_come_as_dicts_of_their_own(df: DataFrame) -> None:
+def test_two_text_columns_arrive_as_separate_dicts(df: DataFrame) -> None:
     torch.manual_seed(0)
     of_text = tokenizer(made_tokenizer(), max_length=20)
     model = fitted(
@@ -243,7 +243,7 @@ def checkpoint_bytes(store: Path, run_id: str, epoch: int = 3) -> int:
     return (store / f"runs/{run_id}/checkpoints/epoch-{epoch}.pt").stat().st_size
 
 
-def test_lora_costs_what_is_trained(df: DataFrame, tmp_path: Path) -> None:
+def test_lora_sends_and_saves_only_trained_weights(df: DataFrame, tmp_path: Path) -> None:
     options = {"callbacks": [CountsBytes()], "store": tmp_path}
     whole = fitted(df, full(), run_id="full", **options)
     model = fitted(df, lora(), run_id="lora", return_model="best", validation=0.2, **options)
@@ -279,7 +279,7 @@ class FailsOnce(Callback):
             raise ValueError("once")
 
 
-def test_lora_goes_on_exactly_with_its_own_frozen_weights(df: DataFrame, tmp_path: Path) -> None:
+def test_lora_resumes_exactly_with_its_saved_frozen_weights(df: DataFrame, tmp_path: Path) -> None:
     options = {"store": tmp_path, "callbacks": [FailsOnce(tmp_path / "mark")], "run_id": "parts"}
     with pytest.raises(sparkhvd.RankError, match="once"):
         fitted(df, lora(), **options)
@@ -294,7 +294,7 @@ def test_lora_goes_on_exactly_with_its_own_frozen_weights(df: DataFrame, tmp_pat
 
 
 @pytest.mark.parametrize("options", [(), ("--lora", "8", "--epochs", "6")], ids=["all", "LoRA"])
-def test_the_recipe_comes_out_well(options: tuple[str, ...]) -> None:
+def test_the_text_recipe_reaches_its_accuracy(options: tuple[str, ...]) -> None:
     result = run_script(ROOT / "examples" / "recipes" / "text.py", *options, timeout_s=280)
     assert result.returncode == 0, result.output
     found = re.search(r"accuracy (\S+), a checkpoint of (\S+) bytes", result.output)

@@ -85,7 +85,7 @@ def estimator(kind: Any, store: Any, **options: Any) -> Any:
     return made._set(**options)
 
 
-def test_a_subclass_with_a_backend_of_its_own_fits_and_transforms(
+def test_a_subclass_with_a_custom_backend_fits_and_transforms(
     df: DataFrame, tmp_path: Path
 ) -> None:
     backend = Ranks()
@@ -106,9 +106,7 @@ def test_a_subclass_with_a_backend_of_its_own_fits_and_transforms(
     assert again.getHistory() == model.getHistory()
 
 
-def test_learning_rates_are_those_of_horovod_and_a_run_goes_on(
-    df: DataFrame, tmp_path: Path
-) -> None:
+def test_learning_rates_equal_horovods_and_a_run_resumes(df: DataFrame, tmp_path: Path) -> None:
     def weights(model: Any) -> Any:
         return np.concatenate([each.ravel() for each in model.getModel().get_weights()])
 
@@ -124,7 +122,7 @@ def test_learning_rates_are_those_of_horovod_and_a_run_goes_on(
     assert further.getHistory()["loss"][:2] == fitted.getHistory()["loss"]
 
 
-def test_the_data_of_a_fit_are_those_of_fit_on_parquet(df: DataFrame, tmp_path: Path) -> None:
+def test_fit_on_parquet_trains_on_the_data_of_an_earlier_fit(df: DataFrame, tmp_path: Path) -> None:
     store = Store.create(str(tmp_path / "store"))
     by_rows = estimator(KerasEstimator, store, num_proc=2, validation="held_out").fit(df)
     by_files = estimator(KerasEstimator, store, num_proc=2, validation="held_out").fit_on_parquet()

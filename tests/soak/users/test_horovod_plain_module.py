@@ -136,7 +136,7 @@ def test_a_plain_module_is_trained_by_lightning(df: DataFrame, tmp_path: Path) -
         assert record[name] == pytest.approx(ours.history[2][other], rel=1e-4)
 
 
-def test_a_killed_rank_costs_nothing_but_time(df: DataFrame, tmp_path: Path) -> None:
+def test_a_fit_with_a_killed_rank_equals_an_undisturbed_fit(df: DataFrame, tmp_path: Path) -> None:
     """Also with sample weights."""
 
     def fitted(folder: Path, **options: Any) -> Any:

@@ -101,7 +101,7 @@ def test_ranks_with_other_metrics_stop_and_slow_down_together() -> None:
     assert first["learning_rate"][-1] < first["learning_rate"][0]
 
 
-def test_exception_is_told_on_the_driver_and_not_its_consequences(tmp_path: Path) -> None:
+def test_driver_raises_the_original_exception_rather_than_its_consequences(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="Rank 1 of 2 .* raised ValueError: the third step"):
         run_local(program.fails, ("raised", str(tmp_path)), num_proc=2)
 
@@ -115,7 +115,7 @@ def test_killed_rank_is_named_on_the_others_and_on_the_driver(tmp_path: Path) ->
     assert float(seconds) < 5
 
 
-def test_wrong_calls_are_refused_with_what_to_do() -> None:
+def test_wrong_calls_raise_errors_with_a_remedy() -> None:
     messages, _ = run_local(program.refused, num_proc=2)
     wanted = [
         "expected an optimizer of Keras, got str",

@@ -185,7 +185,7 @@ def test_parquet_is_read_as_it_is(df: DataFrame, tmp_path: Path) -> None:
         skipping.fit_on_parquet(str(tmp_path / "rows"))
 
 
-def test_steps_and_rates_are_those_that_params_give(df: DataFrame, tmp_path: Path) -> None:
+def test_params_set_steps_and_learning_rates(df: DataFrame, tmp_path: Path) -> None:
     options = {"optimizer": keras.optimizers.SGD(0.1), "validation": None, "epochs": 1}
     scaled = estimator(2, tmp_path, **options, lr_scaling="linear").fit(df)
     given = estimator(2, tmp_path, **{**options, "optimizer": keras.optimizers.SGD(0.2)}).fit(df)
@@ -366,7 +366,7 @@ def test_timeline_has_the_parts_of_each_step_of_all_ranks(
     assert any("ALLREDUCE" in str(e.get("name")) for e in events)
 
 
-def test_run_goes_on_after_a_killed_rank_and_in_a_later_fit(df: DataFrame, tmp_path: Path) -> None:
+def test_run_resumes_after_a_killed_rank_and_in_a_later_fit(df: DataFrame, tmp_path: Path) -> None:
     whole = estimator(2, tmp_path, epochs=4).fit(df)
     kill = Kill(str(tmp_path / "killed"))
     run = {"run_id": "one", "callbacks": [kill]}
@@ -378,7 +378,7 @@ def test_run_goes_on_after_a_killed_rank_and_in_a_later_fit(df: DataFrame, tmp_p
         estimator(1, tmp_path, model=other, run_id="one").fit(df)
 
 
-def test_rank_that_is_killed_again_and_again_is_an_error_that_names_it(df: DataFrame) -> None:
+def test_error_names_a_rank_that_is_killed_repeatedly(df: DataFrame) -> None:
     with pytest.raises(RankError, match="Rank 1 of 2 .* ended with signal SIGKILL"):
         estimator(2, callbacks=[Kill("")]).fit(df)
 
@@ -420,12 +420,12 @@ assert issubclass(KerasModel, sparkhvd.keras.KerasModel)
 """
 
 
-def test_names_of_horovod_are_those_of_sparkhvd() -> None:
+def test_horovod_names_refer_to_sparkhvd_objects() -> None:
     subprocess.run([sys.executable, "-c", NAMES], cwd=ROOT, check=True, timeout=300)
 
 
 @pytest.mark.parametrize("backend", ["jax", "numpy"])  # of Keras, numpy's needs jax
-def test_backend_that_is_not_there_is_an_error_that_names_the_variable(backend: str) -> None:
+def test_error_of_an_unsupported_backend_names_the_variable(backend: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", "import sparkhvd.keras"],
         env={**os.environ, "KERAS_BACKEND": backend},

@@ -57,7 +57,7 @@ def test_package_of_the_older_name(alone: Any) -> None:
         assert_same(found, alone)
 
 
-def test_what_a_module_asks_of_the_strategy() -> None:
+def test_module_collectives_and_logs_work_over_the_strategy() -> None:
     ranks = run_local(program.results, (LIGHTNING, ["collectives"]), num_proc=3)
     for rank, found in enumerate(ranks):
         assert found["collectives"] == {
@@ -125,7 +125,7 @@ def test_exception_that_a_rank_survives_ends_the_others_at_once(tmp_path: Path) 
     assert float(seconds) < 5
 
 
-def test_exception_is_told_on_the_driver_and_not_its_consequences(tmp_path: Path) -> None:
+def test_driver_raises_the_original_exception_rather_than_its_consequences(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="Rank 1 of 2 .* raised ValueError: the third step"):
         run_local(program.fails, (LIGHTNING, "raised", str(tmp_path)), num_proc=2)
 

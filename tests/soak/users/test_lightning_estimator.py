@@ -133,7 +133,7 @@ def test_two_ranks_give_the_model_of_one(df: DataFrame, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("epoch", "batch"), [(0, 1), (1, 0), (2, 6)])
-def test_a_killed_rank_costs_nothing_but_time(
+def test_a_fit_with_a_killed_rank_equals_an_undisturbed_fit(
     df: DataFrame, tmp_path: Path, epoch: int, batch: int
 ) -> None:
     def fitted(*callbacks: Any) -> TorchModel:

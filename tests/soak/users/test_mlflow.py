@@ -169,7 +169,7 @@ def _scalars(folder: Path, name: str) -> list[float]:
     return [float(tensor_util.make_ndarray(event.tensor_proto)) for event in found.Tensors(name)]
 
 
-def test_nothing_is_lost_of_a_server_that_is_down_for_a_minute(
+def test_no_entry_is_lost_when_the_server_is_down_for_a_minute(
     df: DataFrame, store: Store, server: Server, experiment: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The server goes after the first epoch and comes back a minute later, when the training has ended."""
@@ -203,9 +203,7 @@ def test_nothing_is_lost_of_a_server_that_is_down_for_a_minute(
     assert model.timings["train"] < 60  # the training has waited for nothing
 
 
-def test_a_server_that_never_comes_costs_the_patience_and_a_warning(
-    df: DataFrame, store: Store
-) -> None:
+def test_an_absent_server_costs_the_patience_and_a_warning(df: DataFrame, store: Store) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         gone = MLflowLogger(
@@ -280,7 +278,7 @@ class StopsOnce(Callback):
             raise ValueError("not now")
 
 
-def test_a_failed_fit_is_a_failed_run_and_one_that_goes_on_continues_it(
+def test_a_resumed_fit_continues_the_run_of_a_failed_fit(
     df: DataFrame, store: Store, experiment: Any, tmp_path: Path
 ) -> None:
     logger = MLflowLogger(log_model=False)

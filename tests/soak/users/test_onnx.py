@@ -136,7 +136,9 @@ class Branching(nn.Linear):
         return super().forward(x) if float(x.sum()) > 0 else x[:, :1]
 
 
-def test_a_module_that_torch_cannot_export_is_a_clear_error(df: DataFrame, tmp_path: Path) -> None:
+def test_a_module_that_torch_cannot_export_raises_a_clear_error(
+    df: DataFrame, tmp_path: Path
+) -> None:
     model = TorchModel.from_module(
         Branching(3, 1), feature_cols=["x"], label_cols=["y"], input_shapes=[[3]]
     )

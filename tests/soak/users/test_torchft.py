@@ -28,7 +28,7 @@ def _worker(rank: int, port: int) -> None:
     reconfigure_test._resize_worker(rank, port, "sparkhvd")
 
 
-def test_torchfts_own_worker_resizes_and_recovers() -> None:
+def test_torchft_test_worker_resizes_and_recovers() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     mp.spawn(_worker, args=(store.port,), nprocs=3)
 

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.spark.common.backend`: backends that run a function on ranks."""
+"""Horovod's `horovod.spark.common.backend`: backends to run a function on ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Backend", "SparkBackend", "launch_arguments"]
 
 
 class Backend(ABC):
-    """Interface of a backend: ranks that run a function."""
+    """Interface of a backend. A backend runs a function on ranks."""
 
     @abstractmethod
     def run(
@@ -24,7 +24,7 @@ class Backend(ABC):
         kwargs: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank, with extra environment variables; return the results by rank."""
+        """Call `fn(*args, **kwargs)` on every rank, with extra environment variables, and return the results by rank."""
 
     @abstractmethod
     def num_processes(self) -> int:
@@ -54,12 +54,12 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank; return the results by rank."""
+        """Call `fn(*args, **kwargs)` on every rank, and return the results by rank."""
         variables = {**(self._env or {}), **(env or {})}
         return run(fn, args, kwargs, num_proc=self.num_processes(), env=variables, **self._kwargs)
 
     def num_processes(self) -> int:
-        """Number of ranks; by default Spark's default parallelism.
+        """Return the number of ranks, by default Spark's default parallelism.
 
         Raises:
             InvalidArgumentError: no number was given, and there is no classic session.

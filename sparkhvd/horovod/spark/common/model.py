@@ -66,7 +66,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
                 self._defaultParamMap[self.getParam(param.name)] = value
 
     def setModel(self, module: Any) -> Any:  # noqa: N802 - Horovod's name
-        """Predict with another module; returns this object."""
+        """Predict with another module, and return this object."""
         self._own_class.setModel(self, module)
         return self._set(model=module)
 
@@ -84,7 +84,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return self._own_class.getRunId(self) if run_id is None and self._fitted else run_id
 
     def get_prediction_fn(self) -> Callable[[Any, Mapping[str, Any]], Any]:
-        """Return the row function, from the module and a row (a dict by column) to the row's outputs.
+        """Create the prediction function, from the module and a row (a dict by column) to outputs.
 
         Subclasses may override this method.
         """

@@ -38,7 +38,7 @@ class _Freely(TorchParams):
     """Base for subclasses with their own Params, mixins and attributes."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Prefer Params and accessors of mixed-in classes to those of sparkhvd that Horovod lacks."""
+        """Prefer mixed-in classes' Params and accessors to sparkhvd's additions to Horovod."""
         super().__init_subclass__(**options)
         known = {base for base in cls.__mro__ if base.__module__.startswith("sparkhvd")}
         of_known = {each for base in known for each in base.__mro__}

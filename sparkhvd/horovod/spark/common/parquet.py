@@ -63,7 +63,7 @@ class _Wanted:
         return self._columns(training), None if validation is None else self._columns(validation)
 
     def _columns(self, df: DataFrame) -> DataFrame:
-        """Select the columns, with vectors as arrays, which every Parquet reader supports."""
+        """Select the columns, with vectors as arrays for any Parquet reader."""
         kinds = {field.name: type(field.dataType).__name__ for field in df.schema.fields}
         columns = {name: sql.col(f"`{name}`") for name in self.columns}
         return df.select(
@@ -81,7 +81,10 @@ def _frame(source: Any) -> DataFrame:
 
 @dataclass(frozen=True)
 class _Written:
-    """Data set in the store; weak references keep its deleted DataFrames apart from later DataFrames."""
+    """Data set in the store, with weak references to its DataFrames.
+
+    The weak references keep deleted DataFrames apart from later DataFrames.
+    """
 
     training: weakref.ref[DataFrame]
     validation: weakref.ref[DataFrame] | None
@@ -113,7 +116,7 @@ class _DataSets:
         self.last: _Wanted | None = None
 
     def write(self, wanted: _Wanted, store: Store) -> int:
-        """Write a data set unless it exists; return its index."""
+        """Write a data set unless it exists and return its index."""
         with self._lock:
             for index, each in enumerate(self._written):
                 if each.is_of(wanted):
@@ -142,13 +145,13 @@ def _of(store: Store) -> _DataSets:
 
 
 def remember(store: Store, sources: FitSources, columns: Sequence[str], seed: int | None) -> None:
-    """Keep the DataFrame of a fit, replacing that of the last fit."""
+    """Keep the DataFrame of a fit instead of the last fit's DataFrame."""
     if isinstance(sources.training, DataFrameSource):
         _of(store).last = _Wanted(sources, tuple(columns), seed)
 
 
 def write(store: Store, sources: FitSources, columns: Sequence[str], seed: int | None) -> DataPaths:
-    """Write the data of a fit by one Spark job for each role, unless they exist; return their places.
+    """Write the data of a fit by one Spark job for each role, unless they exist, and return their places.
 
     Raises:
         Exception: of Spark, which cannot write there.

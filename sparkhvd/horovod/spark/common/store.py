@@ -1,7 +1,7 @@
-"""Horovod's `horovod.spark.common.store`: sparkhvd's store, which opens every kind of place by its URL, with Horovod's path
-methods.
+"""Horovod's `horovod.spark.common.store`: sparkhvd's store with Horovod's path methods.
 
-These methods return URLs; arguments are these URLs or paths relative to the store.
+The store opens every kind of place by its URL. The path methods return URLs; arguments are these URLs or paths
+relative to the store.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class Store(StoreWithRuns):
-    """Store with Horovod's methods; `Store.create(path_or_url, **storage_options)` opens one."""
+    """Store with Horovod's methods. `Store.create(path_or_url, **storage_options)` opens it."""
 
     # Data folders passed to the constructor.
     _folders: Mapping[str, str] = MappingProxyType({})
@@ -61,7 +61,7 @@ class Store(StoreWithRuns):
 
     @classmethod
     def create(cls, path_or_url: str | os.PathLike[str], *names: Any, **options: Any) -> Any:
-        """Open the store at a path or URL, of the kind that the address needs.
+        """Open the store at a path or URL. The address determines its class.
 
         Args:
             path_or_url: absolute path or URL; the folder is made.
@@ -128,12 +128,12 @@ class Store(StoreWithRuns):
         return _appended(self.get_runs_path(), f"/{run_id}")
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Folder of a run's checkpoints; None if runs are not kept."""
+        """Folder of a run's checkpoints, or None if runs are not kept."""
         run = self.get_run_path(run_id)
         return _appended(run, "/checkpoints") if self.saving_runs() else None
 
     def get_checkpoint_filename(self) -> str:
-        """Name of the file that points to a run's newest checkpoint."""
+        """Name of the file with a pointer to a run's newest checkpoint."""
         return "latest.json"
 
     def get_checkpoints(self, run_id: str, suffix: str = ".pt") -> list[str]:
@@ -142,7 +142,7 @@ class Store(StoreWithRuns):
         return [self.full_url(path) for path in found if path.endswith(suffix)]
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """Folder of a run's logs; None if runs are not kept."""
+        """Folder of a run's logs, or None if runs are not kept."""
         run = self.get_run_path(run_id)
         return _appended(run, f"/{self.get_logs_subdir()}") if self.saving_runs() else None
 
@@ -165,7 +165,10 @@ class Store(StoreWithRuns):
         return place._place.full(relative)
 
     def _located(self, path: str) -> tuple[own.Store, str]:
-        """Return the store of a path, and the path in it. A path elsewhere is in the store of its folder."""
+        """Find the store of a path, and the path in it.
+
+        A path elsewhere is in the store of its folder.
+        """
         root = own.Store.local_path(self, "") or ""
         for prefix in (self.url, root, f"file://{root}", f"file:{root}"):
             if prefix and (path == prefix or path.startswith(f"{prefix.rstrip('/')}/")):
@@ -179,7 +182,7 @@ class Store(StoreWithRuns):
         return self, path
 
     def _absolute(self, path: str) -> str:
-        """Make an absolute path a URL in the store's file system; a relative path stays."""
+        """Make an absolute path a URL in the store's file system. A relative path stays."""
         if os.path.isabs(path) and not self.is_local:
             path = urlsplit(self.url)._replace(path=path, query="").geturl()
         return own.Store(path).url if os.path.isabs(path) or "://" in path else path
@@ -228,7 +231,7 @@ class Store(StoreWithRuns):
         return tempfile.TemporaryDirectory
 
     def _writable(self, path: str) -> tuple[own.Store, str]:
-        """Like `_located`; also make the folder of a path outside of the store."""
+        """Locate a path like `_located`, and make the folder of a path outside of the store."""
         place, relative = Store._located(self, path)
         if place is not self:
             place.prove_writable()

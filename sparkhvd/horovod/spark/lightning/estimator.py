@@ -54,7 +54,7 @@ class TorchModel(HorovodModel, own.TorchModel):  # type: ignore[misc]  # `histor
 
 
 class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
-    """Estimator of a LightningModule with Horovod's behaviour; a plain module is wrapped using `optimizer` and `loss`.
+    """Estimator of a LightningModule with Horovod's behaviour. A plain module is wrapped using `optimizer` and `loss`.
 
     Differences from `sparkhvd.lightning.TorchEstimator`: learning rates are multiplied by the number of ranks, rows that fill no
     step of all ranks are dropped, `transformation_fn` receives a dict of a row's values, including text and bytes, on the rank,
@@ -72,7 +72,7 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
 
     @property
     def _is_plain(self) -> bool:
-        """True for a plain module; a function that makes the model counts as plain if an optimizer is given."""
+        """Whether the model is plain. A factory counts as plain if an optimizer is given."""
         model = self._get("model")
         if isinstance(model, torch.nn.Module):
             return not is_module(model)

@@ -25,7 +25,10 @@ __all__ = ["PlainModule", "check_metrics", "package_name"]
 
 
 def package_name(parts: Iterable[object]) -> str:
-    """Package of the first part from Lightning, such as a callback or a logger; else the default package."""
+    """Find the package of the first part from Lightning, or return the default package.
+
+    Parts are callbacks and loggers, for example.
+    """
     for part in parts:
         kinds = part.__mro__ if isinstance(part, type) else type(part).__mro__
         for name in NAMES:
@@ -51,7 +54,7 @@ def check_metrics(metrics: Sequence[AnyMetric]) -> tuple[Metric, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainModule:
-    """Makes the LightningModule of a rank around the run's module; picklable if its parts are.
+    """Factory of a rank's LightningModule around the run's module. Picklable if its parts are.
 
     It logs `train_loss`, `val_loss`, and metrics by their names, with the prefix `val_` for validation rows.
 
@@ -112,7 +115,7 @@ class _Step:
         self._dtype = next(floats, torch.float32)
 
     def __call__(self, module: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor], int]:
-        """Return the loss, the metrics by name, and the number of rows."""
+        """Compute the loss, the metrics by name, and the number of rows."""
         spec, plain = self._spec, self._plain
         batch = self._checked(batch)
         args: list[Any] = []
