@@ -33,7 +33,7 @@ import numpy.typing as npt
 from common import Report, local_session, spread
 
 ROWS, TEST_ROWS, WIDTH, FILES = 200_000, 20_000, 32, 4
-RANKS, EPOCHS, BATCH, LEARNING_RATE, TREES = 2, 5, 256, 3e-3, 100
+RANKS, EPOCHS, BATCH, LEARNING_RATE, TREES = 2, 5, 256, 0.02, 100
 NAMES = [f"x{i}" for i in range(WIDTH)]
 HERE = Path(__file__).resolve().parent
 Array = npt.NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""Write the table of Horovod's public names into docs/coming_from_horovod.md.
+"""Write the table of Horovod's public names into docs/horovod_names.md.
 
     .venv/bin/python -m tools.horovod_names
 
@@ -15,7 +15,7 @@ from typing import Any
 import sparkhvd
 from sparkhvd import as_horovod
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming_from_horovod.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "horovod_names.md"
 BEGIN, END = (
     "<!-- names: written by `python -m tools.horovod_names` -->\n",
     "<!-- end of names -->\n",

@@ -81,7 +81,7 @@ def option_types(classes: Mapping[str, type] = OPTIONS) -> str:
         lines = [
             "\n\n@dataclass(frozen=True, kw_only=True)",
             f"class {name}{bases}:",
-            f'    """Values of `{cls.__name__}`, by group; None if unset."""',
+            f'    """Values of `{cls.__name__}`, by group, or None if unset."""',
         ]
         if name == base:
             lines += [

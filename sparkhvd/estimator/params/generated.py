@@ -165,7 +165,7 @@ class EstimatorKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    """Values of `PredictParams`, by group; None if unset."""
+    """Values of `PredictParams`, by group, or None if unset."""
 
     explicit: frozenset[str] = frozenset()  # names of those that were set
 
@@ -196,7 +196,7 @@ class PredictOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(PredictOptions):
-    """Values of `TrainParams`, by group; None if unset."""
+    """Values of `TrainParams`, by group, or None if unset."""
 
     # model
     model: nn.Module | Callable[..., nn.Module] | None = None
