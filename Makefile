@@ -216,7 +216,7 @@ test-python: env stand-in $(CLASSES)
 # does not find it, as behind a constraint or without an index.
 TORCH_NEWEST ?= torch==2.14.1
 TORCH_ENV := build/torch-env-$(subst torch==,,$(TORCH_NEWEST))
-TORCH_TESTS := tests/distributed/test_reconfigure.py tests/torch/test_lazy_compiler.py::test_no_compiler_is_imported_by_what_trains tests/torch/test_lazy_compiler.py::test_every_optimizer_of_torch_gives_the_same_bits 'tests/distributed/test_collectives.py::test_collectives_and_their_users_give_what_one_process_computes[2]' tests/torch/test_optimizer.py
+TORCH_TESTS := tests/distributed/test_reconfigure.py tests/basics/test_lazy_compiler.py::test_no_compiler_is_imported_by_what_trains tests/basics/test_lazy_compiler.py::test_every_optimizer_of_torch_gives_the_same_bits 'tests/distributed/test_collectives.py::test_collectives_and_their_users_give_what_one_process_computes[2]' tests/torch/test_optimizer.py
 
 $(TORCH_ENV)/.stamp: tools/torch_env.sh | $(BUILD_TOOLS)
 	@tools/torch_env.sh $(PY) $(TORCH_ENV) "$(TORCH_NEWEST)" || test $$? -eq 3

@@ -342,7 +342,7 @@ def fill(report: Report, times: Times) -> None:
     if "registered" not in legs:
         report.note("Without registered buffers: this sparkhvd has no hvd.registered_empty.")
     if "C++ registered" not in legs and "C++ arbitrary" in legs:
-        report.note("The C++ program has no leg for registered buffers.")
+        report.note("The C++ program does not measure registered buffers.")
     rows: list[list[str | list[Target]]] = []
     for label, found in by_size.items():
         median = {leg: statistics.median(values) for leg, values in found.items()}
@@ -398,7 +398,9 @@ def main() -> None:
     }
     report.raw = slower(launch(plan, report))
     fill(report, report.raw)
-    report.note(f"Median (25 % to 75 %) of {options.rounds} rounds; every round measures each leg.")
+    report.note(
+        f"Median (25 % to 75 %) of {options.rounds} rounds. Every round measures each column."
+    )
     return report.finish("benchmarks/allreduce.py", write=options.write, json_path=options.json)
 
 

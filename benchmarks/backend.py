@@ -77,7 +77,6 @@ def deep() -> nn.Module:
 
 
 def step(model: Any, width: int, optimizer: Any = None) -> Callable[[], object]:
-    """Make a training step."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(64, width)
 
@@ -269,22 +268,24 @@ def main() -> None:
     add_steps(report, stepped)
     report.raw = {"all_reduce": reduced, "steps": stepped}
     if reason := why_not():
-        report.note(f"Nothing between two hosts: {reason}.")
+        report.note(f"Not measured between two hosts: {reason}.")
     else:
         report.raw["between hosts"] = between_hosts(options.rounds)
         add_between_hosts(report, report.raw["between hosts"])
     report.note(f"{options.rounds} rounds.")
-    report.note("Cells: median (25 % to 75 %), and times the step without communication.")
+    report.note("Cells: median (25 % to 75 %), and the ratio to the step without communication.")
     report.note(
-        "DDP alone: with a communication hook that sends nothing, what DDP itself takes over any backend; views: with "
-        "gradient_as_bucket_view=True; ddp_hook: with sparkhvd.distributed.ddp_hook; hosts: network namespaces."
+        "\n- DDP alone: DDP with a communication hook that sends nothing. This is DDP's own time with any backend.\n"
+        "- views: with gradient_as_bucket_view=True.\n"
+        "- ddp_hook: with sparkhvd.distributed.ddp_hook.\n"
+        "- hosts: network namespaces.\n"
+        "- numpy.copyto: each of the two processes copies the same bytes, at the same time.\n"
     )
-    report.note("numpy.copyto: the same bytes copied inside each of the two processes at once.")
     report.note(
-        f"Load of the machine: {before:.1f} before, {os.getloadavg()[0]:.1f} after (2 are this)."
+        f"Load of the machine: {before:.1f} before, {os.getloadavg()[0]:.1f} after (of which 2 are this program)."
     )
     if before > 1:
-        report.note("Other programs kept the processors busy: figures of an idle machine differ.")
+        report.note("Other programs used the processors. An idle machine gives other figures.")
     report.finish("backend.py", write=options.write, json_path=options.json)
 
 

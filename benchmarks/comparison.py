@@ -90,7 +90,7 @@ def error_of(model: Any, folder: str) -> float:
 
 
 def train_with_ddp(folder: str) -> float:
-    """Train a rank's share of the rows with DDP in a running process group; return the error on the test rows."""
+    """Train a rank's share of the rows with DDP in a running process group, and return the error on the test rows."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -215,7 +215,7 @@ def xgboost(folder: str) -> Iterator[Train]:
 
 @contextmanager
 def lightning(folder: str) -> Iterator[Train]:
-    """Lightning's Trainer with DDP over Gloo, without Spark; forks, which start faster than new interpreters."""
+    """Lightning's Trainer with DDP over Gloo, without Spark. It forks the ranks, because forks start faster than new interpreters."""
     import torch
     from lightning import LightningModule, Trainer
     from torch import Tensor, nn

@@ -163,8 +163,8 @@ def main() -> None:
             )
     report.table(["ranks", "raw ncclAllReduce", "engine", "target"], rows)
     report.note(
-        f"Means of {CALLS} calls, {options.rounds} rounds; of two ranks the slower one. The stand-in's devices do nothing: no figure "
-        "of a GPU is here, only what the host does."
+        f"Means of {CALLS} calls, {options.rounds} rounds. Of two ranks the slower rank counts. The stand-in's devices do no work, "
+        "so the table has only times of the host."
     )
     return report.finish(
         "benchmarks/device_overhead.py", write=options.write, json_path=options.json

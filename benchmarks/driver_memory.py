@@ -155,7 +155,6 @@ class Case:
         return f"{self.megabytes:,} MB{part}"
 
     def network(self) -> Any:
-        """Build the module."""
         import torch
         from torch import nn
 

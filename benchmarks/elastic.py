@@ -271,7 +271,7 @@ def main() -> None:
             join = statistics.median(found.join)
             targets.append(Target("a join", join * 1e3, (step + broadcast) * 1e3, False, "ms"))
             report.note(
-                f"A join may cost a step and a broadcast of the parameters, {step * 1e3:.0f} and {broadcast * 1e3:.0f} ms."
+                f"Limit of a join: a step and a broadcast of the parameters, {step * 1e3:.0f} and {broadcast * 1e3:.0f} ms."
             )
         cells = (found.allreduce, found.step, found.join, found.steps)
         shown = [median_and_quartiles(times) if times else "-" for times in cells]
@@ -279,7 +279,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     columns = ["", "rounds", "kill to the next allreduce", "kill to the next step"]
     report.table([*columns, "a join costs", "a step of 3 ranks", "targets"], rows)
-    report.note("Median (25 % to 75 %). Of the ranks that stayed the slower one counts.")
+    report.note("Median (25 % to 75 %). Of the remaining ranks the slower rank counts.")
     report.finish("benchmarks/elastic.py", write=given.write, json_path=given.json)
 
 

@@ -168,7 +168,9 @@ def main() -> None:
     report.raw["many ranks"] = large_world(
         report, other, options.ranks, max(3, options.rounds // 3)
     )
-    report.note(f"{options.rounds} rounds by turns; ratios are the median of rounds.")
+    report.note(
+        f"{options.rounds} rounds, in turn. A ratio is the median of the ratios of the rounds."
+    )
     report.finish("benchmarks/engines.py", write=options.write, json_path=options.json)
 
 

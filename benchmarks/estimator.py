@@ -240,8 +240,8 @@ def main() -> None:
                     report.raw.setdefault(case.name, {}).setdefault(name, []).append(found)
     add_tables(report, report.raw, rows)
     report.note(
-        "Median (smallest to largest) of the rounds; `total` is the whole call. Our data are shuffled across ranks "
-        "and materialized again in each round, and every epoch is checkpointed; the peer keeps its half of the rows."
+        "Median (smallest to largest) of the rounds. `total` is the whole call. In each round sparkhvd writes the data again, "
+        "shuffles rows across ranks, and writes a checkpoint per epoch. With DDP each rank keeps its half of the rows."
     )
     report.finish("benchmarks/estimator.py", write=options.write, json_path=options.json)
 

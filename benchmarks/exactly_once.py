@@ -466,8 +466,10 @@ def main() -> None:
     if timed:
         report.table(["row 10^9 of 2 x 10^9, windows of 128-byte rows", "median", "targets"], timed)
     report.note(
-        "A history is one epoch in up to four stages (plans: seven). A kill is SIGKILL to all ranks; rows after the last state that all ranks have had come again "
-        "and do not count. Rows after the state of a stage that ended count once."
+        "A history is one epoch in up to four stages. Histories of plans have up to seven stages. Ranks of a stage are processes that end by SIGKILL at a "
+        'random step. In histories of plans a stage ends without a kill. Except with "equal ranks", the next stage has a random number of ranks and a '
+        "random batch size. Rows after the last state that all ranks have received are read again, and are not counted. If the ranks of a stage end "
+        "without a kill, all their rows are counted."
     )
     report.finish("benchmarks/exactly_once.py", write=given.write, json_path=given.json)
 

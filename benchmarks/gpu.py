@@ -78,7 +78,7 @@ def wall(gpu: Machine, run: Callable[[], Any]) -> float:
 
 
 def timed(gpu: Machine, run: Callable[[], Any], count: int) -> Callable[[], float]:
-    """Measure one of the `count` that `run` does."""
+    """Make a function to measure the seconds of one step of `run`, which runs `count` steps."""
     return lambda: wall(gpu, run) / count
 
 
@@ -130,7 +130,7 @@ def torch_distributed(gpu: Machine) -> Iterator[bool]:
 
 
 def stepper(gpu: Machine, task: Task, network: nn.Module, optimizer: Any) -> Callable[[], None]:
-    """Return a function that runs `task.steps` training steps."""
+    """Make a function to run `task.steps` training steps."""
     inputs, targets = (gpu.tensor(each) for each in task.batch(torch.device("cpu")))
 
     def run() -> None:

@@ -118,7 +118,7 @@ def main() -> None:
         ["images", "stored", "targets"],
         [[f"{total / 2**20:.1f} MiB", f"{stored / 2**10:.0f} KiB", [share]]],
     )
-    report.note(f"An epoch; {given.rounds} rounds.")
+    report.note(f"Times of one epoch, {given.rounds} rounds.")
     report.finish("benchmarks/images.py", write=given.write, json_path=given.json)
 
 

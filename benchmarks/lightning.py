@@ -178,13 +178,13 @@ def main() -> None:
     heads = ["x loop, no communication", *(f"x {other}" for other in LIMITS)]
     report.table(["what", "a step", *heads, "targets"], rows)
     report.note(
-        f"{options.rounds} rounds of {STEPS} steps behind {WARM_UP} untimed ones; ratios are medians of those within a round."
+        f"{options.rounds} rounds of {STEPS} steps, after {WARM_UP} untimed steps. A ratio is the median of the ratios of the rounds."
     )
     report.note(
-        f"Load of the machine: {before:.1f} before, {os.getloadavg()[0]:.1f} after (2 are this)."
+        f"Load of the machine: {before:.1f} before, {os.getloadavg()[0]:.1f} after (of which 2 are this program)."
     )
     if before > 1:
-        report.note("Other programs kept the processors busy: figures of an idle machine differ.")
+        report.note("Other programs used the processors. An idle machine gives other figures.")
     report.finish("lightning.py", write=options.write, json_path=options.json)
 
 

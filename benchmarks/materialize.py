@@ -418,10 +418,10 @@ def main() -> None:
                 report.raw.setdefault(case.name, []).append(found)
     add_tables(report, report.raw, rows)
     report.note(
-        "`k rows/s by CPU`: what two cores would do that do nothing else. MB/s are of the stored values; vectors and "
-        "columns are doubles in Spark and float32 in the files. `worker MiB`: the most that a Python worker took "
-        "beyond what it had after its imports; `peak MiB` the same of a process that reads, `may be data` its shuffle_bytes or all "
-        "data, and its prefetch_bytes. Images are decoded in one thread and in two. Phases are differences between jobs."
+        "`k rows/s by CPU`: the rate of two otherwise idle cores, from the CPU time. MB/s count the stored values. Vectors and "
+        "columns are doubles in Spark and float32 in the files. `worker MiB`: the largest memory of a Python worker, less its memory "
+        "after the imports. `peak MiB`: the same for a process that reads. `may be data`: its shuffle_bytes or all data, and its "
+        "prefetch_bytes. Images are decoded in one thread and in two. The times of phases are differences between jobs."
     )
     report.finish("benchmarks/materialize.py", write=options.write, json_path=options.json)
     missed = [t for t in report.targets if t.what in ("worker", "reader") and not t.is_met]

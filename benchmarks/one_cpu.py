@@ -150,7 +150,7 @@ def main() -> None:
             found.setdefault(name, []).append(statistics.median(times))
     report.table(["4 B", "time"], [[name, median_and_quartiles(t)] for name, t in found.items()])
     report.raw["one CPU"] = found
-    report.note(f"Medians of {CALLS} calls in each of {options.rounds} rounds, by turns.")
+    report.note(f"Medians of {CALLS} calls in each of {options.rounds} rounds, in turn.")
     report.finish("benchmarks/one_cpu.py", write=options.write, json_path=options.json)
 
 

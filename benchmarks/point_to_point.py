@@ -115,10 +115,10 @@ def main() -> None:
         report.raw["veth"] = {**found, "iperf3": rates}
         add_table(report, "veth", found, rates)
     if no_iperf:
-        report.note(f"Not beside iperf3: {no_iperf}.")
+        report.note(f"Without iperf3: {no_iperf}.")
     else:
         report.note(f"iperf3 moves {statistics.median(rates) * 8e-9:.3g} Gbit/s one way.")
-    report.note("Median (25 % to 75 %) of half a round trip; the socket is a bare TCP connection.")
+    report.note("Median (25 % to 75 %) of half a round trip. `socket` is a bare TCP connection.")
     report.finish("benchmarks/point_to_point.py", write=options.write, json_path=options.json)
 
 

@@ -274,12 +274,12 @@ def main() -> None:
         add_table(report, options.rows)
         measure_checksums(report, files, options.rounds)
     report.note(
-        "petastorm was measured in the same rounds, in its own environment (pyarrow 14, numpy 1.26); it cannot be imported "
-        "beside this pyarrow."
+        "petastorm was measured in the same rounds, in its own environment (pyarrow 14, numpy 1.26), because it cannot be imported "
+        "with this pyarrow."
         if is_measured
-        else f"petastorm was not measured here: there is no {PETASTORM_PYTHON.relative_to(ROOT)} (`make test-oldest` "
-        f"makes it). Its BatchedDataLoader counts with {PETASTORM} M rows/s in batches of 256, measured before in an "
-        "environment of its own (pyarrow 14, numpy 1.26) on a machine with two cores."
+        else f"petastorm was not measured in this run: {PETASTORM_PYTHON.relative_to(ROOT)} is missing (`make test-oldest` "
+        f"creates it). Ratios use {PETASTORM} M rows/s for its BatchedDataLoader in batches of 256, from an earlier run in a "
+        "separate environment (pyarrow 14, numpy 1.26) on a machine with two cores."
     )
     report.finish("benchmarks/reader.py", write=options.write, json_path=options.json)
 

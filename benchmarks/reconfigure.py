@@ -359,8 +359,8 @@ def main() -> None:
     report.raw["native"] = native
     late = sum(seconds > 1 for seconds in native["gloo"]["known"])
     report.note(
-        f"In {late} of {given.rounds} rounds of Gloo a rank learned of the loss by the group's time-out of 30 s, because the other rank that was left had "
-        "ended the operation already. The ratio of p95 comes from them; that of the medians is in the table."
+        f"In {late} of {given.rounds} rounds of Gloo a rank detected the loss only by the group's time-out of 30 s, because the other remaining rank had "
+        "already ended the operation. These rounds cause the ratio of p95. The table also has the medians."
     )
 
     found = steady(port, given.rounds)
@@ -412,7 +412,7 @@ def main() -> None:
             "The lighthouse ends its wait for a lost replica after the heartbeat's time-out of 1 s and the join time-out of 0.2 s."
         )
         report.raw["torchft"] = under
-    report.note("Median (25 % to 75 %). Of the ranks that stayed the slower one counts.")
+    report.note("Median (25 % to 75 %). Of the remaining ranks the slower rank counts.")
     with contextlib.suppress(ProcessLookupError):
         server.kill()
     report.finish("benchmarks/reconfigure.py", write=given.write, json_path=given.json)

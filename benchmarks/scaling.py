@@ -107,7 +107,7 @@ def main() -> None:
             by_size = measured(network, sizes, rounds, shorter)
             report.raw[network] = {size: asdict(found) for size, found in by_size.items()}
             report_network(report, network, by_size)
-        report.note(f"Median (25 % to 75 %) of {rounds} rounds; every round measures each variant.")
+        report.note(f"Median (25 % to 75 %) of {rounds} rounds. Every round measures each variant.")
         report.note("The model for 8 to 1,024 GPUs is in docs/scaling.md.")
         report.finish("benchmarks/scaling.py", write=options.write, json_path=options.json)
     if options.write:

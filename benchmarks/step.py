@@ -186,10 +186,10 @@ def main() -> None:
         plan = Plan(ALLOCATING, ("none", "DDP", "sparkhvd"), rounds, shorter)
         report_allocator(report, run(plan, size=2), run(plan, size=2, keep_freed_memory=True))
     report.note(
-        f"Median (25 % to 75 %) of {rounds} rounds; every round measures each variant. DDP also broadcasts buffers"
-        " (running means) before every forward pass; sparkhvd, as Horovod, does not."
-        " The best is chosen among options that do not change gradients."
-        f" '{BORN}' is no option but an experiment (benchmarks/step_born.py): Linear layers whose backward writes into"
+        f"Median (25 % to 75 %) of {rounds} rounds. Every round measures each variant. DDP also broadcasts buffers"
+        " (running means) before every forward pass. sparkhvd, like Horovod, does not."
+        " The best variant is chosen among the options that do not change gradients."
+        f" '{BORN}' is not an option but an experiment (benchmarks/step_born.py): Linear layers whose backward writes into"
         " registered memory, which also saves the page faults of new gradients."
     )
     report.finish("benchmarks/step.py", write=options.write, json_path=options.json)

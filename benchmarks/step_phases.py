@@ -1,4 +1,4 @@
-"""Phases of a training step, with freed memory kept by the process and given back.
+"""Time each phase of a training step, with malloc keeping freed memory or returning it.
 
     .venv/bin/python benchmarks/step_phases.py [--model mlp] [--variants none,barrier,sparkhvd,sharded] [--rounds 5] [--steps 8]
 

@@ -140,7 +140,7 @@ def main() -> None:
         for each in (ours, theirs)
     ]
     report.table(["transform", "predict_batch_udf", "targets"], [[*cells, targets]])
-    report.note(f"{given.rounds} rounds; the difference is the largest of any element.")
+    report.note(f"{given.rounds} rounds. The difference is the largest difference of any element.")
     report.finish("benchmarks/text.py", write=given.write, json_path=given.json)
 
 

@@ -26,7 +26,7 @@ class DriverChannel(Protocol):
     """
 
     def message(self, text: bytes) -> bool:
-        """Send a message."""
+        """Send a message of `log_to_driver`."""
         ...
 
     def metrics(self, entry: bytes) -> bool:

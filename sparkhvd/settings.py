@@ -180,20 +180,20 @@ class Settings:
         "auto",
         env="SPARKHVD_ISA",
         unit="name",
-        doc="Instruction set of the reduce kernels: auto, scalar, avx2, avx512 or neon; all give the same bits.",
+        doc="Instruction set of the reduce kernels: auto, scalar, avx2, avx512 or neon. All give the same bits.",
         limit=(lambda value: value in ISAS, f"one of {', '.join(ISAS)}"),
     )
     shared_memory: bool = knob(
         True,
         env="SPARKHVD_SHARED_MEMORY",
         unit="0 or 1",
-        doc="Move tensors between ranks of one host through shared memory; 0 uses sockets.",
+        doc="Move tensors between ranks of one host through shared memory. 0 uses sockets.",
     )
     slot_bytes: int = knob(
         256 << 10,
         env="SPARKHVD_SLOT_BYTES",
         unit="bytes",
-        doc="Size of a pipeline slot of the shared-memory plane; should fit the L2 cache.",
+        doc="Size of a pipeline slot of the shared-memory plane. It should fit the L2 cache.",
         limit=(lambda value: value >= 4096, "at least 4096"),
     )
     slots: int = knob(
@@ -207,7 +207,7 @@ class Settings:
         4 << 20,
         env="SPARKHVD_BUCKET_BYTES",
         unit="bytes",
-        doc="Largest bucket of gradients that are reduced together; 0 = each by itself.",
+        doc="Largest bucket of gradients that are reduced together. 0 = each by itself.",
         alias="HOROVOD_FUSION_THRESHOLD",
         limit=_COUNT,
     )
@@ -222,27 +222,27 @@ class Settings:
         "",
         env="SPARKHVD_NCCL_LIB",
         unit="path",
-        doc="NCCL library to load for tensors on GPUs; empty = the copy that torch has loaded, else one that pip has installed, else libnccl.so.2.",
+        doc="NCCL library to load for tensors on GPUs. Empty = the copy that torch has loaded, else the copy that pip has installed, else libnccl.so.2.",
     )
     spin_us: int = knob(
         100,
         env="SPARKHVD_SPIN_US",
         unit="us",
-        doc="Time that a waiting thread spins before it sleeps; longer than it takes to wake a thread.",
+        doc="Time that a waiting thread spins before it sleeps. It should be longer than it takes to wake a thread.",
         limit=_COUNT,
     )
     keep_freed_memory: bool = knob(
         True,
         env="SPARKHVD_KEEP_FREED_MEMORY",
         unit="0 or 1",
-        doc="Processes started by run() and fit() keep freed memory, so that steps do not pay for new pages; 0 leaves glibc's malloc unchanged.",
+        doc="Processes started by run() and fit() keep freed memory, so that steps do not pay for new pages. 0 leaves glibc's malloc unchanged.",
     )
     lazy_compiler: bool = knob(
         True,
         env="SPARKHVD_LAZY_COMPILER",
         unit="0 or 1",
-        doc="Ranks import torch's compiler, which takes as long as torch, only when something compiles; 0 leaves the import to torch, which "
-        "has it in the first optimizer.",
+        doc="Ranks import torch's compiler, which takes as long as torch, only when something compiles. 0 leaves the import to torch, "
+        "which imports it with the first optimizer.",
     )
     nursery: str = knob(
         "auto",
@@ -264,14 +264,14 @@ class Settings:
         1,
         env="SPARKHVD_STREAMS",
         unit="count",
-        doc="Connections for tensors per pair of ranks, beside the one for control frames; tensors are spread over them.",
+        doc="Connections for tensors per pair of ranks, beside the connection for control frames. Tensors are spread over them.",
         limit=(lambda value: 1 <= value <= 64, "from 1 to 64"),
     )
     stall_warning_s: float = knob(
         60.0,
         env="SPARKHVD_STALL_WARNING_S",
         unit="s",
-        doc="Warn about ranks that keep others waiting longer than this; 0 = never.",
+        doc="Warn about ranks that keep others waiting longer than this. 0 = never.",
         alias="HOROVOD_STALL_CHECK_TIME_SECONDS",
         limit=_SECONDS,
     )
@@ -279,7 +279,7 @@ class Settings:
         1800.0,
         env="SPARKHVD_STALL_SHUTDOWN_S",
         unit="s",
-        doc="Longest wait for a rank before the operation fails; 0 = no limit.",
+        doc="Longest wait for a rank before the operation fails. 0 = no limit.",
         alias="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
         limit=_SECONDS,
     )
@@ -287,15 +287,15 @@ class Settings:
         44,
         env="SPARKHVD_STACK_SIGNAL",
         unit="number",
-        doc="Signal at which a straggler writes its Python stacks for the warning; ignored "
-        "if the program uses it; 0 = no stacks. 44 is SIGRTMIN+10: neither libc nor batch systems use it.",
+        doc="Signal at which a straggler writes its Python stacks for the warning. It is "
+        "ignored if the program uses it. 0 = no stacks. 44 is SIGRTMIN+10: neither libc nor batch systems use it.",
         limit=(lambda value: may_be_caught(value), "0, or a signal that can be caught"),
     )
     timeline: str = knob(
         "",
         env="SPARKHVD_TIMELINE",
         unit="path",
-        doc="File to which rank 0 writes a timeline (Chrome trace, opens in Perfetto) from the start; empty or DYNAMIC = none until `hvd.start_timeline()`.",
+        doc="File to which rank 0 writes a timeline (Chrome trace, opens in Perfetto) from the start. Empty or DYNAMIC = no timeline until `hvd.start_timeline()`.",
         alias="HOROVOD_TIMELINE",
     )
     timeline_mark_cycles: bool = knob(
@@ -310,8 +310,8 @@ class Settings:
         env="SPARKHVD_AUTOTUNE",
         unit="name",
         doc="`on`: DistributedOptimizer tries bucket and chunk sizes and streams while it trains and keeps the "
-        "fastest, with the same bits in every result; `all`: also sizes in a ring of more than 16 hosts, which "
-        "may change the last bits; empty: off.",
+        "fastest. Every result has the same bits. `all`: also sizes in a ring of more than 16 hosts, which "
+        "may change the last bits. Empty: off.",
         alias="HOROVOD_AUTOTUNE",
         limit=(lambda value: value in AUTOTUNE, "empty, on or all"),
     )
@@ -319,13 +319,13 @@ class Settings:
         "",
         env="SPARKHVD_AUTOTUNE_FILE",
         unit="path",
-        doc="JSON file to which rank 0 writes the choice of autotune; an existing file is loaded instead of tuning again.",
+        doc="JSON file to which rank 0 writes the choice of autotune. An existing file is loaded instead of tuning again.",
     )
     host_loss_s: float = knob(
         15.0,
         env="SPARKHVD_HOST_LOSS_S",
         unit="s",
-        doc="Longest time without an acknowledgement before a host is lost; at least 3, and above the longest round trip: bytes that queue in front of a slow link count.",
+        doc="Longest time without an acknowledgement before a host is lost. At least 3, and above the longest round trip, including bytes that queue in front of a slow link.",
         limit=(lambda value: value >= 3, "at least 3"),
     )
     connect_timeout_s: float = knob(
@@ -339,21 +339,21 @@ class Settings:
         "",
         env="SPARKHVD_PORT_RANGE",
         unit="first-last",
-        doc="Ports that ranks may listen on, for example 40000-40100; empty = any free port.",
+        doc="Ports that ranks may listen on, for example 40000-40100. Empty = any free port.",
         limit=(lambda value: parse_port_range(value) is not None, "like 40000-40100"),
     )
     interfaces: str = knob(
         "",
         env="SPARKHVD_INTERFACES",
         unit="names or networks",
-        doc="Interfaces between hosts, such as eth0 or 10.0.0.0/8, separated by commas; each host uses the first that is up. Empty = by address.",
+        doc="Interfaces between hosts, such as eth0 or 10.0.0.0/8, separated by commas. Each host uses the first interface that is up. Empty = by address.",
         alias="HOROVOD_GLOO_IFACE",
     )
     directory: str = knob(
         "",
         env="SPARKHVD_DIRECTORY",
         unit="host:port",
-        doc="Address at which rank 0 listens for ranks started by a launcher on several hosts; empty = MASTER_ADDR, one of 8 ports after MASTER_PORT.",
+        doc="Address at which rank 0 listens for ranks started by a launcher on several hosts. Empty = MASTER_ADDR, one of 8 ports after MASTER_PORT.",
         limit=(lambda value: not value or parse_place(value) is not None, "like host:29600"),
     )
     ssh_command: str = knob(
@@ -372,20 +372,20 @@ class Settings:
         False,
         env="SPARKHVD_TRUST_NETWORK",
         unit="0 or 1",
-        doc="Ranks on several hosts send each other the job's key over the network, where any process that reaches rank 0 can join; "
-        "without it they need a launcher that provides a key, or a key file.",
+        doc="Ranks on several hosts send each other the job's key over the network, where any process that reaches rank 0 can join. "
+        "Without it they need a launcher that provides a key, or a key file.",
     )
     cuda_library: str = knob(
         "",
         env="SPARKHVD_CUDA_LIB",
         unit="path",
-        doc="Library of CUDA's driver; empty = the system's libcuda.so.1.",
+        doc="Library of CUDA's driver. Empty = the system's libcuda.so.1.",
     )
     live_output: str = knob(
         "auto",
         env="SPARKHVD_LIVE_OUTPUT",
         unit="auto, messages or 0",
-        doc="Show the ranks' output on the driver live; messages = only those of `hvd.log_to_driver`; 0 = the last lines at the end.",
+        doc="Show the ranks' output on the driver live. messages = only the messages of `hvd.log_to_driver`. 0 = the last lines at the end.",
         limit=(lambda value: value in LIVE_OUTPUT, f"one of {', '.join(LIVE_OUTPUT)}"),
     )
     start_timeout_s: float = knob(
@@ -400,7 +400,7 @@ class Settings:
         30.0,
         env="SPARKHVD_ELASTIC_PATIENCE_S",
         unit="s",
-        doc="Time that an unresponsive rank may delay a change of the ranks of an elastic job; then the others continue without it.",
+        doc="Time that an unresponsive rank may delay a change of the ranks of an elastic job. The others then continue without it.",
         limit=_DURATION,
     )
 

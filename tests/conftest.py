@@ -136,10 +136,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Lasting:
-    """Objects that stay for good, kept out of every later collection of garbage: the leak check has many.
+    """Objects that stay until the end, excluded from later garbage collections, because the leak check has many.
 
-    Those of the test collection, of what tests import (torch's compiler alone makes a collection take half a second), and of
-    what tests keep, such as the syntax trees of all sources.
+    These are objects of the test collection, of imports (torch's compiler alone makes a collection take half a second), and of
+    tests that keep them, such as the syntax trees of all sources.
     """
 
     def __init__(self) -> None:
@@ -147,13 +147,13 @@ class Lasting:
         self._are_many = False
 
     def collect(self) -> None:
-        """Collect garbage, and note whether the objects that stay make it slow."""
+        """Collect garbage, and note whether the permanent objects make it slow."""
         begin = time.thread_time()
         gc.collect()
         self._are_many = time.thread_time() - begin > SLOW_COLLECTION_S
 
     def freeze(self) -> None:
-        """Freeze what is there, if collections are slow or many modules came. Nothing may be about to go."""
+        """Freeze all objects if collections are slow or many modules were imported. No object may be about to be freed."""
         if self._are_many or len(sys.modules) > self._num_modules + MANY_MODULES:
             gc.collect()
             gc.freeze()
@@ -165,9 +165,9 @@ LASTING = Lasting()
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the objects of the test collection; let torch compute on the thread that calls it.
+    """Freeze the objects of the test collection, and let torch compute on the thread that calls it.
 
-    Its own, a team of spinning threads per rank that is a thread, would only wait for each other.
+    Otherwise each rank that is a thread would have a team of spinning threads, which would only wait for each other.
     """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
@@ -175,7 +175,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Warn of long tests outside of Spark's: a sweep belongs to `make soak`, a fixture to its module."""
+    """Warn of long tests outside of Spark's tiers. A sweep belongs to `make soak`, and a start to a fixture of the module."""
     from tests.harness.soak import SOAK  # a plugin: not before it is registered
 
     reports = [
@@ -202,7 +202,7 @@ class Resources:
     environment: frozenset[tuple[str, str]]
 
     def beyond(self, before: Resources, *, sockets: bool) -> list[str]:
-        """Describe the resources that were not there before."""
+        """Describe the resources that did not exist before."""
         descriptors = self.descriptors - before.descriptors
         if not sockets:
             descriptors = frozenset(d for d in descriptors if "socket:" not in d)

@@ -1,4 +1,4 @@
-"""Architecture rules that a program can check: floors, circles, allow-lists, words, generated pages."""
+"""Architecture rules: layers, cycles, allow-lists, words, generated pages."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def relative(path: Path) -> str:
 
 
 def dotted(node: ast.expr) -> str:
-    """Return `a.b().c` of a chain of names and calls of names; empty for anything else."""
+    """Return `a.b().c` for a chain of names and calls of names, or "" for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -201,7 +201,7 @@ def module_name(path: Path) -> str:
 
 @functools.cache
 def imports() -> tuple[Import, ...]:
-    """Return every import between modules of this package, but for those of names that a facade loads at their first use."""
+    """Return every import between modules of this package, except imports of names that a facade loads at their first use."""
     return tuple(find_imports())
 
 
@@ -264,7 +264,7 @@ def test_packages_that_functions_import_have_a_reason() -> None:
 
 
 def test_packages_list_their_modules_from_the_bottom_up() -> None:
-    """Check that the list in the docstring of a package's `__init__` is whole, and each module imports only those above it."""
+    """The list in a package's docstring names every module, and each module imports only modules above it."""
     pages, wrong = {}, []
     for path in SOURCES:
         if path.name == "__init__.py":
@@ -359,7 +359,7 @@ def test_only_listed_files_use_the_folder_for_temporary_files() -> None:
 
 
 def unpickling(tree: Iterator[ast.AST]) -> list[str]:
-    """Return the calls that turn bytes into Python objects; of modules by name, or as `cloudpickle()` gives them."""
+    """Return the calls that turn bytes into Python objects: of modules by name, or through `cloudpickle()`."""
     unpicklers = re.compile(
         r"(^|\.)(\w*pickle(\(\))?\.(loads?|Unpickler)|torch\.load|joblib\.load|marshal\.loads?|"
         r"dill\.loads?|shelve\.open|read_pickle|np\.load|numpy\.load)$"
@@ -398,7 +398,7 @@ def test_only_listed_files_unpickle() -> None:
 
 
 def test_one_function_reads_json() -> None:
-    """`wire.read_json` bounds size and depth; `tests/harness/parsers.py` has its callers."""
+    """`wire.read_json` limits size and depth. `tests/harness/parsers.py` lists its callers."""
     found = {
         str(path.relative_to(ROOT))
         for path in SOURCES
@@ -470,7 +470,7 @@ def test_contributing_names_every_top_level_folder() -> None:
 
 
 def test_words_by_which_make_chooses_cpp_tests_are_parts_of_names() -> None:
-    """Check that renaming a test leaves no watched leg of `make test` without it."""
+    """A renamed C++ test must stay in the checks of `make test` that select tests by words."""
     sources = (ROOT / "native" / "tests").glob("*.cc")
     names = {n for path in sources for n in re.findall(r"^TEST\((\w+)", path.read_text(), re.M)}
     makefile = (ROOT / "Makefile").read_text()
@@ -560,7 +560,7 @@ def test_shipped_sources_contain_no_unfinished_marks() -> None:
 
 
 def test_sources_use_no_ambiguous_words() -> None:
-    """Check for one word per thing: see docs/architecture.md."""
+    """docs/architecture.md has one word for each thing."""
     wrong = re.compile(
         r"\b(nproc|world_rank|comm_size|(?<!def )node_rank)\b"
     )  # Lightning asks for it

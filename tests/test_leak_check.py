@@ -1,4 +1,4 @@
-"""The leak check finds resources that a test leaves behind, and nothing else."""
+"""The leak check finds the resources that a test leaves behind, and nothing else."""
 
 from __future__ import annotations
 

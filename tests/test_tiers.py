@@ -1,4 +1,4 @@
-"""Each module of tests has one tier."""
+"""Each test module has one tier."""
 
 from __future__ import annotations
 

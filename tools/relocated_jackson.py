@@ -60,7 +60,6 @@ def relocated(data: bytes) -> bytes:
 
 
 def main(output: str) -> None:
-    """Write the jar."""
     import pyspark
 
     jars = Path(pyspark.__file__).parent / "jars"

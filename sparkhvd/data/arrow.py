@@ -71,7 +71,7 @@ def column_to_numpy(
 
 
 def fill_of(column: Column) -> float | None:
-    """Return the fill value for nulls (NaN under "keep"), or None if a null is invalid."""
+    """Choose the fill value for nulls (NaN under "keep"), or None if a null is invalid."""
     if column.invalid[0] == "keep":
         return math.nan
     return column.invalid[1] if column.invalid[0] == "fill" else None

@@ -274,7 +274,7 @@ def nested(values: Array) -> pa.Array:
 
 
 def text_to_array(text: str) -> pa.Array:
-    """Array of one string."""
+    """Make an array of one string."""
     data = text.encode()
     offsets = pa.py_buffer(np.array([0, len(data)], dtype=np.int32))
     return pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(data)])

@@ -85,7 +85,6 @@ class Dataset:
         return [column.name for column in self.schema.features]
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return self.manifest.num_rows
 
     def __getstate__(self) -> dict[str, Any]:
@@ -487,14 +486,24 @@ class Loader(IterableDataset[Any]):
     def _check_windows(self, reader: Reader) -> None:
         """Reject resuming an epoch if the reader has another row order than before."""
         has_begun = self._first_row + self._handed_out > 0
-        if has_begun and self._windows is not None and self._windows != reader.windows:
-            where = ["beyond shuffle_bytes", "in memory"]
+        began, now = self._windows if has_begun else None, reader.windows
+        if began is not None and bool(began) != bool(now):
+            where = ["in windows", "in memory"]
             raise InvalidArgumentError(
-                f"The epoch was begun with data {where[not self._windows]}, but this loader has them {where[not reader.windows]}, or in windows "
-                "of other lengths, and so in another order. Use the same shuffle_bytes, columns and drop_last as before, or call set_epoch to "
-                "begin a whole epoch."
+                f"The epoch began with data {where[not began]}, but this loader has them {where[not now]}. Use the same shuffle_bytes and "
+                "columns as before, or call set_epoch to begin a whole epoch."
             )
-        self._windows = reader.windows
+        if began and began[:-1] != now[:-1]:
+            raise InvalidArgumentError(
+                f"The epoch began with {began[:-1]} rows per window and block, but this loader has {now[:-1]}. Use the same shuffle_bytes "
+                "and columns as before, or call set_epoch to begin a whole epoch."
+            )
+        if began and began[-1] != now[-1]:
+            raise InvalidArgumentError(
+                f"The epoch began with drop_last={bool(began[-1])}, but this loader has drop_last={bool(now[-1])}. Use the same drop_last as "
+                "before, or call set_epoch to begin a whole epoch."
+            )
+        self._windows = now
 
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch."""
@@ -636,7 +645,6 @@ class SparkDatasetConverter:
         self.dataset_size = len(dataset)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return self.dataset_size
 
     @contextmanager
@@ -697,7 +705,6 @@ class Epochs:
         self._num_epochs = num_epochs
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the batches."""
         end = None if self._num_epochs is None else self.loader.epoch + self._num_epochs
         while len(self.loader) and self.loader.epoch != end:
             yield from self.loader

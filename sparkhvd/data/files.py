@@ -49,7 +49,6 @@ class OpenFiles(Generic[Key, File]):
         return file
 
     def close(self) -> None:
-        """Close every file."""
         while self._files:
             self._files.popitem()[1].close()
 

@@ -101,12 +101,10 @@ class DataFrameSource:
 
     @property
     def spark(self) -> SparkSession:
-        """The DataFrame's session."""
         return self.df.sparkSession
 
     @property
     def schema(self) -> AnySchema:
-        """The DataFrame's schema."""
         return self.df.schema
 
     def prepare(self, schema: DataSchema, target: Target) -> PreparedData:

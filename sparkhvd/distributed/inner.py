@@ -201,7 +201,7 @@ def _torchs(backend: str) -> str:
 
 
 def device_of(items: Iterable[object]) -> str | None:
-    """Return the type of device of the first tensor in nested lists, or None without a tensor."""
+    """Find the type of device of the first tensor in nested lists, or None without a tensor."""
     for item in items:
         if isinstance(item, Tensor):
             return item.device.type

@@ -386,7 +386,7 @@ def write(flat: Flat, numbers: Tensor) -> None:
 
 
 def restoring(flats: Sequence[Flat]) -> Callable[[object], None] | None:
-    """Return a function to restore several tensors, or None if not needed."""
+    """Make a function to restore several tensors, or None if not needed."""
     restores = [each.restore for each in flats if each.restore is not None]
     if not restores:
         return None

@@ -146,7 +146,7 @@ class Membership:
         self.step(now)
 
     def step(self, now: float) -> None:
-        """Take all due steps."""
+        """Apply due timeouts, removals and joins."""
         self._refuse_ineligible()
         if not self._asked:
             self._began = None
@@ -260,7 +260,7 @@ class Membership:
         return tuple(number for number in self.members if number not in self._gone)
 
     def _holder(self) -> int | None:
-        """Return a member to keep despite its removal, because no remaining member has the state."""
+        """Find a member to keep despite its removal, because no remaining member has the state."""
         here = self._here()
         if self.is_finished or self._with_state & set(here) - self._removing.keys():
             return None
@@ -308,7 +308,7 @@ class Membership:
         return tuple(sorted(self._asked, key=order)[: self._most()])
 
     def _problem(self, candidates: tuple[int, ...]) -> str:
-        """Return why these members cannot continue, or "" if they can."""
+        """Find why these members cannot continue, or return ""."""
         if self._with_state and not any(self._asked[number].has_state for number in candidates):
             return STATE_IS_GONE
         if self.limits.resets is not None and self.generation > self.limits.resets:

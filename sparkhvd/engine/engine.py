@@ -124,12 +124,10 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """Index of this rank."""
         return self.topology.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.topology.size
 
     def open_device(

@@ -278,12 +278,12 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         ]
 
     def write(self) -> MLWriter:
-        """Return a writer: `estimator.write().overwrite().save(path)`."""
+        """Create a writer: `estimator.write().overwrite().save(path)`."""
         return EstimatorWriter(self)
 
     @classmethod
     def read(cls) -> MLReader[Any]:
-        """Return a reader: `TorchEstimator.read().load(path)`."""
+        """Create a reader: `TorchEstimator.read().load(path)`."""
         return EstimatorReader(cls)
 
     @classmethod

@@ -308,7 +308,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _run_ranks(
         self, request: FitRequest, spec: TrainSpec, options: LaunchOptions
     ) -> JobReport[TrainResult]:
-        """Train on the ranks."""
+        """Launch the ranks, as an elastic job if `num_proc` is a pair."""
         cluster = request.cluster
         if cluster.least is None:
             return launch(request.shim, train, (spec,), {}, cluster.num_proc, options)

@@ -151,12 +151,10 @@ class RegressionSummary(_Summary):
 
     @property
     def meanSquaredError(self) -> float:  # noqa: N802
-        """Mean squared error."""
         return self._values["mse"]
 
     @property
     def meanAbsoluteError(self) -> float:  # noqa: N802
-        """Mean absolute error."""
         return self._values["mae"]
 
     @property

@@ -251,7 +251,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     @property
     def run_key(self) -> str:
-        """Key for `sparkhvd reproduce` of a fit on a table, or "" without a recipe. Keep it apart from the store."""
+        """Key for `sparkhvd reproduce` of a fit on a table. Keep it apart from the store.
+
+        It is "" without a table or a kept run, if the fit is elastic or uses `warm_start`, and if Params cannot be pickled.
+        """
         return self._require_fitted().run_key
 
     @property
@@ -560,7 +563,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     # -- save and load -------------------------------------------------------------------------------
 
     def write(self) -> MLWriter:
-        """Return a writer: `model.write().overwrite().save(path)`."""
+        """Create a writer: `model.write().overwrite().save(path)`."""
         return ModelWriter(self)
 
     def _for_mlflow(self) -> Any:
@@ -573,7 +576,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     @classmethod
     def read(cls) -> MLReader[TorchModel]:
-        """Return a reader: `TorchModel.read().load(path)`."""
+        """Create a reader: `TorchModel.read().load(path)`."""
         return ModelReader(cls)
 
     @classmethod

@@ -36,7 +36,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._is_done = False
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Begin a fit."""
+        """Require a broadcast before the first batch of this fit."""
         self._is_done = False
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -61,7 +61,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         del device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the metrics."""
+        """Replace the metrics by their means over all ranks."""
         if not logs or hvd.size() == 1:
             return
         names = sorted(logs)
@@ -151,7 +151,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self._optimizer().momentum, self._momentum = self._momentum, None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate."""
+        """Add the learning rate to the logs."""
         if logs is not None:
             logs["lr"] = float(self._optimizer().learning_rate)
 

@@ -519,7 +519,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         return model
 
     def write(self) -> MLWriter:
-        """A writer: `estimator.write().overwrite().save(path)`."""
+        """Create a writer: `estimator.write().overwrite().save(path)`."""
         that = self.copy()
         if (model := self._get("model")) is not None:
             # Keras' own pickle lacks the classes of user-defined layers.

@@ -186,7 +186,7 @@ def _compiled(order: KerasTrainSpec) -> Any:
     # Inside the loss-scaling optimizer, if `compile` has added one.
     model.optimizer = DistributedOptimizer(model.optimizer, **order.distributing)
     for variable in model.variables:
-        if variable.name == SEED_NAME:  # each rank drops other units
+        if variable.name == SEED_NAME:  # different dropout masks per rank
             variable.assign(variable + hvd.rank())
     return model
 
@@ -242,7 +242,6 @@ class _Records(keras.callbacks.Callback):  # type: ignore[misc]
         self._records, self._progress, self._logs = records, progress, logs
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Record them."""
         numbers = {name: float(value) for name, value in (logs or {}).items()}
         self._records.append({"epoch": epoch, **numbers})
         if self._logs:
@@ -424,7 +423,6 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
             optimizer.loss_share = rows / mean if mean else 0.0
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """End a step."""
         self._end("train", batch == len(self._training) - 1, logs)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -433,12 +431,10 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         self._validation.spare = self._validation.spare or self._training.spare
 
     def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Begin a step of validation."""
         assert self._validation is not None
         self._begin("val", self._validation.rows)
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """End it."""
         assert self._validation is not None
         self._end("val", batch == len(self._validation) - 1, logs)
 
@@ -643,7 +639,7 @@ class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         self._part_ns = now
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """End a step."""
+        """Add the step to the timeline."""
         now = time.monotonic_ns()
         self._timeline.spans.add("step", self._step_ns, now)
         self._step_ns = now

@@ -77,7 +77,7 @@ class LightningLoop:
 
     @property
     def takes_rows(self) -> bool:
-        """True if a function receives the values of each row before the module."""
+        """True if a row function runs before the module."""
         return self.rows is not None
 
     def __call__(self, ctx: TrainFnContext) -> None:
@@ -270,14 +270,14 @@ class RunFiles:
                 self.sums[os.fspath(path)] = sha256_of(file, os.path.getsize(path))
 
     def save(self, name: str, checkpoint: Mapping[str, Any]) -> None:
-        """Write a file."""
+        """Write a checkpoint file, and record its hash."""
         with self._store.open_output(f"{self._prefix}/{name}") as sink:
             hashing = HashingWriter(sink)
             torch.save(checkpoint, hashing)  # type: ignore[arg-type]  # torch only calls write
             self.sums[name] = hashing.sha256
 
     def load(self, name: str) -> dict[str, Any]:
-        """Read a file.
+        """Read a checkpoint file, and compare its hash with the recorded hash.
 
         Raises:
             StoreError: it has changed since this run wrote it.

@@ -327,7 +327,7 @@ def check_size(
 
 
 def own_device(devices: Sequence[torch.device], place: Topology) -> torch.device:
-    """This rank's device.
+    """Choose this rank's device among the trainer's devices.
 
     Args:
         devices: of the trainer.

@@ -289,10 +289,7 @@ class Tuner:
             self._conclude()
 
     def _configure(self, values: Mapping[str, int]) -> None:
-        """Change the engine's settings by an operation.
-
-        So every rank changes them between the same two operations.
-        """
+        """Apply settings on all ranks at the same point, by an engine operation."""
         settings = {name: values[name] for name in _ENGINE_KNOBS if name in values}
         if settings:
             self._engine.configure(**settings).wait()

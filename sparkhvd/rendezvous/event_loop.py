@@ -97,7 +97,6 @@ class EventLoop:
 
 
 def sleep(seconds: float) -> Task:
-    """Wait for some time."""
     yield Wait(None, 0, time.monotonic() + seconds)
 
 

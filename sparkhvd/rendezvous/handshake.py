@@ -337,12 +337,10 @@ class Rendezvous(Protocol):
     """Connects the ranks of one job."""
 
     @property
-    def rank(self) -> int:
-        """This rank."""
+    def rank(self) -> int: ...
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
+    def size(self) -> int: ...
 
     @property
     def settings(self) -> Settings:

@@ -38,7 +38,6 @@ class HostSlots:
 
     @property
     def ranks(self) -> range:
-        """Ranks of the host."""
         return range(self.first, self.first + self.count)
 
 

@@ -220,7 +220,7 @@ def own_address(
         raise OSError(
             f"Spark calls this host {host!r}, and that name has no address here: {e}"
         ) from e
-    # A name may have both; Spark's JVM prefers IPv4, and firewalls often allow only that.
+    # The name may resolve to IPv4 and IPv6. Spark's JVM prefers IPv4, and firewalls often allow only IPv4.
     addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)
     address = str(addresses[0][4][0])
     elsewhere = [other for other in hosts if other != host]
@@ -271,7 +271,7 @@ def load_result(data: bytes) -> Any:
 
 
 def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable[[str], None]:
-    """Return a function that writes lines of ranks to a stream, or to stderr unless `verbose` is 0."""
+    """Make a function to write lines of ranks to a stream, or to stderr unless `verbose` is 0."""
 
     def log(text: str) -> None:
         if stream is not None or verbose > 0:

@@ -146,7 +146,7 @@ class LocalProcesses:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What a script's ranks of one host receive: a command, variables, and inherited descriptors.
+# Inputs of a script's ranks on one host: a command, variables, and inherited descriptors.
 
 
 @dataclass(frozen=True)

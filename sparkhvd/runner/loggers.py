@@ -99,7 +99,7 @@ class WithSystemMetrics:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call the function."""
+        """Call the function, and log system metrics until it ends."""
         place, began = context(), time.time()
         fn: Callable[..., Any] = vars(self)["__wrapped__"]
         if place is None:

@@ -235,7 +235,7 @@ def _is_importable(name: str) -> bool:
 
 
 def check_ranks(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
-    """Return the reason why these ranks cannot run one job together, or "".
+    """Find why these ranks cannot run one job together, or return "".
 
     Depends only on its arguments, so every rank gets the same result.
     """
@@ -438,7 +438,7 @@ def write_token(
 def check_tokens(
     shared: SharedFiles, run_dir: str, attempt: int, job_id: str, hosts: Sequence[str], me: int
 ) -> str:
-    """Return the reason why rank `me` does not share a store with the driver and all ranks, or ""."""
+    """Find why rank `me` does not share a store with the driver and all ranks, or return ""."""
     owners: Iterable[int | None] = [None, *range(len(hosts))]
     for owner in owners:
         path = token_path(run_dir, attempt, owner)

@@ -348,10 +348,10 @@ def carried(shim: SparkShim, data: bytes) -> Iterator[Payload]:
 
 
 def kept_carried(shim: SparkShim, data: bytes) -> Payload:
-    """Make a lasting payload, because a DataFrame may need it at any later time.
+    """Create a payload that lives as long as any plan may use it.
 
-    Equal bytes share a broadcast variable while they are among the last few. Older ones are deleted once no plan of the
-    JVM uses them, which each call checks.
+    A DataFrame may need it at any later time. Equal bytes share a broadcast variable while they are among the last few.
+    Each call deletes older variables that no plan of the JVM uses.
     """
     if shim.is_connect or len(data) <= INLINE_BYTES:
         return data

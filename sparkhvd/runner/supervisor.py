@@ -223,7 +223,7 @@ class ShutdownSequence:
         return None if at is None else max(0.0, at - time.monotonic())
 
     def step(self) -> None:
-        """Run all due steps."""
+        """Send the due signals. The last signal, SIGKILL, is repeated."""
         while self._steps and time.monotonic() >= self._steps[0][0]:
             self._send(self._steps.popleft()[1])
             if not self._steps:

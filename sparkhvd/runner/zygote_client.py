@@ -196,9 +196,7 @@ class ZygoteClient:
             return ForkedProcess(answer["pid"], ours, self.pid) if answer["pid"] else None
         except TimeoutError as e:
             self.is_silent = True
-            with contextlib.suppress(
-                OSError, ValueError, AttributeError
-            ):  # a closed stream ends no launch
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
                 sys.stderr.write(
                     f"sparkhvd: the zygote of ranks does not answer ({e}). A new process is started in place of a fork.\n"
                 )

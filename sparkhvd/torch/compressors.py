@@ -30,12 +30,10 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, None]:
-        """Leave `tensor` unchanged."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: object) -> Tensor:
-        """Leave `tensor` unchanged."""
         del ctx
         return tensor
 

@@ -116,7 +116,7 @@ class Context:
                 )
             if "\0" in name:
                 raise InvalidArgumentError(
-                    f"{kind}: the name {name!r} has a zero character, but the engine's names end there. Leave it out."
+                    f"{kind}: the name {name!r} contains a NUL character. Remove it."
                 )
             return f"{kind}.{name}"
         # A rank that waited in `hvd.join()` did not count the other ranks' operations, so the numbers restart after it.
@@ -155,7 +155,7 @@ def _find() -> Context | None:
 
 
 def context() -> Context:
-    """The current context.
+    """Find the context of this process's job.
 
     Raises:
         NotInitializedError: `init()` was not called.

@@ -41,14 +41,14 @@ class Device(Protocol):
     ordinal: int
 
     def stream(self) -> int:
-        """Return the driver's handle of this thread's current stream.
+        """CUDA handle of this thread's current stream.
 
         Raises:
             InvalidArgumentError: the stream is being captured into a graph.
         """
 
     def raw_stream(self) -> int:
-        """Return the handle as `stream` does, but leave the check for capture to the submission."""
+        """CUDA handle of the stream, without the check for capture. The submission makes that check."""
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
         """Make a factory of context managers to use this thread's current stream in any thread."""
@@ -214,7 +214,6 @@ def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
 
 
 def open_device(ctx: Context, ordinal: int) -> Device:
-    """Open the rank's device."""
     gpu = ctx.part(RankGpu)
     gpu.device = (gpu.opener or open_cuda)(ctx.engine, ordinal)
     return gpu.device
@@ -258,7 +257,7 @@ def _loaded(name: str) -> list[str]:
 
 
 def nccl_version() -> int:
-    """Return the version code of torch's NCCL, or 0 if this torch has no CUDA or no NCCL."""
+    """Read the version code of torch's NCCL, or 0 if this torch has no CUDA or no NCCL."""
     if torch.version.cuda is None:
         return 0
     try:

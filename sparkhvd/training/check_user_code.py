@@ -77,7 +77,7 @@ class UserCode:
         return self.train_step is not None or bool(self.callbacks)
 
     def describe(self) -> dict[str, object]:
-        """Return the names of functions and callback classes, for comparison with a resumed run."""
+        """List the names of functions and callback classes, for comparison with a resumed run."""
         functions = {n: v for n, v in vars(self).items() if callable(v)}
         names = {n: getattr(f, "__qualname__", type(f).__qualname__) for n, f in functions.items()}
         if self.callbacks:

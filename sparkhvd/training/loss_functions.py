@@ -156,7 +156,7 @@ class ClassMean:
     weight: Tensor | None
 
     def __call__(self, output: Tensor, label: Tensor) -> object:
-        """Call the loss.
+        """Compute the loss, and name the allowed labels if a label is invalid.
 
         Raises:
             InvalidArgumentError: a label is not a class of the output. (On a GPU torch ends the process instead.)

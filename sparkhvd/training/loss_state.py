@@ -149,7 +149,7 @@ class LossState:
                     yield f"{root}.{path}" if path else root, part
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the current buffers by name, including non-persistent buffers."""
+        """Collect the current buffers by name, including non-persistent buffers."""
         return {
             f"{name}.{leaf}": value
             for name, part in self.modules()
@@ -198,7 +198,7 @@ class LossState:
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return the state for a checkpoint, or {} if losses and metrics have no state.
+        """Collect the state for a checkpoint, or {} if losses and metrics have no state.
 
         Raises:
             InvalidArgumentError: the state of an object cannot be read back.

@@ -111,8 +111,7 @@ class TorchMetric(Protocol):
     _computed: object
     _update_count: int
 
-    def clone(self) -> TorchMetric:
-        """Copy the metric."""
+    def clone(self) -> TorchMetric: ...
 
     def to(self, device: torch.device) -> TorchMetric:
         """Move the states to a device."""
@@ -195,7 +194,6 @@ class StateMetric:
         self.metric.update(output, label)
 
     def state_dict(self) -> list[MetricState]:
-        """Return this rank's states for a checkpoint."""
         return [_state(part) for part in _parts(self.metric)]
 
     def load_state_dict(self, state: list[MetricState]) -> None:
@@ -335,7 +333,6 @@ class F1:
         return F1(self.name, self.label, self.link)
 
     def update(self, output: Tensor, label: Tensor) -> None:
-        """Add a batch."""
         added = _counts(self.name, output, label, self.link)
         self.counts = added if self.counts is None else self.counts + added
         self.num_batches += 1
@@ -454,7 +451,6 @@ class Auc:
         return Auc(self.name, self.label, self.link)
 
     def update(self, output: Tensor, label: Tensor) -> None:
-        """Add a batch."""
         self.batches.append(_scores(self.name, output, label, self.link))
         if len(self.batches) == _JOINED:
             self.pieces.append(_joined(self.batches))
@@ -870,7 +866,7 @@ class Totals:
         return int(self.values[2])
 
     def state_dict(self) -> TotalsState:
-        """Return the sums of this rank so far, for a checkpoint."""
+        """Copy the sums of this rank so far, for a checkpoint."""
         return {
             "values": self.values.to("cpu", copy=True),
             "parts": self.parts.to("cpu", copy=True),
@@ -888,7 +884,7 @@ class Totals:
             self._logs.load(state["logs"])
 
     def add(self, batch: Forward) -> None:
-        """Add a batch."""
+        """Add a batch to the sums."""
         if batch.weight:  # skip a mean over no rows, which may be NaN
             self._sums[0].add_(batch.loss_sum)
             self._sums[1].add_(batch.weight)

@@ -319,7 +319,7 @@ class Profile:
         return torch.stack(rows)
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON state for a resumed run: epochs, step histogram, and loads of ranks."""
+        """Encode the state for a resumed run as JSON values: epochs, step histogram, and loads of ranks."""
         counts = {"first_s": _FIRST_S, "per_octave": _PER_OCTAVE, "counts": self._steps.tolist()}
         load = [
             {"host": host, **_columns(samples)}

@@ -315,7 +315,7 @@ class _Watched(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the operation."""
+        """Call the operation, and record its name if it is the first to cross rows."""
         given = [*_tensors_in(args), *_tensors_in((kwargs or {}).values())]
         if torch.Tag.pointwise in func.tags and self._crosses(given):
             self.crossing = self.crossing or str(func.overloadpacket.__name__)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Move the state of an optimizer to the devices of its parameters. Call this after the parameters have moved."""
-    # Reload the state only if necessary: it creates new groups, but an optimizer that wraps another shares its groups.
+    # Reload only if necessary: load_state_dict replaces param_groups, which a wrapping optimizer shares.
     is_moved = any(p.device != _CPU for group in optimizer.param_groups for p in group["params"])
     if optimizer.state and is_moved:
         optimizer.load_state_dict(optimizer.state_dict())

@@ -411,6 +411,6 @@ def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the learning rate of the first parameter group, or None."""
+    """Read the learning rate of the first parameter group, or None."""
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)

@@ -44,8 +44,6 @@ Compression: TypeAlias = "type[Compressor] | Compressor"
 class Stateful(Protocol):
     """Object with a state in checkpoints."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore a state."""
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...

@@ -210,7 +210,7 @@ def batch_tensors(
 
 
 def batch_dtypes(spec: TrainSpec, schema: DataSchema) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors of `batch_tensors`, by name."""
+    """Map the names of `batch_tensors` to their dtypes."""
     names = {name: a.dtype for name, a in _arguments(spec, schema).items()}
     names |= dict(zip(spec.labels.columns, spec.labels.dtypes, strict=True))
     if schema.sample_weight is not None:
@@ -231,7 +231,7 @@ def _arguments(spec: TrainSpec, schema: DataSchema) -> dict[str, Argument]:
 
 
 def sample_weights(spec: TrainSpec, columns: Columns) -> Tensor | None:
-    """Return the sample weights of a batch on the CPU, or None without sample weights."""
+    """Select the sample weights of a batch on the CPU, or None without sample weights."""
     if spec.sample_weight is None:
         return None
     weights = columns[spec.sample_weight]

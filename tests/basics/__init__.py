@@ -1,1 +1,1 @@
-"""Tests of the engine through its Python door."""
+"""Tests of the modules at the bottom of the package."""

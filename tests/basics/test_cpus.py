@@ -1,4 +1,4 @@
-"""Processors that a process may use."""
+"""CPUs that a process may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exceptions travel between processes and can be caught by what the caller does about them."""
+"""Exceptions travel between processes, and their classes say what a caller can do about them."""
 
 from __future__ import annotations
 

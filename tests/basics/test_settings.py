@@ -1,4 +1,4 @@
-"""Sources of settings, and errors of bad ones."""
+"""Sources of settings, and errors for invalid settings."""
 
 from __future__ import annotations
 

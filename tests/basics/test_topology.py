@@ -1,4 +1,4 @@
-"""Local and cross ranks from the hosts of all ranks."""
+"""Local and cross ranks, computed from the hosts of all ranks."""
 
 from __future__ import annotations
 

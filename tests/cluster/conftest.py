@@ -1,4 +1,4 @@
-"""Fixtures of tests on a standalone cluster: one for all of them."""
+"""Fixtures of tests that share one standalone cluster."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _LOCAL_CLUSTER = "local-cluster[2,1,1024]"
     params=["standalone", "connect", "local-cluster", "connect-local-cluster", "connect-unseen"]
 )
 def spark_mode(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str, Path], str]:
-    """Runs a program with `spark` in each mode, two slots each: `spark_mode(body, folder)` gives what it printed.
+    """Run a program with `spark` in each mode, with two slots each: `spark_mode(body, folder)` returns its output.
 
-    Those of local-cluster have a process of their own; over Connect it is also the server.
+    Programs of local-cluster have their own process. Over Connect it is also the server.
     """
     mode: str = request.param
     if mode == "connect-unseen":

@@ -1,4 +1,4 @@
-"""`run_elastic` on a cluster: executors are lost and come, and clients of Spark Connect that executors reach or not."""
+"""`run_elastic` on a cluster: executors are lost and added, and executors reach a Spark Connect client or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same estimator in every Spark mode, a fit that outlives its executor, and data and conf of an application."""
+"""The same estimator in every Spark mode, a fit that survives the loss of its executor, and data and conf of an application."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ if "--second" not in sys.argv:
 
 @pytest.fixture(scope="module")
 def of_a_client(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of the program of a client with a conf of its own, and its output."""
+    """The folder of the program of a client with its own conf, and its output."""
     folder = tmp_path_factory.mktemp("client")
     conf = {
         "spark.sparkhvd.num_proc": "1",
@@ -314,7 +314,7 @@ def of_a_client(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 def test_the_conf_reaches_a_client_of_connect(of_a_client: tuple[Path, str]) -> None:
-    """Resolve the conf of the server's application, and that of the client's session."""
+    """The conf of the server's application applies, and the conf of the client's session."""
     _, output = of_a_client
     assert "FOUND 1 3 112.5 9" in output  # the last one is the application's
     assert "ASKED 1\n" in output  # a request takes milliseconds, and there are dozens of keys

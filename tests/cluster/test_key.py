@@ -1,4 +1,4 @@
-"""The key of a running job of Spark is in no command line, environment or log."""
+"""The key of a running Spark job is in no command line, environment or log."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def search_after(output: str, folder: Path) -> None:
         assert not any(form in data for form in forms_of(key)), path
 
 
-def test_key_of_a_job_on_a_cluster_is_nowhere(cluster: Cluster) -> None:
+def test_job_key_never_leaks_on_a_cluster(cluster: Cluster) -> None:
     output = cluster.run(SCRIPT)
     assert " INFO " in output  # Spark's log is in it
     search_after(output, cluster.directory)
 
 
-@soak("test_key_of_a_job_on_a_cluster_is_nowhere, here")
-def test_key_of_a_job_of_a_local_master_is_nowhere(tmp_path: Path) -> None:
+@soak("test_job_key_never_leaks_on_a_cluster, here")
+def test_job_key_never_leaks_on_a_local_master(tmp_path: Path) -> None:
     search_after(run_on("local[2]", SCRIPT, tmp_path), tmp_path)

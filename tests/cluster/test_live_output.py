@@ -1,4 +1,4 @@
-"""Output of ranks on a Spark Connect client while they run, through the store or a port of it; and a flood from an executor."""
+"""Live output of ranks on a Spark Connect client, through the store or a port of the client, and a flood from an executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loggers of a Spark Connect client: numbers of a fit and of `run`, where executors reach the client and where they do not."""
+"""Loggers of a Spark Connect client, for a fit and for `run`, with and without executors that reach the client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writers that are killed, outrun or given up, with every row once in the manifest; and an executor that is killed under `run`."""
+"""The manifest has each row once although writers are killed, overtaken or cancelled. An executor is killed during `run`."""
 
 from __future__ import annotations
 

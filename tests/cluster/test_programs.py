@@ -1,4 +1,4 @@
-"""`run` under masters with executors of their own: the same program, the same answers."""
+"""`run` under masters with separate executors: the same program gives the same results."""
 
 from __future__ import annotations
 
@@ -140,19 +140,19 @@ def check(output: str) -> None:
 
 
 @SLOW
-def test_standalone(cluster: Cluster) -> None:
+def test_results_errors_and_interrupts_on_a_standalone_cluster(cluster: Cluster) -> None:
     check(cluster.run(PROGRAM, timeout_s=400))
 
 
-@soak("standalone, here")
+@soak("test_results_errors_and_interrupts_on_a_standalone_cluster, here")
 @pytest.mark.parametrize("remote", [False, True], ids=["local-cluster", "connect"])
 @SLOW
-def test_local_cluster(tmp_path: Path, remote: bool) -> None:
+def test_results_errors_and_interrupts_on_a_local_cluster(tmp_path: Path, remote: bool) -> None:
     body = f"{PROGRAM}\nspark.stop()\n"
     check(run_on("local-cluster[2,1,1024]", body, tmp_path, remote=remote, timeout_s=400))
 
 
-@soak("test_standalone, here")
+@soak("test_results_errors_and_interrupts_on_a_standalone_cluster, here")
 def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
     # As a user writes it: Spark then names the host, and the name must become an address.
     program = """
@@ -178,7 +178,7 @@ def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
 @soak("runner/test_preflight")
 @SLOW
 def test_too_little_memory_for_python_is_refused_with_the_conf_to_set(tmp_path: Path) -> None:
-    """Refuse a limit that passes from Spark's Python worker to the trainer, in which torch could not be imported."""
+    """The limit passes from Spark's Python worker to the trainer, which could not import torch under it."""
     program = """
     from sparkhvd.errors import PreflightError
     from sparkhvd.runner import run

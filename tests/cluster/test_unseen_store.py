@@ -1,4 +1,4 @@
-"""A Spark Connect client that does not see the store: all of it is reached through tasks, and nothing is made here."""
+"""A Spark Connect client that does not see the store reaches it through tasks, and creates nothing on its own host."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ except Exception as e:
 def printed(
     unseen_store: Unseen, tmp_path_factory: pytest.TempPathFactory, s3: S3
 ) -> dict[str, str]:
-    """Output of the programs above, by name, in one client: starting one takes longer than most of what they do."""
+    """Output of the programs above, by name, in one client, because its start takes longer than most of them."""
     bodies = {"store": STORE, "s3": f"OPTIONS = {s3.options()!r}\n{ON_S3}", "parquet": PARQUET}
     body = "\n".join(f"print('--- {name}')\n{text}" for name, text in bodies.items())
     output = unseen_store.run(body, tmp_path_factory.mktemp("client"))
@@ -203,7 +203,7 @@ def test_credentials_are_not_in_the_log_of_the_server(
 def test_clients_resume_runs_of_other_clients_in_an_unseen_store(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
-    """Two ranks on two slots, then one rank, whose epochs are seen as they happen; then no store is given."""
+    """A fit that takes both slots prints its epochs at its end, and a fit with one rank prints them at once."""
     given = 'GIVEN = FOLDER + "/runs-of-others"\n'
     first = unseen_store.run(f"{given}NUM_PROC = 2\n{FIT}", tmp_path)
     assert (

@@ -1,4 +1,4 @@
-"""A case of the corpus: a program of a user, as data."""
+"""A case of the corpus: a user's program, as data."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Case:
         return self.model()
 
     def made_loss(self) -> Any:
-        """Make the loss, with the same weights each time."""
+        """Make the loss, with the same weights in each call."""
         seed(SEED + 1)
         return None if self.loss is None else self.loss()
 
@@ -237,5 +237,5 @@ def headed(
     outputs: int = 1,
     pick: Callable[..., Any] | None = None,
 ) -> Callable[[], nn.Module]:
-    """Return a function that makes `body()` with a linear layer behind it, for rows of this shape."""
+    """Return a function that makes `body()` followed by a linear layer, for rows of this shape."""
     return lambda: Head(body(), torch.ones(2, *shape), outputs, pick)

@@ -65,14 +65,14 @@ def _loaded(data: bytes) -> Trained:
 
 
 class Ddp:
-    """The processes; they start with the first case, and again after one that failed."""
+    """The processes. They start with the first case, and again after a failed case."""
 
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def train(self, name: str) -> Trained:
-        """Train a case by its full name and return what rank 0 has.
+        """Train a case by its full name and return rank 0's result.
 
         Raises:
             DdpFailed: a rank failed, or took too long.

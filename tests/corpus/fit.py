@@ -1,4 +1,4 @@
-"""A case by the estimator: `fit` on a Spark session, or the loop of a rank without Spark."""
+"""A case trained by the estimator: `fit` on a Spark session, or a rank's loop without Spark."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RUN_DIR, DATA_DIR = "runs/corpus", "data/k/corpus"
 
 
 def estimator(case: Case, *, size: int = 1, **changes: Any) -> TorchEstimator:
-    """Make the estimator of a case, as its user would write it."""
+    """Make the estimator of a case, as a user would write it."""
     data = case.data
     options: dict[str, Any] = {
         "batch_size": BATCH,
@@ -111,7 +111,7 @@ def _element(values: np.ndarray) -> pa.DataType:
 
 
 def result_of(case: Case, fitted: TorchModel) -> Trained:
-    """Return what `fit` has trained, computed without Spark."""
+    """Return the result that `fit` has trained, computed without Spark."""
     module = fitted.getModel()
     return Trained(_state(module), evaluate(case, module))
 
@@ -208,7 +208,7 @@ def train_on_ranks(case: Case, folder: Path, *, size: int = 1) -> Trained:
 
 
 def _write(store: Store, data: Data, schema: DataSchema) -> FitData:
-    """Write the rows as the tasks of a fit do; all of a column have one shape."""
+    """Write the rows as the tasks of a fit do. All values of a column have one shape."""
     known = {
         n: v if data.by_name or v.ndim == 1 else v.reshape(len(v), -1)
         for n, v in data.columns.items()

@@ -69,14 +69,15 @@ def text(records: Mapping[str, Record], cases: Sequence[str], libraries: Sequenc
     equal = sum(map(is_equal, known.values()))
     parts = [
         "## The corpus: programs of users, by a plain loop and by fit",
-        f"**{equal} of {len(known)} programs train in `fit` as in plain PyTorch.** Each is trained on the same rows in the same order: by a plain "
-        "loop and by `fit` on one rank; by a script of DistributedDataParallel over gloo and by `fit` on two ranks, with the same rows per "
-        "rank; and by a plain loop with twice the batch, where the mathematics gives the same. Weights, buffers and outputs are compared bit "
-        "by bit. Then `transform` is compared with the module, a saved and loaded model with the fitted one, and for some a run whose rank was "
-        "killed with one that was not.",
+        f"**{equal} of {len(known)} programs train in `fit` as in plain PyTorch.** Each program is trained on the same rows in the same order:",
+        "- by a plain loop and by `fit` on one rank;\n"
+        "- by a script of DistributedDataParallel over gloo and by `fit` on two ranks, with the same rows per rank;\n"
+        "- by a plain loop with twice the batch, if the mathematics gives the same result.",
+        "Weights, buffers and outputs are compared bit by bit. Then `transform` is compared with the module, and a saved and loaded model with "
+        "the fitted model. For some programs a run with a killed rank is compared with an undisturbed run.",
         _not_run(len(cases) - len(known)),
         _table(known),
-        "Each column: equal cases of compared cases, of these with equal bits.",
+        "Each cell has the number of equal cases, the number of compared cases, and the number of equal cases with equal bits.",
         _failures(known),
         _tolerances(known),
         _without_reference(known),

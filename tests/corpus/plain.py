@@ -156,14 +156,14 @@ class Program:
         return total
 
     def batch_of(self, rows: slice) -> dict[str, Tensor]:
-        """Return the batch of a step of the user."""
+        """Return the batch of a user's step."""
         features = inputs(self.case.data, rows, self.dtype)
         batch = dict(zip(self.case.data.features, features, strict=True))
         labels = {n: typed(v[rows], self.dtype) for n, v in self.case.data.labels.items()}
         return {**batch, **labels}
 
     def context(self) -> Any:
-        """Return what a step or loop of the user gets as `ctx`."""
+        """Return the `ctx` of a user's step or loop."""
         return SimpleNamespace(
             model=self.call,
             optimizer=self.optimizer,
@@ -184,7 +184,7 @@ class Program:
 
 
 class Loader:
-    """The batches of a loop of the user; each iteration is an epoch."""
+    """The batches of a user's loop. Each iteration is an epoch."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.epoch = program, 0

@@ -1,7 +1,7 @@
 """Run the corpus: `python -m tests.corpus.run [--only NAME ...]`, which is `make corpus`.
 
-One Spark session for all cases. Each case adds a line of JSON to `results.jsonl` of the folder of results, and a case that has a
-line is left out, so that a run which was ended continues. The page is written from these lines.
+One Spark session serves all cases. Each case adds a line of JSON to `results.jsonl` in the folder of results, and a case with a
+line is skipped, so an interrupted run continues. The page is written from these lines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOLERANCE = 1e-5
 
 
 class TooLong(BaseException):
-    """A check took longer than its limit; no `except Exception` of the code below may hide it."""
+    """A check took longer than its limit. No `except Exception` in the code below may catch it."""
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def outcome(value: float, tolerance: float) -> dict[str, Any]:
 
 
 def depends_on_batches(case: Case) -> str:
-    """Return why two ranks may differ from one with twice the batch, or ""."""
+    """Return why two ranks may differ from one rank with twice the batch, or ""."""
     if case.apart:
         return case.apart
     for module in case.module().modules():
@@ -139,7 +139,7 @@ def depends_on_batches(case: Case) -> str:
 
 
 def is_resumed(name: str, case: Case) -> bool:
-    """Return True if a rank of the case is killed, too: where its table says so, and for one case in sixteen."""
+    """Return True if a rank of the case is killed too: if its table says so, and for one case in sixteen."""
     return case.resumes or zlib.crc32(name.encode()) % 16 == 0
 
 
@@ -168,7 +168,7 @@ class Checks:
     def _check(
         self, checks: dict[str, Any], name: str, function: Callable[[], dict[str, Any]]
     ) -> None:
-        """Run a check and record its outcome, whatever it raises."""
+        """Run a check and record its outcome, for any exception."""
         from tests.corpus.ddp import DdpFailed
 
         try:
@@ -266,7 +266,7 @@ CLOSURE = "each rank of DistributedDataParallel would decide by its own loss"
 
 @contextlib.contextmanager
 def session() -> Iterator[Any]:
-    """Start the session, whose ranks have one thread, as the plain loops."""
+    """Start the session. Its ranks have one thread, like the plain loops."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     for name, value in jvm.environment().items():
@@ -297,7 +297,7 @@ def session() -> Iterator[Any]:
 
 
 def by_value() -> None:
-    """Let the cases travel by value, as the classes and functions of a user's notebook do."""
+    """Pickle the cases by value, like the classes and functions of a user's notebook."""
     import cloudpickle
     from pyspark import cloudpickle as of_spark
 

@@ -1,6 +1,6 @@
-"""A slice of the corpus on every run: the estimator's checks and the loop of a rank against the plain loop, without Spark.
+"""Some cases of the corpus: the estimator's checks and a rank's loop against the plain loop, without Spark.
 
-`tests/corpus/test_fits.py` fits some; `make corpus` runs all.
+`tests/corpus/test_fits.py` fits some cases. `make corpus` runs all.
 """
 
 from __future__ import annotations

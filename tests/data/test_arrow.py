@@ -39,7 +39,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def decimals(*values: int | None) -> pa.Array:
-    """Whole ones, not at the front of their memory."""
+    """Make whole decimals with an offset into their memory."""
     return pa.array([None, 0, *values], pa.decimal128(38, 0))[2:]
 
 
@@ -244,7 +244,7 @@ def test_invalid_numbers_are_skipped_or_filled() -> None:
 
 
 def test_nan_and_infinity_are_kept_bit_by_bit() -> None:
-    """A NaN with a payload of its own stays that one; a null becomes NaN; a number that is too large stays an error."""
+    """A NaN keeps its payload, a null becomes NaN, and a number that is too large is still an error."""
     odd = np.array([0x7FF8000000000123], np.uint64).view(np.float64)[0]
     scalars = pa.array([1.0, odd, -INF, None], pa.float64())
     lists = pa.array([[1.0, None], [odd, INF]], pa.list_(pa.float64()))

@@ -1,4 +1,4 @@
-"""Spark's types of Arrow columns, and ML vectors sent as their parts."""
+"""Spark's types of Arrow columns, and the parts in which ML vectors are sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EMPTY = {"type": 0, "size": 9, "indices": [], "values": []}
 
 
 def sent(vectors: list[dict[str, object] | None]) -> list[pa.Array]:
-    """Make the four columns that Spark sends: a null vector's parts are null, but there is always a list of indices."""
+    """Make the four columns that Spark sends. The parts of a null vector are null, but its list of indices is not."""
     parts = [vector or dict.fromkeys(DENSE) for vector in vectors]
     types = {field.name: field.type for field in STRUCT}
     return [

@@ -1,4 +1,4 @@
-"""Checksums of blocks: of files as they are written, and of whatever is read."""
+"""Checksums of blocks: of files during their writing, and of all bytes that are read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make(store: Store) -> Manifest:
 
 
 @pytest.mark.parametrize("add", [add_blocks, checksums._with_zlib])
-def test_checksums_of_blocks_do_not_depend_on_how_the_bytes_came(add: Any) -> None:
+def test_checksums_of_blocks_do_not_depend_on_write_sizes(add: Any) -> None:
     rng = np.random.default_rng(3)
     data = rng.integers(0, 256, 5 * BLOCK_BYTES + 123, np.uint8)
     expected = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
@@ -122,7 +122,7 @@ def test_damaged_checksums_are_an_error(store: Store, tmp_path: Path, damage: st
 def test_the_first_epoch_beyond_memory_reads_the_data_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the second one not a byte more than its rows; each byte is read by one of the ranks."""
+    """Each byte is read by one of the ranks, and the second epoch reads no more bytes than the first."""
     manifest = make(store)
     read = []
     fill = PackedFile._fill

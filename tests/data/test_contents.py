@@ -1,4 +1,4 @@
-"""Runs and materialized data of a store: listed, held by one fit at a time, deleted."""
+"""Runs and prepared data of a store: how they are listed, held by one fit at a time, and deleted."""
 
 from __future__ import annotations
 

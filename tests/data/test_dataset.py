@@ -1,4 +1,4 @@
-"""Data sets for any loop, prepared from real DataFrames."""
+"""Data sets for a user's loop, prepared from DataFrames."""
 
 from __future__ import annotations
 

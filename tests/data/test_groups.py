@@ -1,4 +1,4 @@
-"""Plans of whole groups: every row once, a group on one rank, equal steps, whatever the sizes of groups."""
+"""Plans of whole groups: each row once, each group on one rank, equal steps, for all group sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that fit in memory, read once and held once by the ranks of a host: real processes over real files."""
+"""The ranks of a host read and hold rows that fit in memory once: real processes over real files."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> 
 
 
 def in_turns(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Measure several times in the same ranks, which take longer to start than to read."""
+    """Measure several times in the same ranks, whose start takes longer than the read."""
     return [call() for call in calls]
 
 
@@ -194,7 +194,7 @@ def test_ranks_of_a_host_read_and_store_rows_once(
 
 
 def flagged_epochs(folder: str, manifest: Manifest, is_shared: bool) -> dict[str, Any]:
-    """Read the training and the validation rows that a column selects; return them, and the bytes that were read."""
+    """Read the training and the validation rows that a column selects, and return them with the number of read bytes."""
     import sparkhvd.torch as hvd
     from sparkhvd.training.host_memory import HostRows, read_flags_once
 
@@ -216,7 +216,7 @@ def flagged_epochs(folder: str, manifest: Manifest, is_shared: bool) -> dict[str
 
 @pytest.fixture(scope="module")
 def flagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of which a column says whether they are for validation."""
+    """Rows with a column that selects the validation rows."""
     folder = tmp_path_factory.mktemp("flagged")
     store = Store.create(folder)
     held_out = Column("held_out", "scalar", "uint8", (), "boolean", "bool")

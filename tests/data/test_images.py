@@ -1,4 +1,4 @@
-"""The decoder of images: bytes and paths to arrays, sizes and scales, errors, and threads that decode at once."""
+"""The image decoder: bytes and paths to arrays, sizes and scales, errors, and threads that decode in parallel."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def read_all(store: Store, manifest: Manifest, num_workers: int = 1, **keywords:
 
 
 def some_broken(tmp_path: Path, count: int, broken: set[int]) -> tuple[Store, Manifest]:
-    """Make images whose red is their number, of which some are missing, cut off or none, in turns."""
+    """Make images whose red is their number. In turn, some are missing, truncated or not images."""
     paths = []
     for number in range(count):
         path = tmp_path / f"{number}.png"

@@ -1,4 +1,4 @@
-"""Processes that are killed while they read a data set, and what they leave behind: nothing."""
+"""Processes that are killed while they read a data set leave nothing behind."""
 
 from __future__ import annotations
 

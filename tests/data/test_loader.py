@@ -1,4 +1,4 @@
-"""A data set's loader: rows of all ranks at a step, whatever their number, and resuming at any row."""
+"""The loader of a data set: each step has the same rows with any number of ranks, and a run resumes at any row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dataset(tmp_path: Path) -> Dataset:
 
 
 def steps(loaders: list[Loader]) -> list[list[int]]:
-    """Return the rows of each step over all ranks, from where the loaders are to the end of the epoch."""
+    """Return the rows of each step over all ranks, from the loaders' position to the end of the epoch."""
     return [
         [number for batch in batches for number in batch["id"].tolist()]
         for batches in zip(*loaders, strict=True)
@@ -171,7 +171,7 @@ def test_an_epoch_resumes_only_in_its_original_order(
     next(iter(begun))
     state = json.loads(json.dumps(begun.state_dict()))
     other.load_state_dict(state)
-    with pytest.raises(InvalidArgumentError, match="and so in another order"):
+    with pytest.raises(InvalidArgumentError, match="The epoch began with .*, but this loader has "):
         next(iter(other))
     # A state that is passed on, before anything was read, is the same.
     again = dataset.loader(0, 2, 10, **before)
@@ -311,7 +311,7 @@ def test_rank_and_size_come_from_the_launcher(
 
 
 def test_other_ranks_refuse_a_state_without_windows(dataset: Dataset) -> None:
-    """Earlier versions wrote such states, which could lose and double rows elsewhere."""
+    """Earlier versions wrote such states, with which other ranks could lose or repeat rows."""
     loaders = ranks(dataset, 2, 10, shuffle_bytes=2000)
     for _ in zip(*[iter(each) for each in loaders], range(3), strict=False):
         state = loaders[0].state_dict()

@@ -1,4 +1,4 @@
-"""Loaders in ranks of torchrun, of `run_local` and of plain Python: the same rows in the same order, and resuming at any row."""
+"""Loaders in ranks of torchrun, `run_local` and plain Python: the same rows in the same order, resumed at any row."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ with open(f"{sys.argv[4]}/{rank}", "w") as file:
 
 
 def read(folder: str, states: str, seed: str) -> dict[str, Any]:
-    """Read an epoch in a rank, and the step behind each of many places."""
+    """Read an epoch in a rank, and the step after each of many positions."""
     dataset = load(folder, DATA_DIR)
     probe = dataset.loader()
     options = {"batch_size": STEP // probe.size, "seed": int(seed)}

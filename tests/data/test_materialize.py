@@ -225,7 +225,7 @@ def test_files_of_other_attempts_do_not_count(spark: SparkSession, store: Store)
 
 
 class MeasuredStore(Store):
-    """Notes by how much the peak of a task's process has grown while it wrote a file."""
+    """Records the growth of a task process's peak memory while it writes a file."""
 
     @contextlib.contextmanager
     def open_output(self, path: str) -> Iterator[Any]:

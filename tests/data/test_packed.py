@@ -180,7 +180,7 @@ def test_manifest_of_another_format_is_refused() -> None:
 
 
 class FarFile:
-    """A local file whose reads by offset wait until there are five of them at a time, once; it counts them."""
+    """A local file whose reads by offset wait once until five run in parallel, and are counted."""
 
     def __init__(self, path: str) -> None:
         self.file = pa.OSFile(path)

@@ -1,4 +1,4 @@
-"""Discovery of ordinary Parquet on the driver: files, footers, the manifest, and errors."""
+"""Discovery of ordinary Parquet on the driver: files, footers, the manifest, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ordinary Parquet by row number: the same rows as pyarrow has, every row once over the ranks, bounded work."""
+"""Ordinary Parquet by row number: the same rows as pyarrow's, each row once over the ranks, bounded work."""
 
 from __future__ import annotations
 

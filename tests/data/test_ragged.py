@@ -1,4 +1,4 @@
-"""Rows of variable length: in memory, through packed files, and read in any order; equal to lists of Python."""
+"""Rows of variable length: in memory, through packed files, and in any order, compared with Python lists."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def make(store: Store, table: dict[str, Any]) -> tuple[Manifest, dict[str, list[Any]]]:
-    """Write the rows of a drawn table as files; returns them as Python has them, too."""
+    """Write the rows of a drawn table as files, and return them as Python lists too."""
     count, inner = table["count"], table["inner"]
     columns = [
         Column("id", "scalar", "int64", (), "bigint", "int64"),

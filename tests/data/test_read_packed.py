@@ -1,4 +1,4 @@
-"""`read_packed` for people: folders, files, URLs, and what it says of anything else."""
+"""`read_packed` for users: folders, files, URLs, and its errors."""
 
 from __future__ import annotations
 

@@ -471,7 +471,7 @@ def test_damaged_data_are_an_error_that_names_them(
 def test_a_read_that_never_returns_times_out(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opening a pipe without a writer blocks, as a mount does whose server is gone."""
+    """open() of a pipe without a writer blocks, as on a mount whose server is gone."""
     monkeypatch.setattr("sparkhvd.data.reading.reader.READ_S", 0.3)
     monkeypatch.setattr("sparkhvd.data.reading.reader.STOP_S", 0.1)
     manifest = make(store, [100])

@@ -1,4 +1,4 @@
-"""Every kind of column over all ranks: each row once, with its own values, from whatever files."""
+"""All kinds of columns over all ranks and all kinds of files: each row once, with its own values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a reader, in a process of its own: it can be bounded below the size of the data, and does not grow."""
+"""Memory of a reader in its own process: it can be limited below the size of the data, and does not grow."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_memory_stays_flat_over_20_epochs(
 
 
 def test_windows_take_no_more_than_they_may(tmp_path: Path) -> None:
-    """Bound a reader's memory in a process that keeps freed blocks, beyond that of a reader with small windows."""
+    """The process keeps freed blocks, so its peak is compared with that of a reader with small windows."""
     make(tmp_path, amount(400_000, 600_000), (X, TOKENS))
 
     def peak(window_bytes: int) -> int:

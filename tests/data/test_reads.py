@@ -22,7 +22,7 @@ ROWS = 200_000
 
 
 class CountingStore(Store):
-    """Counts the bytes of data files that each process reads, in a file per process beside the store."""
+    """Counts the bytes that each process reads from data files, in a file per process beside the store."""
 
     def local_path(self, path: str) -> str | None:
         return None if path.endswith(".parquet") else super().local_path(path)
@@ -36,7 +36,7 @@ class CountingStore(Store):
 
 
 class Counted(io.FileIO):
-    """A file that writes down how much each read brought."""
+    """A file that records the bytes of each read."""
 
     def __init__(self, path: str, counts: str) -> None:
         super().__init__(path)

@@ -156,7 +156,7 @@ def test_columns_truncated_in_spark_output_are_part_of_the_key(spark: SparkSessi
 
 
 def deep(df: DataFrame, value: int) -> DataFrame:
-    """Make a plan whose text is longer than what Spark prints of one, with `value` in the middle."""
+    """Make a plan whose text is longer than Spark's print limit, with `value` in the middle."""
     condition = "id <> -1"
     for i in range(60):
         condition += f" and id + {value if i == 30 else i} <> -{i + 2}"

@@ -213,7 +213,7 @@ def test_cuts_keep_the_last_step_together() -> None:
 @given(st.data())
 @settings(max_examples=amount(60), deadline=None)
 def test_stages_of_other_sizes_use_every_row_once(data: st.DataObject) -> None:
-    """However often ranks and batch sizes change within an epoch beyond memory."""
+    """Ranks and batch sizes may change at any step of an epoch that exceeds the memory."""
     num_rows, window = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 80))
     options = {
         "shuffle": data.draw(st.booleans()),

@@ -1,4 +1,4 @@
-"""Sources of rows: Parquet read where it is, and the places of prepared data; no Spark."""
+"""Sources of rows without Spark: Parquet read in place, and the paths of prepared data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting a file into rows of Spark's text writer."""
+"""How a file is cut into rows of Spark's text writer."""
 
 from __future__ import annotations
 

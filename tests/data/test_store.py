@@ -153,14 +153,14 @@ def test_a_file_appears_whole_or_not_at_all(store: Store, tmp_path: Path) -> Non
 
 
 class Moves(pafs.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
-    """fsspec's local driver, behind a line or a server that refuses some renames."""
+    """fsspec's local driver behind a connection or a server that refuses some renames."""
 
     def __init__(self, refused: list[bool]) -> None:
         super().__init__(fsspec.filesystem("file"))
         self.refused = refused
 
     def move(self, src: str, dest: str) -> None:
-        """Rename, unless it is the turn of a refusal."""
+        """Rename, or refuse if the plan says so."""
         if self.refused.pop(0) if self.refused else False:
             raise OSError("Failure")
         super().move(src, dest)
@@ -247,7 +247,7 @@ def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
 
 
 def test_concurrent_owners_of_one_key_lose_no_lease(store: Store) -> None:
-    """Delete a directory, and the key's folder if that is empty, while another owner has just begun in it."""
+    """An owner deletes its folder, and the key's folder if it is empty, while another owner begins there."""
     rounds, ended, lost = 300, threading.Event(), []
 
     def comes_and_goes(name: str, times: int) -> None:
@@ -370,7 +370,7 @@ def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def as_user(number: int) -> Iterator[None]:
-    """Access files in this thread as another user, whose new files are closed to others."""
+    """Access files in this thread as another user, whose new files others cannot read."""
     mask = os.umask(0o077)
     os.setegid(number)
     os.seteuid(number)

@@ -1,4 +1,4 @@
-"""Stores in hard places: mounts that take one sequential pass, full and vanished ones, and what stays secret."""
+"""Stores in difficult places: mounts that allow one sequential pass, full and lost mounts, and secrets."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> 
 
 
 def classic_session() -> object:
-    """Make an object that counts as a classic session."""
+    """Make an object that is treated as a classic session."""
     kind = type("SparkSession", (), {"range": None, "__module__": "pyspark.sql.session"})
     return kind()
 
@@ -286,7 +286,7 @@ def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
     assert failed.value.__cause__ is None
 
     class Task:
-        """A session and a DataFrame whose one row says that a file is not there."""
+        """A session and a DataFrame whose single row says that a file is missing."""
 
         __module__ = "pyspark.sql.connect"  # which distinguishes sessions
         conf: dict[str, str] = {}  # nothing is set

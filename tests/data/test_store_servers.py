@@ -1,4 +1,4 @@
-"""Stores behind servers on loopback: S3 through pyarrow, FTP through fsspec, and when they are gone."""
+"""Stores on servers at loopback: S3 through pyarrow, FTP through fsspec, and servers that stop."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_aborted_writer_neither_publishes_nor_deletes_files(
 
 
 def test_an_interrupted_upload_is_whole(s3: S3) -> None:
-    """Objects that are being uploaded cannot be given up through pyarrow, only completed."""
+    """pyarrow cannot abort the upload of an object, so an interrupted upload is completed."""
 
     class Interrupted(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:

@@ -555,7 +555,7 @@ def test_a_key_that_is_none_opens_no_recipe(tmp_path: Path, key: str) -> None:
 
 
 class Trained:
-    """Stands for a model."""
+    """Stand-in for a model."""
 
     def __init__(self, module: torch.nn.Module, *losses: float) -> None:
         self.history: list[dict[str, Any]] = [{"loss": loss} for loss in losses]
@@ -603,7 +603,7 @@ def test_a_finished_fit_survives_its_recipe(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Fitter:
-    """Stands for an estimator: opens tables, and trains on nothing."""
+    """Stand-in for an estimator: it opens tables, and does not train."""
 
     num_fits = 0
 
@@ -717,7 +717,7 @@ def test_odd_folders_and_deletion_vectors_of_other_files(
 
 
 def typed_table(folder: Path, kind: str, *parts: pa.Table) -> None:
-    """Write a Delta table of a column c, and of x, from files as Spark or a widening of types leaves them."""
+    """Write a Delta table of a column c, and of x, from files as Spark or a type widening leaves them."""
     folder.mkdir()
     features = {"readerFeatures": ["typeWidening"], "writerFeatures": ["typeWidening"]}
     columns = [("x", "double"), ("c", kind)]

@@ -1,4 +1,4 @@
-"""Fits with `incremental=True` that are killed, and histories of tables in processes of their own."""
+"""Killed fits with `incremental=True`, and histories of tables in separate processes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_an_iceberg_table_on_s3(s3: S3, tmp_path: Path) -> None:
 
 
 class Rest(BaseHTTPRequestHandler):
-    """The calls of Iceberg's REST protocol that a reader makes, over another catalog of the class."""
+    """The calls of Iceberg's REST protocol that a reader makes, served from another catalog."""
 
     catalog: Any = None
 

@@ -1,4 +1,4 @@
-"""Temporary folders go with their process, also when it is killed; those of living processes stay."""
+"""Temporary folders are deleted with their process, even a killed one. Folders of living processes stay."""
 
 from __future__ import annotations
 

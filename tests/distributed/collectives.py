@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed against what one process computes from all ranks' inputs."""
+"""Every collective of torch.distributed, compared with the result that one process computes from all inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = (0, 1, 7, 1003)
 
 
 class Ranks:
-    """A group as this rank sees it, and what all ranks bring."""
+    """A group as this rank sees it, and the inputs of all ranks."""
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
@@ -224,7 +224,7 @@ def objects(r: Ranks) -> Iterator[tuple[str, bool]]:
 
 
 def asynchronous(r: Ranks) -> Iterator[tuple[str, bool]]:
-    """Works: waited for in another order than launched, by future, by polling, coalesced."""
+    """Works: awaited in another order than launched, by future, by polling, coalesced."""
     tensors = [torch.full((3,), float(n)) for n in range(4)]
     works = [dist.all_reduce(each, group=r.group, async_op=True) for each in tensors]
     for work in reversed(works):

@@ -1,4 +1,4 @@
-"""Groups of some ranks, names, backends, errors: what torch asks of a backend beside collectives."""
+"""Groups of some ranks, names, backends, errors: what torch requires of a backend besides collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed import collectives
 
 
 def findings() -> dict[str, list[str]]:
-    """Return by subject what is wrong."""
+    """Return the errors by subject."""
     return {
         "answers": [name for name, ok in answers().items() if not ok],
         "subgroups": subgroups(),
@@ -60,7 +60,7 @@ def answers() -> dict[str, bool]:
 
 
 def monitored_barriers() -> list[str]:
-    """A missing rank is named, the others hear of it, and the group stays usable."""
+    """A missing rank is named, the other ranks learn it, and the group stays usable."""
     group: Any = dist.group.WORLD
     size, rank = dist.get_world_size(), dist.get_rank()
     last, wrong = size - 1, []
@@ -83,7 +83,7 @@ def monitored_barriers() -> list[str]:
 
 
 def calls_of_torch_2_14() -> list[str]:
-    """What torch asks of a group since 2.14, by the functions that call it, where this torch has them."""
+    """Calls that torch makes to a group since 2.14, through the calling functions, if this torch has them."""
     group: Any = dist.group.WORLD
     size, rank, cpu = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
     # Rows that lie apart are written, too.
@@ -120,7 +120,7 @@ def calls_of_torch_2_14() -> list[str]:
 
 
 def timeout_of_a_wait() -> bool:
-    """Return True if the error has torch's word, and the message arrives afterwards."""
+    """Return True if the error has torch's word, and the message arrives later."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor, text = torch.zeros(1), " timeout "
     work: Any = None
@@ -179,7 +179,7 @@ def subgroups() -> list[str]:
 
 
 def gloo_inside() -> list[str]:
-    """A group of Gloo's in a job of ours is torch's own: collectives, messages, DDP, compiled names, timeouts."""
+    """A Gloo group in a job of ours is torch's own: collectives, messages, DDP, compiled names, timeouts."""
     size, rank = dist.get_world_size(), dist.get_rank()
     group: Any = dist.new_group(backend="gloo")
     cpu = torch.device("cpu")
@@ -223,7 +223,7 @@ def gloo_inside() -> list[str]:
 
 
 def short_forms() -> list[str]:
-    """Calls of the group itself, as torch's own groups take them: tensors without lists, no options, arguments in their place."""
+    """Calls of the group itself with torch's short forms: tensors without lists, no options, positional arguments."""
     group: Any = dist.group.WORLD
     size, rank = dist.get_world_size(), dist.get_rank()
     own, soon = torch.full((2,), float(rank)), timedelta(seconds=60)
@@ -305,7 +305,7 @@ def equal(found: Tensor | list[Tensor], wanted: Tensor | list[Tensor]) -> bool:
 
 
 def coalesced_messages() -> list[str]:
-    """Messages inside of torch's coalescing manager have arrived when that has been waited for."""
+    """Messages inside of torch's coalescing manager have arrived after its wait."""
     size, rank = dist.get_world_size(), dist.get_rank()
     got = torch.full((3,), -1.0)
     cpu = torch.device("cpu")
@@ -329,7 +329,7 @@ def profiled() -> list[str]:
 
 
 def many_groups() -> list[str]:
-    """Groups of the same ranks, in one process set: none gets another's message."""
+    """Groups of the same ranks in one process set: no group gets another group's message."""
     size, rank = dist.get_world_size(), dist.get_rank()
     if size != 2:
         return []
@@ -404,7 +404,7 @@ def mismatches() -> list[str]:
 
 
 def wrong_roots() -> list[str]:
-    """A rank that the group does not have is refused where it is given."""
+    """A rank outside the group is refused in the call."""
     wrong = []
     for root in (dist.get_world_size(), -1):
         for name in ("broadcast", "reduce"):
@@ -418,7 +418,7 @@ def wrong_roots() -> list[str]:
 
 
 def untold() -> list[str]:
-    """As with torch's own backends a tensor that backward needs may be written."""
+    """As with torch's own backends, a tensor that backward needs may be written."""
     x = torch.ones(2, requires_grad=True)
     y = torch.relu(x * 2)
     dist.broadcast(y.detach(), 0)
@@ -430,7 +430,7 @@ def untold() -> list[str]:
 
 
 def later_generations() -> list[str]:
-    """What a destroyed default group has left unfinished meets nothing of the next, and a late rank gets no old error."""
+    """Unfinished operations of a destroyed default group do not reach the next group, and a late rank gets no old error."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return []
@@ -474,7 +474,7 @@ def later_generations() -> list[str]:
 
 
 def other_order() -> list[str]:
-    """torch's ranks may be in another order than the launcher's: they get an engine of their own."""
+    """torch's ranks may have another order than the launcher's ranks. They get their own engine."""
     size, turned = hvd.size(), hvd.size() - 1 - hvd.rank()
     file = f"{tempfile.gettempdir()}/sparkhvd-{os.getppid()}-{os.environ['MASTER_PORT']}"
     dist.init_process_group("sparkhvd", init_method=f"file://{file}", rank=turned, world_size=size)

@@ -1,4 +1,4 @@
-"""Processes of a group that reconfigures: each runs the calls that the test sends."""
+"""Processes of a group that reconfigures. Each runs the calls that the test sends."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Member:
         return ""
 
     def around(self) -> float:
-        """Send this rank's number to the next, and return what came; then check other collectives."""
+        """Send this rank's number to the next rank, and return the received number. Then check other collectives."""
         rank, size = dist.get_rank(), dist.get_world_size()
         received = torch.zeros(4)
         reading = dist.irecv(received, (rank - 1) % size)
@@ -132,7 +132,7 @@ class Member:
         return str(group.get_error()).rpartition(".")[2]
 
     def used(self) -> dict[str, int]:
-        """Count what this process holds."""
+        """Count the resources of this process."""
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return {
@@ -169,7 +169,7 @@ class Member:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def shard(self) -> None:
-        """Make a model of HSDP on two replicas of two shards each; its dimensions are the groups."""
+        """Make an HSDP model on two replicas of two shards each. The mesh dimensions are the groups."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -191,7 +191,7 @@ class Member:
         return self.parameters()
 
     def steps_until_a_loss(self, overlaps: bool) -> str:
-        """Train until another rank is lost, wherever in a step that is."""
+        """Train until another rank is lost, in any part of a step."""
         group: Any = _torch._get_default_group()
         group.launcher.overlaps = overlaps
         self.optimizer.param_groups[0]["lr"] = 1e-4  # random rows would lead a larger one astray

@@ -1,4 +1,4 @@
-"""Random programs of asynchronous collectives, messages and groups, against a simulation of all ranks in one."""
+"""Random programs of asynchronous collectives, messages and groups, compared with a simulation of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rows = list[Tensor]  # a slot of each rank
 
 
 class Program:
-    """One program: every rank draws the same steps, and keeps what all ranks' slots must hold."""
+    """One program: every rank draws the same steps, and knows the expected slots of all ranks."""
 
     def __init__(self, seed: int, groups: list[tuple[Any, list[int]]]) -> None:
         self.random = random.Random(seed)
@@ -82,7 +82,7 @@ class Program:
         return dist.all_to_all_single(self.own[slot], source, group=group, async_op=True)
 
     def message(self, slot: int, group: Any, ranks: list[int], root: int) -> Any:
-        """The root's slot goes to the next rank."""
+        """The root's slot is sent to the next rank."""
         after = ranks[(ranks.index(root) + 1) % len(ranks)]
         rows, tag = self.slots[slot], self.random.randrange(3)
         if after == root:

@@ -1,6 +1,6 @@
 """Scripts that start themselves, as users do.
 
-python -m tests.distributed.script FOLDER               starts two ranks, whose output FOLDER has
+python -m tests.distributed.script FOLDER               starts two ranks and writes their output to FOLDER
 torchrun ... -m tests.distributed.script
 """
 
@@ -56,13 +56,13 @@ def meet(rank: int, method: str) -> None:
 
 
 def die(_: torch.Tensor) -> None:
-    """Die when the other rank has long been in its backward pass."""
+    """Die long after the other rank has begun its backward pass."""
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lose(rank: int, method: str) -> None:
-    """Rank 1 dies inside backward(), as the others learn; those that are left make a new group."""
+    """Rank 1 dies inside backward(), and the other ranks learn it. The survivors make a new group."""
     start(rank, f"{method}.4")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     for _ in range(3):
@@ -84,7 +84,7 @@ def lose(rank: int, method: str) -> None:
 
 
 class Pause(torch.autograd.Function):
-    """Does something in the backward pass, before any gradient is there."""
+    """Calls a function in the backward pass, before any gradient exists."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, act: Any) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Pause(torch.autograd.Function):
 
 
 def impatience(rank: int) -> None:
-    """Ctrl-C in backward() while rank 1 is late; then rank 1 is stopped, and a timeout comes out of backward()."""
+    """Ctrl-C in backward() while rank 1 is late. Then rank 1 is stopped, and backward() raises a timeout."""
     first, second = (
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64)) for _ in range(2)
     )
@@ -143,7 +143,7 @@ def launched() -> None:
 
 
 def main() -> None:
-    """Fork the ranks of a process that has the compiler, which each would import for DDP; print how they ended."""
+    """Fork the ranks from a process that has imported the compiler, which each rank would import for DDP, and print their exit statuses."""
     import torch._dynamo
 
     folder = sys.argv[1]

@@ -1,4 +1,4 @@
-"""torch.distributed on the engine, in ranks of `run_local`: one start per number of ranks serves every check."""
+"""torch.distributed on the engine, in ranks of `run_local`: all checks share one start per number of ranks."""
 
 from __future__ import annotations
 

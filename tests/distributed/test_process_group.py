@@ -1,4 +1,4 @@
-"""What this version of torch has on its groups and backends is ours, or is listed here with the reason why it is not."""
+"""Each method of this torch's groups and backends is ours, or is listed here with a reason."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_attribute_of_torchs_backends_is_ours_or_has_a_reason_not_to_be() 
 
 
 def keywords(name: str) -> list[list[str]]:
-    """Return the keywords of each form of a method of torch's groups, as its documentation has them."""
+    """Return the keywords of each form of a method of torch's groups, from its documentation."""
     text = getattr(c10d.ProcessGroup, name).__doc__ or ""
     forms = re.findall(rf"^(?:\d+\. )?{name}\(self: [^,)]*(.*)\) ->", text, re.MULTILINE)
     return [re.findall(r"(?<=, )(\w+): ", form) for form in forms]

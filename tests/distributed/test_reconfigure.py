@@ -1,4 +1,4 @@
-"""`_reconfigure` of torch.distributed: processes that leave, join, split, merge and are killed keep right sums."""
+"""`_reconfigure` of torch.distributed: sums stay right while processes leave, join, split, merge and are killed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Job:
     def start(
         self, size: int | None = None, backend: str = "sparkhvd", timeout_s: float = 30
     ) -> None:
-        """Call init_process_group on every process, and collect the handles; nothing is connected."""
+        """Call init_process_group on every process, and collect the handles. Nothing is connected yet."""
         size = size or len(self.processes)
         ranks = range(len(self.processes))
         self.all("init", [(self.place, rank, size, backend, timeout_s) for rank in ranks])
@@ -83,7 +83,7 @@ class Job:
         return next(self._numbers)
 
     def join(self, who: Sequence[int], **named: Any) -> None:
-        """Make processes the ranks of one group, in their order, and check it."""
+        """Make processes the ranks of one group, in this order, and check it."""
         handles = [self.handles[each] for each in who]
         call = (self.number(), handles)
         assert self.some(who, "reconfigure", [call] * len(who), **named) == [
@@ -242,7 +242,7 @@ def test_ddp_with_changing_ranks_equals_one_process_on_all_rows(job: Job) -> Non
     steps = itertools.count()
 
     def train(who: Sequence[int], hook: str) -> None:
-        """Train some processes, and process 3 alone on the rows of all; all have equal parameters then."""
+        """Train some processes, and process 3 alone on the rows of all. Afterwards all have equal parameters."""
         for seed in itertools.islice(steps, 3):
             # A gradient that PowerSGD approximates depends on the number of ranks, unless all have the same rows.
             is_same = hook == "powersgd_hook"
@@ -343,7 +343,7 @@ def test_many_changes_leave_no_memory_descriptor_or_thread(job: Job) -> None:
 
 @pytest.mark.parametrize("seed", range(amount(4, 200)))
 def test_random_histories_have_right_sums(seed: int, fork_server: ForkServer, store: Any) -> None:
-    """Kill, stop, join, split and merge in any order; every group that comes together adds up."""
+    """Processes are killed, stopped, joined, split and merged in random order, and every group must add up."""
     draw = random.Random(seed)
     with rank_processes(_TARGET, 5, with_engine=False, server=fork_server) as processes:
         job = Job(processes, store.port)

@@ -1,4 +1,4 @@
-"""Processes that the test starts without a launcher find each other through torch's store, and notice losses."""
+"""Processes started without a launcher find each other through torch's store, and notice lost ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is built on torch.distributed, unmodified, against the same training in one process or with Gloo."""
+"""Unmodified users of torch.distributed, compared with the same training in one process or with Gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS, BATCH, WIDTH = 5, 8, 6
 
 
 class Net(nn.Module):
-    """A layer that is used, one that never is, and one of which every other step uses."""
+    """A used layer, an unused layer, and a layer that every other step uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def reference(kind: type[Net] = Net) -> nn.Module:
 
 
 class Reentrant(Net):
-    """Its backward pass has another one inside, where the last gradient and the end of DDP come."""
+    """Its backward pass contains another one, in which the last gradient and the end of DDP occur."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = recompute(self.first, x.requires_grad_(), use_reentrant=True)
@@ -117,7 +117,7 @@ def in_backward(act: Callable[[], object]) -> None:
 
 
 def backward_passes() -> list[str]:
-    """What a pass launches starts at its end, or when somebody asks; also after an error; an error of it is the pass's."""
+    """Work that a pass launches starts at the end of the pass, or when its result is requested, also after an error. The pass raises its error."""
     size, rank = dist.get_world_size(), dist.get_rank()
     overlaps(False)
     tensors = [torch.ones(3) for _ in range(5)]
@@ -226,7 +226,7 @@ def ddp_hooks() -> list[str]:
 
 
 def sparse_gradients() -> list[str]:
-    """Sparse gradients beside dense ones, with our hooks as without a hook."""
+    """Sparse gradients beside dense gradients give the same result with our hooks and without a hook."""
     hooks: dict[str, tuple[Any, Any]] = {
         "none": (None, None),
         "ddp_hook": (None, sparkhvd.distributed.ddp_hook),
@@ -260,7 +260,7 @@ def registered() -> int:
 
 
 def several_models() -> list[str]:
-    """Models whose buckets are reduced in one backward pass do not share memory; a model gets other buckets after its first."""
+    """Models whose buckets are reduced in one backward pass do not share memory. A model gets other buckets after its first pass."""
     group: Any = dist.new_group()
     makers: dict[str, Callable[[nn.Module], Any]] = {
         "plain": DistributedDataParallel,
@@ -282,7 +282,7 @@ def several_models() -> list[str]:
 
 
 def powersgd() -> list[str]:
-    """Gradients of low rank arrive whole; of others as much as with torch's hook, and what does not arrive is not lost."""
+    """Low-rank gradients are sent completely, other gradients as far as with torch's hook, and the rest is not lost."""
     torch_state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=4, start_powerSGD_iter=2, min_compression_rate=4
     )
@@ -399,7 +399,7 @@ def sharded() -> list[str]:
 
 
 def hybrid() -> list[str]:
-    """FSDP2 on a mesh of two dimensions, each with groups of its own; a checkpoint whose save makes a group."""
+    """FSDP2 on a two-dimensional mesh with a group per dimension, and a checkpoint whose save makes a group."""
     wrong = []
     wanted = Net().double()
     train(wanted, lambda x: x, lambda p: torch.optim.Adam(p, lr=0.01))
@@ -443,7 +443,7 @@ def metrics() -> list[str]:
 
 
 def findings(with_metrics: bool) -> dict[str, list[str]]:
-    """Return by subject what is wrong; the import of torchmetrics takes as long as all else."""
+    """Return the errors by subject. The import of torchmetrics takes as long as everything else."""
     checks = [
         backward_passes,
         ddp_options,

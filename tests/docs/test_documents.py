@@ -1,4 +1,4 @@
-"""The pages hold together: links lead to headings, names exist, the site's navigation has every page, versions agree."""
+"""Checks of the pages: links lead to headings, names exist, the navigation has every page, versions agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code blocks of the pages: each compiles and names what exists, and whatever does not run here says why.
+"""Code blocks of the pages: each compiles and uses names that exist, and each that does not run states the reason.
 
 `tests/docs/test_page_runs.py` runs the others.
 """

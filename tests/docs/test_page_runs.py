@@ -1,7 +1,7 @@
-"""Code blocks of README.md and of every page run, as a reader would run them (`tests/harness/pages.py`).
+"""Code blocks of README.md and of every page run as a reader would run them (`tests/harness/pages.py`).
 
-A program is found by itself: a new page needs no line here. Programs without Spark run in one job of two ranks, a few
-with Spark in the shared session. `make soak` runs every program in a process of its own, and `make test-users` those
+Programs are found automatically: a new page needs no line here. Programs without Spark run in one job of two ranks, a few
+with Spark in the shared session. `make soak` runs every program in its own process, and `make test-users` runs the programs
 that import libraries outside of the extra `test`.
 """
 
@@ -90,7 +90,7 @@ def check_distributor(output: str) -> None:
 
 
 def check_training(output: str) -> None:
-    """Every level prints its epochs, and gets better."""
+    """Every level prints its epochs, and its loss decreases."""
     losses = [float(x) for x in re.findall(r"^epoch .* val_loss (\S+)", output, re.MULTILINE)]
     assert len(losses) == 9
     for level in range(3):
@@ -155,7 +155,7 @@ def title(program: Program) -> str:
 
 @pytest.mark.parametrize("program", IN_SESSION, ids=title)
 def test_program_runs_in_a_session(program: Program, spark: SparkSession, tmp_path: Path) -> None:
-    """Run it in this process, where its `getOrCreate` finds a session of the same master."""
+    """The program runs in this process, where its `getOrCreate` finds a session of the same master."""
     check(program, run_here(spark, in_folder(program, tmp_path), tmp_path))
 
 

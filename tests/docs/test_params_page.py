@@ -1,4 +1,4 @@
-"""docs/params.md lists every Param, its default and what becomes of Horovod's: compared with the code."""
+"""docs/params.md lists every Param, its default, and what replaces each Param of Horovod."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.harness.rank_process import Talk
 
 
 def go_on(rendezvous: ElasticRendezvous, talk: Talk) -> None:
-    """Reduce in generation after generation, and say what each one looks like; a commit is each hundredth operation."""
+    """Reduce in generation after generation, and report each one. Each hundredth operation is a commit."""
     while True:
         with Engine(rendezvous.connect(), rendezvous.settings) as engine:
             began = time.monotonic()
@@ -41,7 +41,7 @@ def go_on(rendezvous: ElasticRendezvous, talk: Talk) -> None:
 
 
 def work(engine: Engine, rendezvous: ElasticRendezvous) -> None:
-    """Work until the members should change."""
+    """Work until the members must change."""
     for step in range(1_000_000):
         allreduce(engine, "gradients", np.full(100_001, 1.0))
         rendezvous.standing.version += 1
@@ -52,13 +52,13 @@ def work(engine: Engine, rendezvous: ElasticRendezvous) -> None:
 
 
 def die_when_it_meets(rendezvous: ElasticRendezvous, _: Talk) -> None:
-    """Take part in a decision, and die before the meeting is over."""
+    """Take part in a decision, and die before the rendezvous ends."""
     rendezvous._link.ask(rendezvous._question())
     os.kill(os.getpid(), 9)
 
 
 def stop_when_it_meets(rendezvous: ElasticRendezvous, talk: Talk) -> None:
-    """Take part in a decision, and stop before the meeting is over; continue when woken."""
+    """Take part in a decision, and stop before the rendezvous ends. Continue when woken."""
     rendezvous._link.ask(rendezvous._question())
     talk.say("stopped")
     os.kill(os.getpid(), 19)

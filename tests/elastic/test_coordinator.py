@@ -1,4 +1,4 @@
-"""The coordinator of an elastic job, and connections that are no member's."""
+"""The coordinator of an elastic job, and connections that no member makes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_an_invitation_does_not_show_its_key(join_token: JoinToken) -> None:
 
 
 def hostile_messages() -> list[bytes]:
-    """Messages of a process that holds the key and runs other code."""
+    """Messages of a process with the key and other code."""
     asked = JoinRequest(0, Endpoint("127.0.0.1", 1, "", ""), dead=(1, 2), why="lost")
     bodies = [
         json.dumps(membership.to_dict(message)).encode()

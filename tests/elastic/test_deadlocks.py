@@ -1,4 +1,4 @@
-"""Elastic jobs in which Horovod is known to hang or to end: each must continue, with every row exactly once."""
+"""Elastic jobs in which Horovod hangs or ends. Each must continue, with every row exactly once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def finish(job: ElasticJob, gone: set[int], size: int) -> list[dict[str, Any]]:
 
 
 def test_survivors_of_a_removal_below_the_minimum_sync_with_new_ranks() -> None:
-    """The survivors of a graceful leave need no state, and the rank that they wait for does."""
+    """The survivors of a graceful leave need no state, but the rank that they wait for needs it."""
     with elastic_job(TARGET, 3, limits=limits(3, least=3)) as job:
         tell(job.members, pause=0.03)
         for member in job.members:
@@ -42,7 +42,7 @@ def test_survivors_of_a_removal_below_the_minimum_sync_with_new_ranks() -> None:
 
 
 def test_ranks_with_different_updates_act_alike() -> None:
-    """One rank gets an update of removals alone, one of new hosts, and one none."""
+    """One rank gets an update with removals, one an update with new hosts, and one no update."""
     with elastic_job(TARGET, 3) as job:
         for member, news in zip(job.members, ({"update": 1}, {"update": 2}, {}), strict=True):
             tell([member], **news)
@@ -62,7 +62,7 @@ def test_all_ranks_of_a_host_die_at_once() -> None:
 
 @pytest.mark.parametrize("where", ["reset", "sync", "synced", "commit"])
 def test_training_survives_a_death_during_recovery_from_another(where: str) -> None:
-    """Rank 0 dies, and rank 1, which is the next rank 0, when they have just met, or send the state."""
+    """After rank 0, the next rank 0 dies too, right after the ranks have met or while it sends the state."""
     with elastic_job(TARGET, 4) as job:
         tell(job.members[:1], die=(1, 2))
         tell(job.members[1:2], die_in=(where, 2))

@@ -1,4 +1,4 @@
-"""A rank that lives through half an hour of changes: no hang, every row exact, and nothing grows."""
+"""A rank that survives half an hour of changes: no hang, every row exactly once, no growth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members of an elastic job that are killed, stopped or added: who is left, how soon, and what the others see."""
+"""Members of an elastic job are killed, stopped or added: who stays, how soon, and what the others see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHIN_S = 3.0
 
 
 def generation_of(members: Iterable[RankProcess], number: int) -> list[dict[str, Any]]:
-    """Wait until members have worked in a generation; check that they agree on it."""
+    """Wait until members have worked in a generation, and check that they agree on it."""
     said = []
     for member in members:
         while (each := member.expect())["generation"] < number:
@@ -72,7 +72,7 @@ def test_two_deaths_at_once_are_one_change() -> None:
 
 
 def last_generation(job: ElasticJob, members: set[int]) -> int:
-    """Wait for the change after which exactly these are members."""
+    """Wait for the change after which these are exactly the members."""
     while True:
         formed = job.next_change()
         if set(formed.change.members) == members and formed.has_met:

@@ -1,4 +1,4 @@
-"""Who is in the next generation of an elastic job: without processes, sockets or clock."""
+"""Members of the next generation of an elastic job, without processes, sockets or a clock."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_no_process_joins_after_a_function_returned() -> None:
 
 
 class World:
-    """Processes that ask, die, stop and join in any order, and the answers that they get."""
+    """Processes that ask, die, stop and join in any order, and the answers to them."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Sharded optimizers whose ranks are killed, leave and join: no part of their state is lost, and none is used twice."""
+"""Sharded optimizers whose ranks are killed, leave and join: each part of their state is used exactly once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TARGET = f"{BODIES}:count_rows"
 
 
 def finish(job: ElasticJob, gone: set[int], size: int) -> None:
-    """Compare with Adagrad of one process, which has seen each row once in each of three epochs."""
+    """Compare with Adagrad in one process, which has trained on each row once in each of three epochs."""
     results = [result_of(member) for member in job.members if member.rank not in gone]
     assert {result["size"] for result in results} == {size}
     weight = sum(1 / math.sqrt(count) for count in (1, 2, 3))

@@ -1,4 +1,4 @@
-"""Trainings whose ranks are killed and added: every row is trained on exactly once in each epoch."""
+"""Trainings whose ranks are killed and added: each epoch has every row exactly once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def limits(first: int, **more: Any) -> Limits:
 
 
 def result_of(member: RankProcess) -> dict[str, Any]:
-    """Return what a member's training returns; its messages before are skipped."""
+    """Return the result of a member's training, and skip its earlier messages."""
     while "weights" not in (said := member.expect()):
         pass
     return dict(said)
@@ -89,7 +89,7 @@ def test_a_single_remaining_rank_continues_and_the_job_grows_again() -> None:
 
 @pytest.mark.timeout(60)
 def test_ranks_do_not_wait_for_a_process_preparing_to_join() -> None:
-    """It is behind the others, and joins them when its function begins."""
+    """The process joins the other ranks when its function begins."""
     with elastic_job(f"{BODIES}:count_rows", 2) as job:
         tell(job.members, pause=0.04)
         for member in job.members:
@@ -162,7 +162,7 @@ def of_survivors(job: ElasticJob, killed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(60)
 def test_repeated_rendezvous_leak_no_descriptors() -> None:
-    """They are closed without a garbage collection: each engine has some megabytes of shared memory, too."""
+    """Engines close them without a garbage collection, because each engine also has megabytes of shared memory."""
     with elastic_job(f"{BODIES}:change_often", 2) as job:
         found = job.members[0].expect()
         assert len(set(found[1:])) == 1, found
@@ -198,7 +198,7 @@ def test_a_horovod_script_continues_after_the_death_of_rank_0() -> None:
 
 
 def act(job: ElasticJob, dice: random.Random, plan: dict[str, Any]) -> str:
-    """Do something to a random member; return what. At least one member that has the state remains."""
+    """Disturb a random member, and return the action. At least one member with the state remains."""
     gone = job.__dict__["gone"]
     left = [member for member in job.members if member.rank not in gone]
     # The first ones, and those that have reported a generation.

@@ -1,6 +1,6 @@
-"""Trainings of members of an elastic job; each is called as fn(rendezvous, talk).
+"""Trainings of members of an elastic job. Each is called as fn(rendezvous, talk).
 
-The model counts: row i adds 1 to its i-th weight in every epoch, so a weight tells how often its row was trained on.
+The model counts: row i adds 1 to its i-th weight in every epoch, so a weight tells how often its row was used for training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.harness.rank_process import Talk
 
 
 class Counter(torch.nn.Module):
-    """A weight for each row, whose gradient is -1 for each time that the row is in the batch."""
+    """A weight per row. Its gradient is -1 for each occurrence of the row in the batch."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
 
 
 def prepare(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
-    """Come to a job that runs; train when the test says so."""
+    """Join a running job, and train when the test says so."""
     hvd.init(comm=rendezvous)
     try:
         hvd.allreduce(torch.ones(1))
@@ -129,7 +129,7 @@ def reduce_for_ever(rendezvous: SocketRendezvous, talk: Talk) -> None:
 
 
 def run_twice(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
-    """Run a function that has finished once more; rank 0 dies in the second run."""
+    """Run a finished function once more. Rank 0 dies in the second run."""
     hvd.init(comm=rendezvous)
 
     @elastic.run
@@ -172,7 +172,7 @@ def normalize(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
 
 
 def change_often(rendezvous: ElasticRendezvous, talk: Talk) -> list[int]:
-    """Meet again and again without a garbage collection; return the number of descriptors each time."""
+    """Meet repeatedly without a garbage collection, and return the number of descriptors each time."""
     hvd.init(comm=rendezvous)
     gc.disable()
     model = torch.nn.Linear(100, 100)
@@ -252,7 +252,7 @@ def run_page(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
 
 
 def run_horovod_script(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
-    """Train as Horovod's examples do, by its own names; rank 0 of 3 dies."""
+    """Train as Horovod's examples do, with its own names. Rank 0 of 3 dies."""
     sparkhvd.install_as_horovod()
     install_rendezvous(rendezvous)
     import horovod.torch as horovod

@@ -56,7 +56,7 @@ def bfloat16_from(values: Array) -> Array:
 
 
 def float32_from_bfloat16(bits: Array) -> Array:
-    """Exact."""
+    """Convert exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -74,7 +74,7 @@ def random_array(dtype: DType, shape: tuple[int, ...], seed: int) -> Array:
 
 
 def expected(dtype: DType, op: ReduceOp, stacked: Sequence[Array]) -> Array:
-    """Compute what the ranks must get: added in rank order, in the accumulation type, scaled and rounded once."""
+    """Compute the ranks' result: added in rank order, in the accumulation type, scaled and rounded once."""
     if op in BITS:
         return BITS[op].reduce(list(stacked))  # type: ignore[no-any-return]
     if dtype == DType.BOOL:
@@ -105,7 +105,7 @@ def expected(dtype: DType, op: ReduceOp, stacked: Sequence[Array]) -> Array:
 
 
 def view(source: Array, destination: Array | None = None) -> TensorView:
-    """View an array as the engine takes it."""
+    """View an array as the engine's tensor."""
     assert source.flags.c_contiguous
     address = 0 if destination is None else destination.ctypes.data
     return TensorView(source.ctypes.data, address, source.shape)
@@ -128,7 +128,7 @@ def start_allreduce(
     dtype: DType | None = None,
     **options: Any,
 ) -> tuple[Work, Array]:
-    """Submit; the result is in the array once the work is done."""
+    """Submit. The array has the result when the work is done."""
     result = np.empty_like(array)
     work = engine.allreduce(
         [view(array, result)],
@@ -185,7 +185,7 @@ def allgather(engine: Engine, name: str, array: Array) -> tuple[Array, tuple[int
 
 
 def start_broadcast(engine: Engine, name: str, array: Array, root_rank: int) -> tuple[Work, Array]:
-    """Submit; the result is in the array once the work is done."""
+    """Submit. The array has the result when the work is done."""
     result = np.empty_like(array)
     work = engine.broadcast(
         view(array, result),

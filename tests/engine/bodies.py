@@ -1,4 +1,4 @@
-"""Bodies of rank processes; each is called as fn(engine, talk)."""
+"""Functions of rank processes. Each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add(engine: Engine, talk: Talk) -> Any:
 
 
 def poll_in_opposite_orders(engine: Engine, talk: Talk) -> Any:
-    """Rank 0 submits A, B; rank 1 submits B, A; both only poll."""
+    """Rank 0 submits A, B. Rank 1 submits B, A. Both only poll."""
     engine.barrier(name="start").wait()
     names = ["A", "B"] if engine.rank == 0 else ["B", "A"]
     # One above a slot as well, so that it cannot be finished by the copy at submission alone.
@@ -48,7 +48,7 @@ def poll_in_opposite_orders(engine: Engine, talk: Talk) -> Any:
 
 
 def hold_the_gil(engine: Engine, talk: Talk) -> Any:
-    """Rank 1 submits and then keeps its interpreter busy for 0.8 s; rank 0's waits do not notice."""
+    """Rank 1 submits and then keeps its interpreter busy for 0.8 s, which must not delay rank 0's waits."""
     libc = ctypes.PyDLL(None)  # keeps the GIL during the call
     engine.barrier(name="start").wait()
     seconds = []
@@ -68,7 +68,7 @@ def hold_the_gil(engine: Engine, talk: Talk) -> Any:
 
 
 def reduce_until_it_fails(engine: Engine, talk: Talk) -> Any:
-    """Allreduce after allreduce, until the test or a lost rank ends it."""
+    """Repeat allreduces until the test or a lost rank ends it."""
     allreduce(engine, "first", np.ones(1000, np.float32))
     talk.say("running")
     step = 0
@@ -89,7 +89,7 @@ def wait_for_a_rank_that_never_comes(engine: Engine, talk: Talk) -> Any:
 
 
 def wait_beside_forked_children(engine: Engine, talk: Talk) -> Any:
-    """Wait as above, with a child that was forked and lives on: it must not keep the sockets open."""
+    """Wait as above, with a living forked child, which must not keep the sockets open."""
     engine.barrier(name="start").wait()
     child = os.fork()
     if child == 0:
@@ -103,7 +103,7 @@ def wait_beside_forked_children(engine: Engine, talk: Talk) -> Any:
 
 
 def use_in_forked_child(engine: Engine, talk: Talk) -> Any:
-    """Use the engine in a forked child, which gets an error; the parent continues."""
+    """Use the engine in a forked child, which gets an error, while the parent continues."""
     before, _ = start_allreduce(engine, "before", np.ones(4, np.float32))
     before.wait()
     read, write = os.pipe()
@@ -135,7 +135,7 @@ def use_in_forked_child(engine: Engine, talk: Talk) -> Any:
 
 
 def interrupted_wait(engine: Engine, talk: Talk) -> Any:
-    """Ctrl-C while rank 0 waits for a rank that does not come."""
+    """Ctrl-C while rank 0 waits for a rank that submits nothing."""
     engine.barrier(name="start").wait()
     if engine.rank == 1:
         talk.hear()
@@ -153,7 +153,7 @@ def interrupted_wait(engine: Engine, talk: Talk) -> Any:
 
 
 def interrupted_run(engine: Engine, talk: Talk) -> Any:
-    """Ctrl-C in a call that submits and waits; what its operation reads and writes must live on."""
+    """Ctrl-C in a call that submits and waits. The memory of its operation must stay alive."""
     engine.barrier(name="start").wait()
     if engine.rank == 1:
         talk.hear()
@@ -198,7 +198,7 @@ def is_done(work: Any) -> bool:
 
 
 def interrupted_at_any_moment(engine: Engine, talk: Talk) -> Any:
-    """Rank 0's calls are interrupted again and again, before, in and behind the native code."""
+    """Rank 0's calls are interrupted repeatedly, before, in and after the native code."""
     count, interrupted = 3000, 0
     if (
         engine.rank == 1
@@ -242,7 +242,7 @@ def interrupted_at_any_moment(engine: Engine, talk: Talk) -> Any:
 
 
 def leave_with_an_exception(engine: Engine, talk: Talk) -> Any:
-    """Rank 0 raises inside `with Engine`; the others are in an operation."""
+    """Rank 0 raises inside `with Engine` while the others are in an operation."""
     engine.barrier(name="start").wait()
     if engine.rank == 0:
         raise ValueError("the reason")

@@ -1,4 +1,4 @@
-"""Bodies of rank processes with a pretended GPU; each is called as fn(engine, talk)."""
+"""Functions of rank processes with a GPU of the stand-in. Each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def start_sum(
 
 
 def add(engine: Engine, talk: Any) -> Any:
-    """Run one allreduce, and tell the test its result."""
+    """Run one allreduce, and send the test its result."""
     open_device(engine)
     array = DeviceArray(engine, np.full(5, engine.rank + 1, np.float32))
     work = start_sum(engine, "x", array)
@@ -79,7 +79,7 @@ def add(engine: Engine, talk: Any) -> Any:
 
 
 def spin_until_it_fails(engine: Engine, talk: Any) -> Any:
-    """Rank 2's device does not come to the operation; the others' wait in it."""
+    """Rank 2's device does not reach the operation, in which the other ranks' devices wait."""
     fake = open_device(engine)
     array = DeviceArray(engine, np.ones(5, np.float32))
     start_sum(engine, "first", array).wait()
@@ -92,8 +92,8 @@ def spin_until_it_fails(engine: Engine, talk: Any) -> Any:
 
 
 def reduce_beside_a_launch(engine: Engine, talk: Any) -> Any:
-    """Seconds of small allreduces on the CPU while another thread waits for a launch that takes three seconds, and other
-    programs take the CPUs.
+    """Measure the seconds of small allreduces on the CPU while another thread waits three seconds for a launch, and other
+    programs use the CPUs.
     """
     fake = open_device(engine)
     array = DeviceArray(engine, np.ones(5, np.float32))
@@ -133,7 +133,7 @@ def negotiate_until_it_fails(engine: Engine, talk: Any) -> Any:
 
 
 def relay_until_it_fails(engine: Engine, talk: Any) -> Any:
-    """Rank 2 coordinates a set of its own, whose orders rank 0 passes on; all of them end with its death."""
+    """Rank 2 coordinates an own set, whose orders rank 0 relays. Its death ends all of them."""
     open_device(engine)
     alone = add_set(engine, 2)
     array = DeviceArray(engine, np.ones(5, np.float32))
@@ -144,7 +144,7 @@ def relay_until_it_fails(engine: Engine, talk: Any) -> Any:
 
 
 def connect_until_it_fails(engine: Engine, talk: Any) -> Any:
-    """Rank 2 is stuck in the making of the communicator, where the others wait for it."""
+    """Rank 2 hangs while the communicator is made, where the other ranks wait for it."""
     fake = open_device(engine)
     if engine.rank == 2:
         fake.fake_cuda_hang(b"ncclCommInitRankConfig", 1)
@@ -173,9 +173,9 @@ def add_set(engine: Engine, *ranks: int) -> int:
 
 
 def leave_and_let_nccl_tell(engine: Engine, talk: Any) -> Any:
-    """Rank 1 shuts down while rank 0 waits for it on the device, where NCCL reports the loss of a peer.
+    """Rank 1 shuts down while rank 0 waits for it on the device, where NCCL reports the lost peer.
 
-    The test says what comes first.
+    The test chooses which comes first.
     """
     first = talk.hear()
     fake = open_device(engine)
@@ -208,7 +208,7 @@ def leave_and_let_nccl_tell(engine: Engine, talk: Any) -> Any:
 
 
 def stand_still(engine: Engine, talk: Any) -> Any:
-    """Rank 1's GPU does not come to the operation for a while."""
+    """Rank 1's GPU does not reach the operation for a while."""
     fake = open_device(engine)
     pair = add_set(engine, 0, 1)
     array = DeviceArray(engine, np.ones(5, np.float32))
@@ -229,7 +229,7 @@ def stand_still(engine: Engine, talk: Any) -> Any:
 
 
 def time_out(engine: Engine, talk: Any) -> list[bool]:
-    """Let an operation end well and one by its timeout; return whether the memory of each is still kept."""
+    """Let one operation succeed and one time out, and return whether the memory of each is still kept."""
     fake = open_device(engine)
     arrays = [DeviceArray(engine, np.ones(5, np.float32)) for _ in range(2)]
     start_sum(engine, "well", arrays[0]).wait()
@@ -245,7 +245,7 @@ def time_out(engine: Engine, talk: Any) -> list[bool]:
 
 
 def fork_beside_it(engine: Engine, talk: Any) -> Any:
-    """Fork a child, which drops what it has of the device and calls nothing of CUDA."""
+    """Fork a child, which drops its references to the device and calls nothing of CUDA."""
     fake = open_device(engine)
     array = DeviceArray(engine, np.ones(5, np.float32))
     work = start_sum(engine, "x", array)

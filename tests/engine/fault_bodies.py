@@ -1,4 +1,4 @@
-"""Functions of ranks while something goes wrong; each is called as fn(engine, talk)."""
+"""Functions of ranks during a fault. Each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def one_round(engine: Engine, number: int) -> None:
 
 
 def work_until_lost(engine: Engine, talk: Talk) -> Any:
-    """Round after round, until another rank's end ends this one."""
+    """Repeat rounds until the end of another rank ends this rank."""
     talk.say("running")
     number = 0
     while True:
@@ -71,7 +71,7 @@ def work_until_lost(engine: Engine, talk: Talk) -> Any:
 
 
 def wait_for_a_rank_with_memory(engine: Engine, talk: Talk) -> Any:
-    """Wait for rank 1, which has so many MiB resident; returns when its end is known here, by this machine's clock."""
+    """Wait for rank 1, which has this many MiB resident, and return when this rank learns of its end, by the machine's clock."""
     num_bytes = talk.hear() << 20
     with mmap.mmap(-1, num_bytes) as memory:
         if engine.rank == 1:
@@ -90,7 +90,7 @@ def wait_for_a_rank_with_memory(engine: Engine, talk: Talk) -> Any:
 
 
 def time_until_known(ranks: list[RankProcess], resident_mib: int) -> tuple[float, float]:
-    """Kill rank 1 of three; return the seconds until the others know, and until it is gone."""
+    """Kill rank 1 of three, and return the seconds until the others know it, and until the process is gone."""
     for rank in ranks:
         rank.tell(resident_mib)
     for rank in ranks:
@@ -110,7 +110,7 @@ def error_kinds(engine: Engine) -> dict[int, str]:
 
 
 def large_round(engine: Engine, number: int) -> None:
-    """Run all that moves whole tensors, 24 MiB each, in the world and in a process set at the same time."""
+    """Run all operations that move whole tensors, 24 MiB each, in the world and in a process set at the same time."""
     size, rank = engine.size, engine.rank
     added = engine.add_process_set(range(size))
     added.wait()
@@ -146,12 +146,12 @@ def large_round(engine: Engine, number: int) -> None:
 
 
 def move_large_tensors(engine: Engine, talk: Talk) -> Any:
-    """Round after round with large tensors; otherwise as `work_until_told`."""
+    """Repeat rounds with large tensors, otherwise like `work_until_told`."""
     return work_until_told(engine, talk, large_round)
 
 
 def move_large_tensors_until_lost(engine: Engine, talk: Talk) -> Any:
-    """Run rounds with large tensors until another rank's end ends this one; rank 0 aborts when it receives a reason."""
+    """Repeat rounds with large tensors until the end of another rank ends this one. Rank 0 aborts when it receives a reason."""
     if engine.rank == 0:
         threading.Thread(target=lambda: engine.abort(talk.hear()), daemon=True).start()
     talk.say("running")
@@ -164,7 +164,7 @@ def move_large_tensors_until_lost(engine: Engine, talk: Talk) -> Any:
 def work_until_told(
     engine: Engine, talk: Talk, one_round: Callable[[Engine, int], None] = one_round
 ) -> Any:
-    """Run rounds until rank 0 receives a stop; says how many, and the longest."""
+    """Repeat rounds until rank 0 receives a stop. Report their number, and the longest."""
     talk.say("running")
     stopping = threading.Event()
     if engine.rank == 0:
@@ -191,7 +191,7 @@ def connections() -> Iterator[socket.socket]:
 
 
 def lose_a_connection(engine: Engine, talk: Talk) -> Any:
-    """Break one connection of rank 1 in the middle of the work, though both of its processes live."""
+    """Break one connection of rank 1 during the work, while both of its processes live."""
     if engine.rank == 1:
 
         def cut() -> None:
@@ -202,7 +202,7 @@ def lose_a_connection(engine: Engine, talk: Talk) -> Any:
 
 
 def fork_while_working(engine: Engine, talk: Talk) -> Any:
-    """Children are forked in the middle of operations that another thread waits for, and outlive their parent."""
+    """Fork children during operations that another thread waits for. The children outlive their parent."""
     stop = threading.Event()
 
     def fork() -> None:
@@ -217,7 +217,7 @@ def fork_while_working(engine: Engine, talk: Talk) -> Any:
 
 
 def train_with_forked_loaders(engine: Engine, talk: Talk) -> Any:
-    """Batches come from a DataLoader's forked workers, which live on through an epoch."""
+    """Train on batches of a DataLoader's forked workers, which stay alive for an epoch."""
     import torch
 
     loader = torch.utils.data.DataLoader(
@@ -238,9 +238,9 @@ def train_with_forked_loaders(engine: Engine, talk: Talk) -> Any:
 
 
 def stop_inside_a_reduce(engine: Engine, talk: Talk) -> Any:
-    """Stop the last rank in the middle of a reduce. The others time out and meet again without it.
+    """Stop the last rank during a reduce. The others time out and meet again without it.
 
-    What they then hold must not change, whatever the stopped rank still does when it continues.
+    Their results must not change, whatever the stopped rank does when it continues.
     """
     (meeting,) = sockets._open_rendezvous
     survivors = engine.size - 1
@@ -276,7 +276,7 @@ def stop_inside_a_reduce(engine: Engine, talk: Talk) -> Any:
 
 
 def limited(limit: str) -> list[float]:
-    """Run a job under a limit of this process; called by run_local."""
+    """Run a job under a limit of this process, called by run_local."""
     if limit == "memlock 0, 64 descriptors":
         drop_capabilities()  # root may lock whatever the limit says
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
@@ -304,7 +304,7 @@ def killed_in_the_middle() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up the capabilities of this thread and of those that it starts."""
+    """Drop the capabilities of this thread and of the threads that it starts."""
 
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
@@ -313,7 +313,7 @@ def drop_capabilities() -> None:
 
 
 def too_few_descriptors(engine: Engine, talk: Talk) -> Any:
-    """Generations in which rank 1 has room for 0, 1, 2, ... descriptors; how each ended here."""
+    """Run generations in which rank 1 has room for 0, 1, 2, ... descriptors, and return how each ended here."""
     (meeting,) = sockets._open_rendezvous
     engine.shutdown()
     limit = 200
@@ -339,7 +339,7 @@ def too_few_descriptors(engine: Engine, talk: Talk) -> Any:
 
 
 def too_little_memory(engine: Engine, talk: Talk) -> Any:
-    """Gather twice, and keep the results, while rank 1 has no room for more than a part; then continue with less."""
+    """Gather twice, and keep the results, while rank 1 has memory for only a part. Then continue with less."""
     room = talk.hear()
     rows = np.ones(room["bytes"] // 8 // engine.size)
     engine.barrier(name="start").wait()
@@ -362,7 +362,7 @@ def too_little_memory(engine: Engine, talk: Talk) -> Any:
 
 
 def leave_beside_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
-    """Leave, or abort and leave, with messages queued for the last rank, which is stopped, and return how long that took."""
+    """Leave, or abort and leave, with messages queued for the last rank, which is stopped. Return the seconds."""
     last = engine.size - 1
     engine.barrier(name="begin").wait()
     never = np.empty(3)

@@ -1,4 +1,4 @@
-"""Bodies of rank processes that leave and meet again; called as fn(engine, talk)."""
+"""Functions of rank processes that leave and meet again. Each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 
 
 def keep_malloc_from_keeping() -> None:
-    """Have malloc return what is freed to the kernel.
+    """Make malloc return freed memory to the kernel.
 
-    On a busy machine threads that usually follow each other overlap, get an arena each, and malloc_trim(3) leaves the
-    end of every arena but the first as it is: up to twice the largest array, which looked like a leak.
+    On a busy machine, threads that usually run one after the other overlap and get an arena each, and malloc_trim(3) does not trim the
+    end of arenas other than the first: up to twice the largest array, which looks like a leak.
     """
     libc = ctypes.CDLL(None)
     for parameter, value in (
@@ -80,7 +80,7 @@ def is_told_to_stop() -> bool:
 
 
 def one_generation(meeting: rendezvous.SocketRendezvous, *, stop: bool) -> bool:
-    """Meets, works and leaves; returns whether rank 0 wants to stop."""
+    """Meet, work and leave. Return whether rank 0 wants to stop."""
     with Engine(meeting.connect(), meeting.settings) as engine:
         total = sum(range(1, engine.size + 1))
         for step in range(OPERATIONS):
@@ -91,9 +91,9 @@ def one_generation(meeting: rendezvous.SocketRendezvous, *, stop: bool) -> bool:
 
 
 def until_told(engine: Engine, talk: Talk) -> Any:
-    """Run generations until rank 0 receives a stop; says how many, and what they held and cost.
+    """Run generations until rank 0 receives a stop. Report their number, resources and cost.
 
-    Says "met often" after six, and must not receive the stop before.
+    Says "met often" after six generations, and must not receive the stop before.
     """
     (meeting,) = sockets._open_rendezvous
     engine.shutdown()
@@ -115,7 +115,7 @@ def until_told(engine: Engine, talk: Talk) -> Any:
 
 
 def initialize_and_shut_down(engine: Engine, talk: Talk) -> Any:
-    """hvd.init(), one operation and hvd.shutdown(), as often as the test says."""
+    """Call hvd.init(), one operation and hvd.shutdown(), as often as the test says."""
     import torch
 
     import sparkhvd.torch as hvd
@@ -143,7 +143,7 @@ def meet_and_leave(engine: Engine, talk: Talk) -> Any:
 
 
 def watched(once: Callable[[], object], count: int) -> dict[str, Any]:
-    """Call often; return the resources before and after."""
+    """Call repeatedly, and return the resources before and after."""
     keep_malloc_from_keeping()
     before, after = Least(), Least()
     for number in range(count + WARM_UP):
@@ -166,7 +166,7 @@ def end(engine: Engine, how: str) -> None:
 
 
 def main() -> None:
-    """`python -m tests.engine.generations <how> <count>`: ranks as threads, which end `how`."""
+    """`python -m tests.engine.generations <how> <count>`: run ranks as threads, which end by `how`."""
     how, count = sys.argv[1], int(sys.argv[2])
     settings = Settings(connect_timeout_s=20, slot_bytes=4096)
     meetings = in_process(3, [0, 0, 1], settings)

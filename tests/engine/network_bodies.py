@@ -1,4 +1,4 @@
-"""Functions of ranks on two hosts; each is called as fn(engine, talk)."""
+"""Functions of ranks on two hosts. Each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TYPES = (DType.FLOAT32, DType.FLOAT16, DType.INT64)
 
 
 def collectives(engine: Engine, talk: Talk) -> Any:
-    """Rounds of all collectives, compared with NumPy; returns the hosts as the engine sees them."""
+    """Run rounds of all collectives, compare them with NumPy, and return the hosts as the engine sees them."""
     for number in range(talk.hear()):
         for size in SIZES:
             for dtype in TYPES:
@@ -61,11 +61,11 @@ def collectives(engine: Engine, talk: Talk) -> Any:
 
 
 class AllCameError(Exception):
-    """Nobody was lost, and everything has come."""
+    """No rank was lost, and all messages have arrived."""
 
 
 def keep_busy(engine: Engine, talk: Talk) -> Any:
-    """Keep bytes on the way all the time."""
+    """Keep bytes in transit all the time."""
 
     def run() -> None:
         for step in itertools.count():
@@ -75,10 +75,10 @@ def keep_busy(engine: Engine, talk: Talk) -> Any:
 
 
 def fill_the_window_of_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
-    """Send rank 1, which is stopped by then, more small messages than its socket keeps, and wait for it.
+    """Send rank 1, which is stopped, more small messages than its socket holds, and wait for it.
 
-    With `stop_in_transfer` in the message received it is stopped in the middle of a tensor, so that its connection for
-    tensors is full, too. If it continues it gets everything.
+    If the received message has `stop_in_transfer`, rank 1 is stopped during a tensor, so that its connection for
+    tensors is full too. If it continues, it gets all messages.
     """
     stop_in_transfer = talk.hear()["stop_in_transfer"]
     tensor = np.full(8 << 20, engine.rank + 1.0, np.float32)
@@ -113,7 +113,7 @@ def fill_the_window_of_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
 
 
 def exchange_on_a_slow_path(engine: Engine, talk: Talk) -> Any:
-    """Wait for an allreduce that is behind an alltoall of some MB; returns how long that took."""
+    """Wait for an allreduce that waits for an alltoall of some MB, and return the seconds."""
     rows = np.full((engine.size, talk.hear() << 17), engine.rank + 1.0)
     engine.barrier(name="start").wait()
     began = time.monotonic()
@@ -128,7 +128,7 @@ def exchange_on_a_slow_path(engine: Engine, talk: Talk) -> Any:
 
 
 def wait_in_silence(engine: Engine, talk: Talk) -> Any:
-    """Let every rank wait for the others in an operation of its own, so that nothing is on the way."""
+    """Each rank waits for the others in a different operation, so that no bytes are in transit."""
     name = f"only rank {engine.rank}"
     return until_a_rank_is_lost(engine, talk, lambda: allreduce(engine, name, np.ones(10)))
 

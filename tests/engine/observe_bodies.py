@@ -1,4 +1,4 @@
-"""Bodies of rank processes in tests of the stall report and of timelines; each is called as fn(engine, talk)."""
+"""Functions of rank processes for the stall report and timelines. Each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def computing_here() -> None:
 
 
 def one_rank_is_late(engine: Engine, talk: Talk) -> Any:
-    """Rank 1 comes late, for the reason that the test gives; rank 0 waits for it twice."""
+    """Rank 1 is late, for the reason that the test gives. Rank 0 waits for it twice."""
     late = globals()[talk.hear()]
     engine.barrier(name="start").wait()
     if engine.rank == 1:
@@ -44,7 +44,7 @@ def one_rank_is_late(engine: Engine, talk: Talk) -> Any:
 
 
 def coordinator_is_late(engine: Engine, talk: Talk) -> Any:
-    """Rank 0, which coordinates, is the one that the others wait for."""
+    """Rank 0, which coordinates, delays the others."""
     engine.barrier(name="start").wait()
     if engine.rank == 0:
         sleeping_here()
@@ -63,7 +63,7 @@ def late_rank_has_lost_its_handler(engine: Engine, talk: Talk) -> Any:
 
 
 def one_rank_comes_too_late(engine: Engine, talk: Talk) -> Any:
-    """Both ranks get the error; the engine stays usable."""
+    """Both ranks get the error, and the engine stays usable."""
     engine.barrier(name="start").wait()
     if engine.rank == 1:
         sleeping_here()
@@ -76,7 +76,7 @@ def one_rank_comes_too_late(engine: Engine, talk: Talk) -> Any:
 
 
 def join_a_busy_rank(engine: Engine, talk: Talk) -> Any:
-    """Rank 1 has no more work; rank 0, which coordinates, works until the test stops its process."""
+    """Rank 1 has no more work. Rank 0, which coordinates, works until the test stops its process."""
     engine.barrier(name="start").wait()
     if engine.rank == 0:
         talk.say("busy")
@@ -93,7 +93,7 @@ def join_a_busy_rank(engine: Engine, talk: Talk) -> Any:
 
 
 def say_running_and_wait(engine: Engine, talk: Talk) -> Any:
-    """Say that the rank runs, then wait for the other; the test stops one of them."""
+    """Report that the rank runs, then wait for the other rank. The test stops one of them."""
     engine.barrier(name="start").wait()
     talk.say("running")
     if engine.rank == 1:
@@ -103,7 +103,7 @@ def say_running_and_wait(engine: Engine, talk: Talk) -> Any:
 
 
 def record_all_ranks(engine: Engine, talk: Talk) -> Any:
-    """Three ranks write one timeline; rank 2 is late once."""
+    """Three ranks write one timeline. Rank 2 is late once."""
     path = talk.hear()
     before = len(os.listdir("/proc/self/fd"))
     timeline.start(engine, path, all_ranks=True)
@@ -116,7 +116,7 @@ def record_all_ranks(engine: Engine, talk: Talk) -> Any:
 
 
 def record_all_ranks_until_one_is_killed(engine: Engine, talk: Talk) -> Any:
-    """Rank 0 keeps what it has recorded when rank 1 is gone."""
+    """Rank 0 keeps its records when rank 1 is gone."""
     timeline.start(engine, talk.hear(), all_ranks=True)
     allreduce(engine, "first", np.ones(1000, np.float32))
     talk.say("running")

@@ -1,4 +1,4 @@
-"""Bodies like `observe_bodies`, in a program that uses signal 44 itself, from before its engine starts."""
+"""Functions like `observe_bodies`, in a program that uses signal 44 itself before its engine starts."""
 
 from __future__ import annotations
 

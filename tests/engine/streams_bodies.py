@@ -1,4 +1,4 @@
-"""Functions of the ranks of `test_streams`; each is called as fn(engine, talk)."""
+"""Functions of the ranks of `test_streams`. Each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (0, 1, 1009, 32768, 32769, 3 * 32768, 3 * 32768 + 1, 1_000_003)
 
 
 def inputs_of(rank: int, size: int, dtype: str) -> Any:
-    """Small whole numbers: every sum is exact in every order."""
+    """Make small whole numbers, because each sum is exact in any order."""
     return np.random.default_rng([rank, size]).integers(-99, 100, size).astype(dtype)
 
 
@@ -55,7 +55,7 @@ def traffic() -> dict[str, int]:
 
 
 def sums(engine: Engine, talk: Talk) -> Any:
-    """Wrong sums, and what each connection carried of 8 MB: as created, then with one stream in use."""
+    """Return wrong sums, and the bytes on each connection for 8 MB: as created, then with one stream in use."""
     wrong = []
     for size in SIZES:
         for dtype in ("float32", "int64", "uint8"):
@@ -82,7 +82,7 @@ def carried_by(engine: Engine, name: str) -> list[int]:
 
 
 def fork(engine: Engine, talk: Talk) -> Any:
-    """TCP connections of a rank, and of a child that it forked."""
+    """Return the TCP connections of a rank, and of a child that it forked."""
     engine.barrier(name="start").wait()
     mine = len(traffic())
     child = os.fork()

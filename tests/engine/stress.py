@@ -1,6 +1,6 @@
-"""Random operations of an engine and what NumPy says they must give; bodies of rank processes.
+"""Random operations of an engine with NumPy's results, as functions of rank processes.
 
-Every rank draws the same plan from the same seed, and submits and awaits it in an order and at a pace of its own.
+Every rank draws the same plan from the same seed, and submits and awaits it in its own order and at its own pace.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def plan_of(number: int, sets: Sequence[tuple[int, tuple[int, ...]]]) -> list[Pl
 
 @dataclass(frozen=True)
 class Started:
-    """A submitted operation, and how to compare it once it has finished."""
+    """A submitted operation, and how to compare its result."""
 
     planned: Planned
     work: Work
@@ -137,7 +137,7 @@ class Rank:
         return int(work.output().rows[0])
 
     def round(self, number: int, own: random.Random) -> None:
-        """Everything that this rank takes part in."""
+        """Run all operations in which this rank takes part."""
         sets = list(self.sets)
         dynamic = random.Random(f"set {number}")
         if dynamic.random() < 0.3:
@@ -287,7 +287,7 @@ class Rank:
         return Started(p, work, lambda: None)
 
     def join_round(self, number: int) -> None:
-        """Reduce as many buckets as this rank has, and join: ranks have unequal work."""
+        """Reduce as many buckets as this rank has, and join, because ranks have unequal work."""
         dice = random.Random(f"join {number}")
         size, buckets = self.engine.size, 4
         has = [dice.randint(0, buckets) for _ in range(size)]
@@ -323,7 +323,7 @@ class Rank:
         return copy
 
     def same(self, p: Planned, found: Array, wanted: Array) -> None:
-        """Equal bits; where hosts have added up before they met, floating-point sums may round otherwise."""
+        """Compare bits. Between hosts, floating-point sums may be rounded differently."""
         wanted = wanted.astype(NUMPY_TYPES[p.dtype], copy=False)
         assert found.shape == wanted.shape, p
         if p.kind in ("allreduce", "grouped", "registered") and p.process_set == 0:
@@ -344,7 +344,7 @@ class Rank:
 
 
 def work(engine: Engine, talk: Talk) -> Any:
-    """Rounds until the seconds that the test gives are over; how many operations of each kind."""
+    """Run rounds until the test's seconds are over, and return the number of operations of each kind."""
     first, seconds, is_exact = talk.hear()
     own = random.Random(f"{first} {engine.rank}")
     rank = Rank(engine, is_exact=is_exact)

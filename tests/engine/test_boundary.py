@@ -1,4 +1,4 @@
-"""The C header and its ctypes mirror say the same, word by word."""
+"""The C header and its ctypes mirror agree word by word."""
 
 from __future__ import annotations
 

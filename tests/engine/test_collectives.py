@@ -1,4 +1,4 @@
-"""Every collective gives what NumPy gives on the stacked inputs."""
+"""Every collective gives NumPy's result on the stacked inputs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sizes(world: int) -> list[int]:
 
 
 def assert_reduced(found: Any, wanted: Any, dtype: DType, *, exact: bool) -> None:
-    """Bits inside a host; between hosts the partial sums of the hosts are added, so floats may round otherwise."""
+    """Compare bits inside a host. Between hosts, partial sums are added, so floats may be rounded differently."""
     if exact or dtype not in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64):
         np.testing.assert_array_equal(found, wanted)
     elif dtype == DType.BFLOAT16:
@@ -248,7 +248,7 @@ def test_every_instruction_set_gives_the_same_bits(isa: str, hosts: list[int] | 
 
 
 def test_small_tensors_of_a_whole_step_are_in_mailboxes() -> None:
-    """So many may be submitted together before any rank has to wait for another inside one of them."""
+    """A rank may submit all of them before it has to wait for another rank."""
 
     def body(engine: Engine) -> int:
         started = [

@@ -1,4 +1,4 @@
-"""Jobs over communicators: ranks are threads, communicators those of `tests/harness/communicators.py`; mpi4py's in tests/soak/mpi."""
+"""Jobs over communicators in ranks that are threads, with `tests/harness/communicators.py`. soak/mpi has mpi4py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that leave or die while others are in the middle of something, with the network's timing forced."""
+"""Ranks that leave or die during an operation, with forced timing of the network."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Wire:
             pass
 
     def cut(self) -> None:
-        """Both ends see what they see when the other's process dies."""
+        """Make both ends see the death of the other's process."""
         self.may_pass.set()
         for end in self._inside:
             end.shutdown(socket.SHUT_RDWR)
@@ -77,7 +77,7 @@ PAIRS = ((0, 1), (0, 2), (1, 2))
 
 
 class Ends:
-    """`Connections` of one rank over the wires; every rank is a host of its own."""
+    """`Connections` of one rank over the wires. Every rank has its own host."""
 
     def __init__(self, rank: int, wires: Wires) -> None:
         self.rank, self.size = rank, 3
@@ -120,7 +120,7 @@ def wait_until_done(work: Work) -> None:
 def test_operation_in_the_middle_is_not_cut_short_when_a_rank_leaves_before_the_next_one(
     wires: Wires,
 ) -> None:
-    """Rank 1 has finished A and leaves; rank 2 is still receiving A, and B is agreed on behind it."""
+    """Rank 1 has finished A and leaves while rank 2 still receives A, and the ranks have already agreed on B."""
     engines = start(wires)
     wires[0, 2, "data"].hold_after = 0
     wires[0, 2, "data"].may_pass.clear()
@@ -147,7 +147,7 @@ def test_operation_in_the_middle_is_not_cut_short_when_a_rank_leaves_before_the_
 def test_cause_of_a_failure_passes_tensors_that_wait_for_room(
     wires: Wires,
 ) -> None:
-    """Rank 2 hears of rank 1's death from rank 0 only, whose tensors for it have no room when it fails."""
+    """Rank 2 learns of rank 1's death only from rank 0, whose tensors for rank 2 wait for room."""
     engines = start(wires)
     wires[0, 2, "data"].may_pass.clear()
     wires[1, 2, "control"].hold_after = 0  # rank 1 says nothing any more

@@ -1,4 +1,4 @@
-"""alltoall, reducescatter, grouped gathers, process sets, join and registered memory give what NumPy gives."""
+"""alltoall, reducescatter, grouped gathers, process sets, join and registered memory equal NumPy's results."""
 
 from __future__ import annotations
 

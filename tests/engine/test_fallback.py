@@ -1,4 +1,4 @@
-"""Ranks that cannot share memory: one warning that says why, right results over sockets."""
+"""Ranks that cannot share memory: one warning with the reason, and right results over sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
 
 
 def results(limit: str) -> list[float]:
-    """Limits rank 1, then uses every collective with tensors."""
+    """Limit rank 1, then use every collective with tensors."""
     import resource
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, cut off or forked at any moment: who is named, how soon, and what continues."""
+"""Ranks are killed, stopped, disconnected or forked at any moment: the error names the rank in time, and the rest continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WITHIN_S = 2.0
 
 
 def ending(rank: RankProcess, timeout_s: float = 30) -> dict[str, Any]:
-    """Return the end of a rank; its messages before are skipped."""
+    """Return the outcome of a rank, and skip its earlier messages."""
     while True:
         message = rank._said.get(timeout=timeout_s)
         if "error" in message:
@@ -67,7 +67,7 @@ def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
 
 @pytest.mark.parametrize("reason", ["", "out of patience"])
 def test_the_end_of_a_rank_is_reported_despite_queued_tensors(reason: str) -> None:
-    """One rank takes no bytes for a while, and what it and the others hear then has many of them ahead."""
+    """One rank is stopped for a while, so the report follows many queued tensors."""
     with rank_processes(f"{BODIES}:move_large_tensors_until_lost", 3, tcp_only=True) as ranks:
         for rank in ranks:
             assert rank.expect() == "running"
@@ -89,7 +89,7 @@ def test_the_end_of_a_rank_is_reported_despite_queued_tensors(reason: str) -> No
 # A GiB that is resident takes the kernel a tenth of a second to free, before it closes connections.
 @pytest.mark.parametrize("resident_mib", [512, *left_to_soak("512 MiB, here", 4096)])
 def test_killed_rank_is_known_on_its_host_before_its_memory_is_freed(resident_mib: int) -> None:
-    """Within 20 ms at best: other load delays every rank, the end of a connection comes later in every round."""
+    """The fastest round counts, because other programs delay the ranks, but the memory is freed later in every round."""
     took, gone = [], []
     for _ in range(amount(3, 10)):
         with rank_processes(f"{BODIES}:wait_for_a_rank_with_memory", 3) as ranks:
@@ -104,7 +104,7 @@ def test_killed_rank_is_known_on_its_host_before_its_memory_is_freed(resident_mi
 
 @pytest.mark.parametrize("host_loss_s", [3, *left_to_soak("3 s, here", Settings().host_loss_s)])
 def test_other_ranks_wait_for_a_stopped_rank_that_continues(host_loss_s: float) -> None:
-    """A host whose kernel answers is there, however long its process has not read; 5 s are no stall. Three jobs at a time."""
+    """A host is not lost while its kernel answers, however long its process reads nothing."""
     settings = Settings(connect_timeout_s=30, host_loss_s=host_loss_s)
     with ExitStack() as stack:
         jobs = [

@@ -1,4 +1,4 @@
-"""Forked children of a rank and the memory that the ranks of a host share."""
+"""A rank's forked children, and the memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mappings() -> list[int]:
 
 
 def ending_of_a_child_that_writes(address: int) -> int:
-    """Fork a child that fills a page there; return the signal that ended it, 0 for none."""
+    """Fork a child that fills a page there, and return the signal that ended it, or 0."""
     child = os.fork()
     if child == 0:
         ctypes.memset(address, 0x7F, 4096)
@@ -37,7 +37,7 @@ def ending_of_a_child_that_writes(address: int) -> int:
 
 
 def write_from_children(engine: Engine, talk: Talk) -> Any:
-    """Let children of rank 0 write to all shared memory; return how they ended, and what the ranks compute."""
+    """Let children of rank 0 write to all shared memory. Return their signals, and the ranks' results."""
     work = engine.add_process_set([0, 1])
     work.wait()
     own = mappings()

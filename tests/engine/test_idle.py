@@ -1,4 +1,4 @@
-"""Cost of an idle engine: CPU time of the whole process, all its threads."""
+"""CPU time of an idle engine: the whole process with all its threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_WAITING = 0.01
 
 
 def resting_cost(seconds: float) -> dict[str, float]:
-    """CPU time of this process, as the share of a core, and how often its threads wake in a second."""
+    """CPU time of this process as a share of a core, and the wakeups of its threads per second."""
     wakes, began = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw, time.monotonic()
     shares = [share_of_a_core(lambda: time.sleep(seconds / WINDOWS)) for _ in range(WINDOWS)]
     wakes = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - wakes
@@ -44,7 +44,7 @@ def share_of_a_core(work: Callable[[], object]) -> float:
 
 
 def rest(engine: Engine, talk: Talk) -> Any:
-    """Work, then nothing in flight; then rank 0 waits again and again for a rank that comes late."""
+    """Work, then keep nothing in flight. Then rank 0 waits repeatedly for a rank that is late."""
     for number in range(50):
         allreduce(engine, f"work {number}", np.ones(20_000, np.float32))
     engine.barrier(name="rested").wait()

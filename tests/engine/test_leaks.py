@@ -1,4 +1,4 @@
-"""A process that starts and ends engines all day holds no more than after the first few."""
+"""A process that starts and ends many engines holds no more memory than after the first few."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 120 if not SOAK else 1800
 
 
 def check(before: dict[str, int], after: dict[str, int], limit: int = 4 * MIB) -> None:
-    """Equal numbers of things; memory may breathe, by less than the limit."""
+    """Compare numbers of resources for equality, and memory with a limit."""
     for what in ("descriptors", "threads", "mappings"):
         assert after[what] <= before[what] + (8 if what == "mappings" else 0), (before, after)
     assert after["rss"] < before["rss"] + limit, (before, after)
@@ -34,7 +34,7 @@ def check(before: dict[str, int], after: dict[str, int], limit: int = 4 * MIB) -
 def test_repeated_generations_of_processes_leak_nothing(
     request: pytest.FixtureRequest, tcp_only: bool, server: str
 ) -> None:
-    """Meet with a real rendezvous each time, by hvd.init(), and over TCP as engines; a leak of 4 KiB per generation shows."""
+    """Each generation has a real rendezvous, and a leak of 4 KiB per generation fails the test."""
     settings = Settings(connect_timeout_s=60, stall_shutdown_s=60)
     body = "meet_and_leave" if tcp_only else "initialize_and_shut_down"
     body = f"tests.engine.generations:{body}"
@@ -53,7 +53,7 @@ def test_repeated_generations_of_processes_leak_nothing(
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(("how", "count"), [("shutdown", 100), ("abort", 50), ("vanish", 100)])
 def test_engines_that_end_in_any_way_leak_nothing(how: str, count: int) -> None:
-    """End ranks, threads of one process, with an operation in flight; an abort costs six times as much as the others."""
+    """Ranks are threads that end with an operation in flight. An abort takes six times as long, so it has fewer rounds."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.engine.generations", how, str(amount(count, 10_000))],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Births, deaths and misuse of an engine: errors word by word, nothing left behind."""
+"""Start, end and misuse of an engine: exact error messages, nothing left behind."""
 
 from __future__ import annotations
 
@@ -382,7 +382,7 @@ def test_many_generations_leak_nothing(hosts: list[int] | None) -> None:
     assert not grown
 
 
-def test_two_engines_in_one_process_do_not_meet() -> None:
+def test_two_engines_in_one_process_are_independent() -> None:
     def world(value: float) -> list[float]:
         return run_ranks(2, lambda e: float(allreduce(e, "x", np.full(3, value))[0]))
 

@@ -1,4 +1,4 @@
-"""Memory files, with and without the functions of a Python that knows them."""
+"""Memory files, with and without Python's own functions for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages from rank to rank give what was sent, in any order, beside collectives."""
+"""Messages from rank to rank arrive unchanged, in any order, beside collectives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def message(number: int, count: int) -> Any:
 def test_random_programs_move_every_message(
     world: int, hosts: list[int] | None, settings: Settings
 ) -> None:
-    """All ranks know who sends what; each submits its part in an order of its own, and waits in another."""
+    """All ranks know the messages, but each submits its part in its own order and waits in another."""
     for seed in range(amount(1, 30)):
         dice = random.Random(seed)
         # (from, to, tag, number, elements); those from any rank have tags that no other message has.

@@ -78,7 +78,7 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
 
 @pytest.mark.parametrize("resident_mib", [512, *left_to_soak("512 MiB, here", 4096)])
 def test_other_hosts_learn_of_a_killed_rank_before_its_memory_is_freed(resident_mib: int) -> None:
-    """Within 50 ms at best, by the rank beside it; as `test_faults` inside a host."""
+    """The rank on the same host reports the death, within 50 ms in the fastest round."""
     took = []
     body = "tests.engine.fault_bodies:wait_for_a_rank_with_memory"
     with two_hosts() as (a, b):
@@ -90,7 +90,7 @@ def test_other_hosts_learn_of_a_killed_rank_before_its_memory_is_freed(resident_
 
 @pytest.mark.parametrize("stop_in_transfer", [True, *left_to_soak("in a transfer, here", False)])
 def test_a_lost_host_with_a_stopped_rank_is_detected_in_time(stop_in_transfer: bool) -> None:
-    """While the kernel has bytes for which the peer has no room it asks seldom for some, and not whether its host lives."""
+    """A kernel whose peer has no room seldom asks for room, and does not ask whether the host is alive."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with stopped_without_room(settings, stop_in_transfer) as (a, ranks):
         # Long enough for the kernel to ask more rarely than the host may be silent, and for a false alarm.
@@ -104,7 +104,7 @@ def test_a_lost_host_with_a_stopped_rank_is_detected_in_time(stop_in_transfer: b
 
 @pytest.mark.parametrize("pause_s", [0.3, *left_to_soak("0.3 s, here", 1.5)])
 def test_a_lost_host_with_a_just_stopped_rank_is_detected_in_time(pause_s: float) -> None:
-    """Before the peer's kernel has sent a probe, the probes of the own kernel get no answer."""
+    """This kernel's probes get no answer before the peer's kernel has sent a probe."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with stopped_without_room(settings, stop_in_transfer=True) as (a, ranks):
         time.sleep(pause_s)
@@ -116,7 +116,7 @@ def test_a_lost_host_with_a_just_stopped_rank_is_detected_in_time(pause_s: float
 
 @pytest.mark.parametrize("stopped_s", [2 * HOST_LOSS_S, *left_to_soak("6 s, here", 20, 150)])
 def test_a_stopped_rank_with_full_buffers_is_never_considered_lost(stopped_s: float) -> None:
-    """Also when the kernel asks for room less often than `host_loss_s` (in 150 s: every 100 s)."""
+    """The kernel may ask for room less often than `host_loss_s`: after 150 s, only every 100 s."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with stopped_without_room(settings, stop_in_transfer=True) as (_, ranks):
         time.sleep(stopped_s)
@@ -128,7 +128,7 @@ def test_a_stopped_rank_with_full_buffers_is_never_considered_lost(stopped_s: fl
 def stopped_without_room(
     settings: Settings, stop_in_transfer: bool
 ) -> Iterator[tuple[Host, list[RankProcess]]]:
-    """Two ranks; rank 1 is stopped, and bytes on the connections to it wait for room."""
+    """Two ranks. Rank 1 is stopped, and bytes on the connections to it wait for room."""
     body = f"{BODIES}:fill_the_window_of_a_stopped_rank"
     with two_hosts() as (a, b), ranks_on([a, b], body, settings=settings) as ranks:
         for rank in ranks:
@@ -159,7 +159,7 @@ def unsent_bytes(host: Host) -> list[int]:
 
 @soak("a process that does not read for longer than host_loss_s: engine/test_faults")
 def test_slow_path_is_no_loss() -> None:
-    """29 s of an alltoall over 10 MB/s, and an operation that waits behind it, at the default of host_loss_s."""
+    """An alltoall takes 29 s at 10 MB/s with the default host_loss_s, and another operation waits for it."""
     with two_hosts() as (a, b):
         for host in (a, b):
             host.shape("80mbit")

@@ -183,7 +183,7 @@ def test_timeline_of_a_killed_rank_is_valid(tmp_path: Path) -> None:
 
 
 def test_timeline_costs_little(tmp_path: Path) -> None:
-    """Generous, because other programs use the machine too; benchmarks/timeline.py measures well."""
+    """The bound is generous, because other programs use the machine too. benchmarks/timeline.py measures the cost."""
 
     def body(engine: Engine) -> list[float]:
         tensor = np.ones(250_000, np.float32)

@@ -1,4 +1,4 @@
-"""Ranks as processes: asynchrony, death, forks, Ctrl-C."""
+"""Ranks as processes: asynchronous operations, death, forks, Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reduce, gather and scatter, and results in the caller's memory, give what NumPy gives."""
+"""reduce, gather and scatter, and results in the caller's memory, equal NumPy's."""
 
 from __future__ import annotations
 

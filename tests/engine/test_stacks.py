@@ -1,4 +1,4 @@
-"""The handler that writes stacks, in processes of their own: handlers are the whole process's."""
+"""The handler that writes stacks, in separate processes, because a handler belongs to the whole process."""
 
 from __future__ import annotations
 

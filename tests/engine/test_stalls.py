@@ -1,4 +1,4 @@
-"""Warnings of the coordinator: the rank that keeps others waiting, and its stack."""
+"""Warnings of the coordinator name the rank that delays the others, and its stack."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_setting_disables_stacks(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def wait_for(text: str, capfd: pytest.CaptureFixture[str]) -> str:
-    """Return what was printed until `text` came."""
+    """Return the output until `text` appears."""
     printed = ""
     deadline = time.monotonic() + DEADLINE_S
     while text not in printed and time.monotonic() < deadline:

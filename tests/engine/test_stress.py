@@ -1,6 +1,6 @@
-"""Random operations in real processes, each rank in an order and at a pace of its own.
+"""Random operations in real processes, each rank in its own order and at its own pace.
 
-The engine with everything it can, against NumPy. (`tests/torch/test_stress.py` has the torch API above it.)
+All features of the engine are compared with NumPy. `tests/torch/test_stress.py` does the same for the torch API.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_engine_agrees_with_numpy_whatever_four_ranks_do(layout: str) -> None:
-    """Run every kind of operation, size, dtype, reduction and process set at once.
+    """All kinds of operations, sizes, dtypes, reductions and process sets run at once.
 
-    Every bit is that of NumPy where ranks are added one by one, and every bit is the same on all ranks.
+    Every bit equals NumPy's where ranks are added one by one, and is the same on all ranks.
     """
     share = {"one host": 0.4}.get(layout, 0.2)
     first = secrets.randbelow(10**6) if SOAK else 0

@@ -1,4 +1,4 @@
-"""Modules and estimators of tests of real fits, and the same training in one process."""
+"""Modules and estimators for tests with real fits, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.plans import batch_rows
 
 
 def mlp(inputs: int, outputs: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Make a small module with the same weights each time."""
+    """Make a small module with the same weights in each call."""
     generator = torch.Generator().manual_seed(inputs * 10 + outputs)
     model = nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs)).to(dtype)
     with torch.no_grad():
@@ -30,7 +30,7 @@ def mlp(inputs: int, outputs: int = 1, dtype: torch.dtype = torch.float32) -> nn
 
 
 def estimator(model: nn.Module, store: Store | None = None, **options: Any) -> TorchEstimator:
-    """Make an estimator of `y` from `x` on two ranks that prints nothing."""
+    """Make an estimator of `y` from `x` on two ranks without output."""
     given = {
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.05),
         "loss": nn.MSELoss(),

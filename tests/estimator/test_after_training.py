@@ -1,4 +1,4 @@
-"""What goes wrong behind the last step of a fit costs no weights: the error says where they are."""
+"""Errors after the last step of a fit lose no weights: the message says where they are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 
 class Sore(nn.Module):
-    """Takes no state on the driver while a file is there."""
+    """Takes no state on the driver while a file exists."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Sore(nn.Module):
 
 
 class Ends(Callback):
-    """Keeps the trained weights beside the fit, and does something when the training ends."""
+    """Keeps the trained weights apart from the fit, and calls a function when the training ends."""
 
     def __init__(self, folder: Path, does: str = "") -> None:
         self.folder, self.does = str(folder), does

@@ -1,4 +1,4 @@
-"""Images that are missing, cut off or none: an error, or rows that are left out of a fit and null in transform."""
+"""Images that are missing, truncated or not images: an error, or rows that a fit omits and transform makes null."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trial of model and labels on zeros."""
+"""Trial of the model and the labels on zeros."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 
 class Uncertain(torch.nn.Module):
-    """A loss with a parameter, which ranks that come must get."""
+    """A loss with a parameter, which new ranks must get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Uncertain(torch.nn.Module):
 
 
 class Kill(Callback):
-    """Kills the last of two ranks in the third step, once; the other one is slow until another one joins."""
+    """Kills the last of two ranks once, in the third step. The other rank is slow until a new rank joins."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,7 +104,7 @@ def test_each_row_is_trained_on_once_when_ranks_join_and_leave(
 
 
 def assert_changes_are_told(fitted: TorchModel) -> None:
-    """History and report show which ranks joined and left, and the rows that were trained on again."""
+    """The history and the report show which ranks joined and left, and the repeated rows."""
     lines = [line for record in fitted.history for line in record.get("rank_changes", ())]
     assert [line.partition(" in ")[0] for line in lines] == ["2 -> 1 rank", "1 -> 2 ranks"]
     assert "ended with signal SIGKILL" in lines[0]

@@ -1,4 +1,4 @@
-"""Bad input: a clear error at the earliest moment that can know it. Only the last group starts a Spark job."""
+"""Clear errors for invalid input, at the earliest possible moment. Only the last group starts a Spark job."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_a_model_that_mismatches_the_data_raises_before_ranks_start(
 
 
 class Ranked(nn.Module):
-    """A module that runs on ranks alone."""
+    """A module that runs only on ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A rank dies during `fit`: who is named, how soon, what stays readable, and that a relaunch changes no bit."""
+"""A rank dies during `fit`: it is named in time, the checkpoints stay readable, and a relaunch changes no bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIMIT_S = 10.0
 
 
 class Changes(Callback):
-    """Changes groups and what is trained in the first epoch, which a resumed fit does not call again."""
+    """Changes groups and trained parameters in the first epoch. A resumed fit does not call it again."""
 
     def on_step_end(self, ctx: Any, loss: float | None) -> None:
         layer = ctx.model.layer
@@ -79,7 +79,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, df: DataFrame) -> TorchModel:
-    """The model of a fit in which nothing dies."""
+    """The model of a fit without a fault."""
     return estimator(Dying("never", folder), Store.create(folder / "whole"), **OPTIONS).fit(df)
 
 
@@ -101,7 +101,7 @@ class DyingStore(Store):
 
 
 class Dying(nn.Module):
-    """Kills rank 1 in the second epoch, at the moment asked for; at most once if a marker is kept."""
+    """Kills rank 1 in the second epoch, at the given moment, at most once if a marker is kept."""
 
     def __init__(self, moment: str, folder: Path, *, once: bool = False) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def die(folder: str) -> None:
 
 
 def named_in_time(fit: Any, df: DataFrame, place: Path, run_id: str, expected: int) -> None:
-    """Assert that the fit names rank 1 soon after its end and leaves the checkpoints of `expected` epochs."""
+    """Assert that the fit names rank 1 soon after its death and leaves the checkpoints of `expected` epochs."""
     with pytest.raises(RankError) as failed:
         fit.fit(df)
     ended = time.time()

@@ -1,4 +1,4 @@
-"""Real fits on `local[2]`: equal to one process, whatever the rows, partitions, columns and ranks."""
+"""Real fits on `local[2]` equal one process, for any rows, partitions, columns and ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def numbers(spark: SparkSession, rows: int, width: int, partitions: int) -> DataFrame:
-    """`rows` rows of doubles a0, a1, ... and a label, in so many partitions (some may be empty)."""
+    """Make `rows` rows of doubles a0, a1, ... and a label, in this many partitions (some may be empty)."""
     generator = np.random.default_rng(rows)
     x = generator.standard_normal((rows, width))
     y = x.sum(axis=1) + 0.1 * generator.standard_normal(rows)
@@ -295,7 +295,7 @@ def test_torch_settings_apply_in_ranks_and_in_transform(spark: SparkSession, sto
 
 @soak("data/test_reader")
 def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: Store) -> None:
-    """Change the order of rows beyond `shuffle_bytes`, unless all of them are to be in memory."""
+    """`shuffle_bytes` changes the order of the rows, except with `inmemory_cache_all`."""
     df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
     weights = [
         estimator(mlp(2), store, **options).fit(df).getModel()[0].weight
@@ -437,7 +437,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class MeetsAnother(Callback):
-    """Ends a fit beside which no other one trains."""
+    """Ends a fit if no other fit trains at the same time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""`fit_on_parquet`: the same training as on the rows themselves, no job over the data, and what is refused."""
+"""`fit_on_parquet`: the same training as on a DataFrame of the rows, no job over the data, and refused input."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_training_on_files_equals_one_process_on_their_rows(
 
 
 class Stop(Callback):
-    """Fails rank 0 once, in the second epoch, when a checkpoint of one of its steps is there."""
+    """Fails rank 0 once in the second epoch, after the checkpoint of one of its steps was written."""
 
     def __init__(self, store: Store, marker: Path) -> None:
         self.store = store

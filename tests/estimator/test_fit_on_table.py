@@ -1,4 +1,4 @@
-"""`fit_on_table`: the training of the same rows as files, no job over the data, and what the model knows of its table."""
+"""`fit_on_table`: the same training as on files, no job over the data, and the model's record of its table."""
 
 from __future__ import annotations
 

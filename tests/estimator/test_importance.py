@@ -1,4 +1,4 @@
-"""Permutation importance of a model's features: what it reads counts, what it ignores does not."""
+"""Permutation importance: features that the model uses matter, and features that it ignores do not."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_scalers_and_renames_keep_element_names_but_other_stages_do_not(df: Data
 
 
 class OfHalf(RegressionEvaluator):
-    """Evaluator of a user's own that reads other columns than its Params say."""
+    """A user's evaluator that reads other columns than its Params name."""
 
     def _evaluate(self, dataset: DataFrame) -> float:
         half = dataset.where("`which half` = 0")

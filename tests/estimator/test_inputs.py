@@ -1,4 +1,4 @@
-"""Every kind of input through a real fit and transform, with validation as a second DataFrame."""
+"""All kinds of input through a real fit and transform, with a second DataFrame for validation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MEMORY_BYTES = 1 << 30
 
 
 class WithinMemory(Callback):
-    """Fails the fit if a rank has ever had more memory than it may."""
+    """Fails the fit if a rank exceeds its memory limit at any time."""
 
     def on_train_end(self, ctx: Any, history: list[dict[str, Any]]) -> None:
         peak = peak_bytes()
@@ -77,7 +77,7 @@ def pixels_of(data: bytes) -> np.ndarray:
 
 
 class Everything(nn.Module):
-    """Takes an image, words of any number, a sparse vector, a nested array and two words."""
+    """Takes an image, a varying number of words, a sparse vector, a nested array and two words."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models, outputs and optimizers of many kinds, through a whole fit: each equals a plain loop over the same rows."""
+"""Many kinds of models, outputs and optimizers through a whole fit. Each equals a plain loop over the same rows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TwoHeads(nn.Module):
 
 
 class Packed(nn.Module):
-    """Packs rows by their lengths: a row of zeros is no valid input."""
+    """Packs rows by their lengths. A row of zeros is invalid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class OwnLoss(nn.Module):
 
 
 class LossLast(OwnLoss):
-    """Returns its loss behind its outputs, or None there."""
+    """Returns its loss after its outputs, or None there."""
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, targets: Tensor | None = None
@@ -181,7 +181,7 @@ class NeedsLabels(OwnLoss):
 
 
 class WithEmpty(nn.Module):
-    """Returns an output without numbers beside its own."""
+    """Returns an empty output beside its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Large models: what the driver holds of them, and one larger than its JVM's heap (3 GiB under `make soak`)."""
+"""Large models: the driver's memory for them, and a model larger than the JVM's heap (3 GiB under `make soak`)."""
 
 from __future__ import annotations
 

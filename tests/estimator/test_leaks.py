@@ -1,4 +1,4 @@
-"""Many fits in a row: the driver, its Spark and the store hold no more after the last than after the second."""
+"""Many fits in a row: the driver, Spark and the store hold no more after the last than after the second."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTLE_S = 90
 
 
 def holdings(store: Store) -> dict[str, int]:
-    """Count everything that a fit could leave behind."""
+    """Count all resources that a fit could leave behind."""
     gc.collect()
     processes = tree(os.getpid())
     return {

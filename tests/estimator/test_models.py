@@ -1,4 +1,4 @@
-"""What belongs to the user's module besides weights, through a whole fit: one fit with everything, one that is refused."""
+"""Parts of a user's module besides its weights, through a whole fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Params of the training loop: their values for the ranks, and the refusals before anything runs."""
+"""Params of the training loop: the values that ranks get, and early refusals."""
 
 from __future__ import annotations
 

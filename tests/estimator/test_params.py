@@ -1,4 +1,4 @@
-"""Params: keyword arguments, getters and setters, copies and explanations. No Spark session."""
+"""Params without a Spark session: keyword arguments, getters and setters, copies and explanations."""
 
 from __future__ import annotations
 

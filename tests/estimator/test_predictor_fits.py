@@ -1,4 +1,4 @@
-"""`TorchClassifier` and `TorchRegressor` among Spark ML's own stages: a fit of each answers many questions."""
+"""`TorchClassifier` and `TorchRegressor` among Spark ML's stages. One fit of each serves many tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def df(spark: SparkSession) -> DataFrame:
-    """Three kinds of points, of which one is above and one right of the rest."""
+    """Three kinds of points: one is above the others, one is on their right."""
     generator = np.random.default_rng(1)
     rows = [
         (float(a), float(b), "high" if b > 1 else "right" if a > 1 else "low", float(2 * a - b))

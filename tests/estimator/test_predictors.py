@@ -150,7 +150,7 @@ def test_a_classifier_requires_a_loss_that_defines_probabilities() -> None:
     assert TorchRegressor()._link(request_of("identity")) == "value"
 
 
-def test_constructors_of_losses_take_the_place_of_the_default() -> None:
+def test_loss_constructors_override_the_default_loss() -> None:
     assert TorchClassifier(loss_constructors=nn.NLLLoss)._options().loss is None
     both = TorchClassifier(loss_constructors=nn.NLLLoss, loss="nll")
     assert both._options().loss is not None  # which is refused later
@@ -325,7 +325,7 @@ def test_rows_that_a_vector_cannot_represent_raise_a_clear_error() -> None:
 
 
 def test_thresholds_choose_as_spark_ml_does() -> None:
-    """By the rule of `ProbabilisticClassificationModel.probability2prediction`, written out."""
+    """The expected classes follow the rule of `ProbabilisticClassificationModel.probability2prediction`."""
     generator = np.random.default_rng(1)
     probability = generator.dirichlet([1.0, 1.0, 1.0], 200)
     probability[:40, 0], probability[40:60, 1] = 0.0, 0.0

@@ -237,7 +237,7 @@ def test_every_epoch_is_reported_once_as_it_happens(
 def test_a_resumed_fit_reports_the_epochs_that_it_repeats(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], saved: int
 ) -> None:
-    """A killed one has recorded later epochs than its last checkpoint, or its checkpoints were deleted."""
+    """A killed fit has recorded later epochs than its last checkpoint, or its checkpoints were deleted."""
     if saved:
         save(checkpoints, saved)
     checkpoints.write_history([record(epoch + 1) for epoch in range(4)])

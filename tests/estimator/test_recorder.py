@@ -1,4 +1,4 @@
-"""Report of a fit on the driver: what goes in, and what must not."""
+"""The report of a fit on the driver: its content, and what must not be in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Login(NamedTuple):
 
 
 class Held(Store):
-    """A store on S3 that keeps in memory what is written."""
+    """A store on S3 that keeps written files in memory."""
 
     def write_bytes(self, path: str, data: bytes) -> None:
         self.__dict__.setdefault("written", {})[path] = data

@@ -1,4 +1,4 @@
-"""Reports of real fits: figures are those of the training, and no fit fails for its report."""
+"""Reports of real fits have the figures of the training, and a report never makes a fit fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The estimator among Spark ML's own stages, in threads, with data that differ each time, and with everything at once."""
+"""The estimator among Spark ML's stages, in threads, with nondeterministic data, and with all features together."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_fits_of_two_threads_do_not_disturb_each_other(spark: SparkSession, tmp_
 
 
 def remember_rows(ctx: Any) -> None:
-    """Run a whole loop that only writes down which rows each part has."""
+    """Run a user's loop that only records the rows of each part."""
     for name, loader in (("training", ctx.train_loader), ("validation", ctx.val_loader)):
         rows = [int(row) for batch in loader for row in batch["y"].tolist()]
         path = f"{ctx.run_dir}/user/{name}-{ctx.rank}"

@@ -1,4 +1,4 @@
-"""The line on how far fits are, on a real terminal of some width."""
+"""The status line of fits, on a real terminal with a given width."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.pure
 
 
 class Screen:
-    """What a terminal of so many columns shows, of the few things that are written to it."""
+    """Text on a terminal with this many columns, for the control characters that the line uses."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns

@@ -1,4 +1,4 @@
-"""Fits on stores of every kind, and on stores that fail in the middle; what must stay secret does."""
+"""Fits on stores of every kind, on stores that fail during the fit, and without leaked secrets."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_fit_on_a_mount_that_neither_appends_nor_seeks(
 
 
 class Slow(nn.Module):
-    """An epoch takes long enough for the driver to do something meanwhile."""
+    """Slows an epoch, so that the driver can act meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def disturbed(
     repaired: Callable[[], Store],
     says: str,
 ) -> None:
-    """Disturb the store of a fit after the first epoch: the fit says so, and continues when the store is repaired."""
+    """Disturb the store of a fit after the first epoch. The fit must report it, and continue after the repair."""
     seen: list[int] = []
 
     def progress(record: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ print("DONE")
 
 
 def forms_of(secret: bytes) -> list[bytes]:
-    """Return the forms in which a secret may stand somewhere: plain, and inside a base64 text at each of the three alignments."""
+    """Return the forms of a secret: plain, and inside a base64 text at each of the three alignments."""
     forms = [secret]
     for before in range(3):
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
@@ -281,10 +281,7 @@ def test_a_secret_inside_base64_is_found(before: int) -> None:
 
 @soak("data/test_store")
 def test_credentials_are_in_no_log_plan_or_file(tmp_path: Path, s3: S3, ftp: str) -> None:
-    """Look for credentials in all that a fit prints, writes to the store or saves, and that Spark shows in its UI (its event log).
-
-    Neither as it is, nor in base64.
-    """
+    """The test searches the output of a fit, its files and Spark's event log, in plain text and in base64."""
     out = tmp_path / "out"
     events = out / "events"
     events.mkdir(parents=True)

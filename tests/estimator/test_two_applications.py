@@ -1,4 +1,4 @@
-"""Two applications on one store: one ends while the other trains, and the other is killed; each has its own data."""
+"""Two applications use one store, each with its own data: one ends while the other trains, and the other is killed."""
 
 from __future__ import annotations
 

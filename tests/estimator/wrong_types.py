@@ -1,4 +1,4 @@
-"""Calls that type checkers refuse. mypy checks this file in `make lint`: a refusal that is missing is an unused comment there."""
+"""Calls that type checkers refuse. `make lint` runs mypy on this file: if it accepts a call, the call's ignore comment is unused."""
 
 from __future__ import annotations
 

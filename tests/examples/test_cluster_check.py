@@ -1,4 +1,4 @@
-"""examples/cluster_check.py: a line per rank, a fit through the store, and an error where a cluster lacks something."""
+"""examples/cluster_check.py: a line per rank, a fit through the store, and an error for what a cluster lacks."""
 
 from __future__ import annotations
 

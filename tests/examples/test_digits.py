@@ -1,4 +1,4 @@
-"""examples/digits.py in every way of starting Spark: same code, same seed, same weights."""
+"""examples/digits.py with every kind of Spark: the same code and seed give the same weights."""
 
 from __future__ import annotations
 

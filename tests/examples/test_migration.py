@@ -1,8 +1,7 @@
-"""The pages for those who come from DDP and from Horovod, and the scripts of examples/torch, on two ranks.
+"""The migration pages for DDP and Horovod, and the scripts of examples/torch, on two ranks.
 
-The pages' own code runs (tests/harness/pages.py). Most of the time of
-such a test is the import of torch, so one job of two ranks runs nearly all, one script after the other, as
-`start.py` would.
+The pages' own code runs (tests/harness/pages.py). Most of the time of such a test is the import of torch. So one job of two ranks runs
+nearly all scripts in a row, as `start.py` would.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 
 def run_in_turn(scripts: Sequence[tuple[Path, Path, Sequence[str]]]) -> list[str]:
-    """Run (folder, script, arguments) one after the other, as `start.py` does; what each printed here."""
+    """Run (folder, script, arguments) one after the other, as `start.py` does, and return the output of each."""
     # A rank that hangs says where, and ends the job.
     faulthandler.dump_traceback_later(RANK_TIMEOUT_S, exit=True)
     start: Callable[..., None] = runpy.run_path(str(EXAMPLES / "start.py"))["run_script"]
@@ -153,7 +152,7 @@ def in_hvd(model: nn.Module, **options: Any) -> Pair:
 
 
 def loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Return the loss of a batch that only this rank has."""
+    """Return the loss of a batch of this rank."""
     generator = torch.Generator().manual_seed(10 * step + hvd.rank())
     x = torch.randn(6, 4, generator=generator, dtype=next(model.parameters()).dtype)
     return (model(x) - x.sin().sum(dim=1, keepdim=True)).square().mean()
@@ -220,7 +219,7 @@ def uneven_by_hvd() -> torch.Tensor:
 
 
 class Branches(nn.Module):
-    """All ranks use the first, rank 0 the second, and none the third."""
+    """All ranks use the first layer, rank 0 the second, and no rank the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +250,7 @@ def unused_by_hvd() -> list[Any]:
 
 
 def buffers_on_ranks() -> list[list[float]]:
-    """Running means of both ranks after training, and after they were sent."""
+    """Running means of both ranks after training, and after a broadcast."""
     model, optimizer = in_hvd(nn.BatchNorm1d(1))
     model(torch.full((4, 1), float(hvd.rank()))).sum().backward()
     optimizer.step()
@@ -324,7 +323,7 @@ def no_trainer_is_left() -> Iterator[None]:
 
 
 def page_scripts(folder: Path) -> dict[str, tuple[Path, Path, Sequence[str]]]:
-    """Write the pages' scripts, each into a folder of its own; of Horovod's only the import is changed."""
+    """Write the pages' scripts, each into its own folder. Horovod's scripts differ only in the import."""
     horovod = block(HOROVOD_PAGE, "before")
     texts = {
         "horovod_after": horovod.replace("import horovod.torch as", "import sparkhvd.torch as")

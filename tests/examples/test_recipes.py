@@ -1,4 +1,4 @@
-"""examples/recipes: each script as a user runs it, with an evaluation that must come out well; text.py and language_model.py in soak/users."""
+"""examples/recipes: each script runs as a user runs it, and its evaluation must reach a bound. soak/users has text.py and language_model.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECIPES = ROOT / "examples" / "recipes"
 
 
 def numbers(name: str, pattern: str, *options: str) -> list[float]:
-    """Run a recipe; return the numbers of its last line."""
+    """Run a recipe, and return the numbers in its last line."""
     result = run_script(RECIPES / f"{name}.py", *options, timeout_s=280)
     assert result.returncode == 0, result.output
     found = re.search(pattern, result.output)

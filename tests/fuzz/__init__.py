@@ -1,1 +1,1 @@
-"""Coverage-guided search for bytes that a parser of `tests/harness/parsers.py` does not expect."""
+"""Coverage-guided search for bytes that raise an unexpected error in a parser of `tests/harness/parsers.py`."""

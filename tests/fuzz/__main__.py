@@ -1,7 +1,7 @@
 """Fuzz the parsers of files and sockets with atheris: `make fuzz`, or `python -m tests.fuzz <corpus> <seconds> [parser]`.
 
-Each parser has a process, a part of the seconds and a folder of the corpus, which starts with what its writer writes. A parser ends the run with what it
-did not expect, in a file beside its corpus: add that to `tests/fuzz/test_parsers.py`.
+Each parser has a process, a part of the seconds and a folder of the corpus, which starts with its writer's outputs. An unexpected error ends the
+run and leaves the input in a file beside the corpus. Add that input to `tests/fuzz/test_parsers.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fuzz(parser: Parser, folder: Path, seconds: int) -> None:
 
 
 def _in_a_fork(parser: Parser, folder: Path, seconds: int) -> int:
-    """Fuzz one parser in a fork, which need not import again; return its exit status."""
+    """Fuzz one parser in a fork, which does not import again, and return its exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid:

@@ -1,6 +1,6 @@
-"""Checks on one GPU. Needs torch and nothing else: where cloudpickle is missing, pickle takes its name.
+"""Checks on one GPU. They need only torch: without cloudpickle, pickle replaces it.
 
-The checks send plain values; only the estimator's need the real one, and are skipped then.
+The checks send plain values. Only the estimator's checks need the real cloudpickle, and are skipped without it.
 """
 
 import pickle

@@ -1,13 +1,13 @@
-"""All that one GPU can show, as one table: `python -m tests.gpu` (`make gpu`). Needs torch, and neither pytest nor Spark.
+"""All checks and figures of one GPU in one table: `python -m tests.gpu` (`make gpu`). Needs torch, but neither pytest nor Spark.
 
     python -m tests.gpu [--only TEXT] [--no-benchmarks] [--rounds 7] [--results FOLDER] [--limit-s 470]
                         [--check-limit-s 120] [--stand-in]
 
-Checks come first, then the figures of benchmarks/gpu.py; each has its own deadline, and the whole is over after 8
-minutes, or after `--limit-s`. Tables are kept as gpu.md in FOLDER: `$OUT` where that is set, else docs/results. The exit status is 0 if
-all checks passed (a figure that misses its target is no failure), 1 if one failed, 2 without a GPU.
+Checks run first, then the figures of benchmarks/gpu.py. Each has its own deadline, and the program ends after 8
+minutes, or after `--limit-s`. Tables are kept as gpu.md in FOLDER: `$OUT` if it is set, else docs/results. The exit status is 0 if
+all checks passed (a figure that misses its target is no failure), 1 if a check failed, 2 without a GPU.
 
-`--stand-in` runs the same on the CPU with the stand-in for CUDA and NCCL: that tests these checks, and no GPU.
+`--stand-in` runs the same on the CPU with the stand-in for CUDA and NCCL: this tests the checks, and no GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Results:
-    """Results so far; written down after every step, because the next one may be the last."""
+    """Results so far. They are written after every step, because the next step may be the last."""
 
     def __init__(self, path: Path | None, head: str) -> None:
         self._path = path
@@ -137,7 +137,7 @@ def default_folder() -> str:
 
 
 def check(results: Results, only: str, limit_s: float, end: float) -> None:
-    """Run all checks, each for `limit_s` at most; one that fails does not stop the others."""
+    """Run all checks, each for `limit_s` at most. A failed check does not stop the others."""
     from tests.gpu.parts import SKIPPED, parts
     from tests.gpu.ranks import RankPool
 

@@ -1,4 +1,4 @@
-"""Bodies of ranks on one GPU, all on device 0: functions of the `Machine`, called by `ranks.py`."""
+"""Functions of ranks on one GPU, all on device 0. `ranks.py` calls them with the `Machine`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def collectives(gpu: Machine) -> str:
 
 
 def registered(gpu: Machine) -> None:
-    """Memory that is registered with NCCL, as a tensor that outlives its name."""
+    """Keep memory registered with NCCL in a tensor that outlives its name."""
     x = hvd.registered_empty((3, 5), torch.float64, device="cuda")
     assert x.is_cuda
     assert x.tolist() == [[0.0] * 5] * 3
@@ -93,7 +93,7 @@ def adasum(gpu: Machine) -> None:
 
 
 def quotients(gpu: Machine) -> None:
-    """Averages of numbers of ranks that one GPU cannot have: divided on the GPU as on the CPU."""
+    """Average over numbers of ranks that one GPU cannot have: divided on the GPU as on the CPU."""
     for dtype in each.FLOATS:
         for divisor in (3, 7, 1.25, 100):
             there = gpu.tensor(values := each.random((1001,), dtype, 1))
@@ -115,7 +115,7 @@ def join(gpu: Machine) -> None:
 
 
 def some_ranks(gpu: Machine) -> None:
-    """Check a process set beside all ranks, which has a communicator of its own."""
+    """Check a process set beside all ranks, with its own communicator."""
     process_set = hvd.add_process_set([hvd.size() - 1])
     values = each.mine((9,), torch.float32)
     handle = hvd.allreduce_async(gpu.tensor(values), op=hvd.Sum)
@@ -128,7 +128,7 @@ def some_ranks(gpu: Machine) -> None:
 
 @contextlib.contextmanager
 def named(what: str) -> Any:
-    """Failures say in what they happened."""
+    """Check that errors name the operation."""
     try:
         yield
     except Exception as error:
@@ -137,7 +137,7 @@ def named(what: str) -> Any:
 
 
 def large(gpu: Machine) -> str:
-    """Compare some megabytes, which NCCL cuts in pieces."""
+    """Compare some megabytes, which NCCL divides into pieces."""
     count = (1 << 12 if gpu.is_stand_in else 1 << 22) + 3
     rows = count + 100 * hvd.rank()
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -151,7 +151,7 @@ def large(gpu: Machine) -> str:
 
 
 def streams(gpu: Machine) -> str:
-    """Operations on several streams in turns, behind long kernels: a missing dependency shows as stale data."""
+    """Run operations on several streams in turn, after long kernels: a missing dependency shows stale data."""
     side = gpu.new_stream()
     rounds = 40
     for number in range(rounds):
@@ -175,7 +175,7 @@ def streams(gpu: Machine) -> str:
 
 
 class Cpu:
-    """CPU as a machine: the other plane, with the same ranks."""
+    """The CPU as a machine: the other plane, with the same ranks."""
 
     def tensor(self, values: Tensor) -> Tensor:
         return values
@@ -189,7 +189,7 @@ def uses_extra(step: int, rank: int) -> bool:
 
 
 def training(gpu: Machine) -> str:
-    """DistributedOptimizer gives the weights of one process on the CPU that has the whole batch."""
+    """Compare DistributedOptimizer's weights with those of one process on the CPU that has the whole batch."""
     size = hvd.size()
 
     def of_row(step: int, row: int) -> bool:
@@ -258,7 +258,7 @@ def perceptron(width: int = 64, layers: int = 4) -> nn.Module:
 def stepper(
     gpu: Machine, width: int, layers: int, rows: int = 64, **options: Any
 ) -> tuple[Callable[[], None], nn.Module]:
-    """Return a training step that asks for no values, and its model."""
+    """Return a training step that reads no values, and its model."""
     model = gpu.module(perceptron(width, layers))
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -276,7 +276,7 @@ def stepper(
 
 
 def unsynchronized(gpu: Machine) -> str:
-    """Check that the host waits for the GPU nowhere in a step."""
+    """Check that the host never waits for the GPU in a step."""
     assert gpu.watch(gpu.synchronize).waits, "a wait of the host was not noticed"
     return f"no wait of the host in three steps, {_watched_steps(gpu)}"
 
@@ -321,7 +321,7 @@ def overlap(gpu: Machine) -> str:
 
 
 def _overlap_on_stand_in(gpu: StandIn) -> str:
-    """Backward is held before its last gradient until the first reduction has been launched."""
+    """Hold backward before its last gradient until the first reduction has been launched."""
     step, model = stepper(gpu, 16, 4)
     step()
     before = gpu.count("ncclAllReduce")
@@ -343,7 +343,7 @@ def _overlap_on_stand_in(gpu: StandIn) -> str:
 
 
 def _overlap_in_profile(gpu: Machine) -> str:
-    """Kernels of backward that ran between the begin of the first of NCCL's and the end of the last."""
+    """Return the kernels of backward that ran between the begin of NCCL's first kernel and the end of its last."""
     step, _ = stepper(gpu, 2048, 8, rows=4096)  # milliseconds of backward
     for _ in range(5):
         step()
@@ -363,7 +363,7 @@ def _overlap_in_profile(gpu: Machine) -> str:
 
 
 def capture(gpu: Machine) -> str:
-    """Check that a collective inside a CUDA graph's capture is refused, and that the engine continues."""
+    """Check that a collective in a capture of a CUDA graph is refused, and that the engine continues."""
     tensor = gpu.tensor(torch.ones(10))
     hvd.allreduce_(tensor, op=hvd.Sum)
     text = ""
@@ -380,7 +380,7 @@ def capture(gpu: Machine) -> str:
 
 
 def mixed_precision(gpu: Machine) -> str:
-    """Autocast to bfloat16, and to float16 with a scaler: the loss falls, and all ranks have the same weights."""
+    """Autocast to bfloat16, and to float16 with a scaler: the loss decreases, and all ranks have the same weights."""
     falls = []
     for dtype in (torch.bfloat16, torch.float16):
         model = gpu.module(perceptron(32, 3))
@@ -410,7 +410,7 @@ def mixed_precision(gpu: Machine) -> str:
 
 
 def compiled(gpu: Machine) -> str:
-    """torch.compile around the model."""
+    """Train with torch.compile around the model."""
     if not isinstance(gpu, Cuda):
         return "skipped: the stand-in's tensors cannot be compiled"
     found = alike.together(gpu, prepare=torch.compile, dtype=torch.float32)  # type: ignore[arg-type]  # a module again
@@ -420,7 +420,7 @@ def compiled(gpu: Machine) -> str:
 
 
 def backend(gpu: Machine) -> str:
-    """torch.distributed's backend of ours, whose tensors on a GPU go to an inner group of torch's NCCL."""
+    """Use our torch.distributed backend, which passes GPU tensors to an inner group of torch's NCCL."""
     if not isinstance(gpu, Cuda):
         return "skipped: torch's NCCL needs a GPU"
     rank, size = hvd.rank(), hvd.size()

@@ -1,4 +1,4 @@
-"""Bodies that go wrong, for the tests of what `make gpu` does then."""
+"""Functions that fail, for the tests of `make gpu` with failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.rank_process import Talk
 
 
 def fails(gpu: Machine) -> str:
-    """Rank 1 alone finds something wrong, while rank 0 waits for it."""
+    """Rank 1 alone finds an error, while rank 0 waits for it."""
     if hvd.rank() == 1:
         raise AssertionError("seven is not eight")
     hvd.allreduce(gpu.tensor(torch.ones(3)))
@@ -25,13 +25,13 @@ def fails(gpu: Machine) -> str:
 
 
 def hangs(gpu: Machine) -> str:
-    """Nobody comes back."""
+    """No rank returns."""
     time.sleep(3600)
     return ""
 
 
 def dies(gpu: Machine) -> str:
-    """End a process silently, as a fault in a library does."""
+    """End a process silently, like a fault in a library."""
     if hvd.rank() == 1:
         os._exit(139)
     hvd.allreduce(gpu.tensor(torch.ones(3)))
@@ -43,6 +43,6 @@ def works(gpu: Machine) -> str:
 
 
 def serve(engine: Engine, talk: Talk) -> Any:
-    """Serve as the real one does, with these bodies."""
+    """Serve like the real one, with these bodies."""
     BODIES.update({body.__name__: body for body in (fails, hangs, dies, works)})
     return rank.serve(engine, talk)

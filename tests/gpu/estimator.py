@@ -1,6 +1,6 @@
 """Check of the estimator's training, as a program: `python -m tests.gpu.estimator "bf16-mixed" 1 cuda`.
 
-A program of its own, because its ranks are started by `run_local`: what hangs goes with it.
+It is a separate program because `run_local` starts its ranks, which end with it if they hang.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The GPU of the checks: one of torch.cuda, or one of the stand-in's, by the same names.
+"""The GPU of the checks: a torch.cuda device or the stand-in's, with the same names.
 
-Rank processes read which one from the environment (`STAND_IN`), as they do NCCL's variables.
+Rank processes read the choice from the environment (`STAND_IN`), like NCCL's variables.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Seen(NamedTuple):
 
     Attributes:
         waits: where the host waited for the GPU.
-        evidence: what proves that somebody looked.
+        evidence: proof that the steps were observed.
     """
 
     waits: list[str]
@@ -62,7 +62,7 @@ class Machine(Protocol):
         """Wait on the host for all of this GPU's current stream."""
 
     def new_stream(self) -> Any:
-        """Make a stream that no other waits for."""
+        """Make a stream for which no other stream waits."""
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         """Make it the current one."""
@@ -80,10 +80,10 @@ class Machine(Protocol):
         """Return the NCCL library that the engine takes."""
 
     def mark(self) -> Any:
-        """Record a place in the current stream."""
+        """Record an event in the current stream."""
 
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """Return the seconds from one place to a later one, by the GPU's clock; the host waits."""
+        """Return the seconds between two events, by the GPU's clock. The host waits."""
 
     def busy(self) -> None:
         """Keep the current stream busy for a millisecond or so."""
@@ -173,7 +173,7 @@ class Cuda:
 
 
 def profiled(steps: Callable[[], None]) -> list[Any]:
-    """Return the profiler's events from the beginning to the end of the steps, of the host and of the GPU."""
+    """Return the profiler's events of the steps, of the host and of the GPU."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     torch.cuda.synchronize()
@@ -282,9 +282,9 @@ def is_stand_in() -> bool:
 
 @contextlib.contextmanager
 def as_with_partners() -> Iterator[None]:
-    """Make a DistributedOptimizer of one rank pack and reduce as one of several does, instead of doing nothing.
+    """Make a DistributedOptimizer with one rank pack and reduce like one of several, instead of doing nothing.
 
-    So one GPU shows all that a rank does itself; what is missing is the network.
+    So one GPU shows all work of a rank. Only the network is missing.
     """
     before = Distributed._has_partners
     Distributed._has_partners = lambda self: True  # type: ignore[method-assign]
@@ -295,12 +295,12 @@ def as_with_partners() -> Iterator[None]:
 
 
 def nccl_library() -> str:
-    """NCCL as the engine takes it."""
+    """NCCL as the engine loads it."""
     return Settings.resolve().nccl_library or find_nccl()
 
 
 def nccl_environment() -> dict[str, str]:
-    """Return NCCL's variables here: several ranks share this GPU, and there is no other network."""
+    """Return NCCL's variables here: several ranks share this GPU, and there is no network."""
     wanted = {
         "MULTI_RANK_GPU_ENABLE": "1",  # from 2.30 on; until then see `share_gpu`
         "SOCKET_IFNAME": "lo",
@@ -320,7 +320,7 @@ def nccl_environment() -> dict[str, str]:
 
 
 def share_gpu(rank: int) -> None:
-    """Tell NCCL that this rank shares the GPU, before it is loaded."""
+    """Tell NCCL before it is loaded that this rank shares the GPU."""
     # Up to 2.29 ranks on one GPU must seem to be on hosts of their own.
     os.environ["NCCL_HOSTID"] = f"rank-{rank}"
     os.environ.update(nccl_environment())
@@ -340,7 +340,7 @@ def why_not() -> str:
 
 
 def description() -> str:
-    """Hardware and versions, in one line."""
+    """Describe hardware and versions in one line."""
     if is_stand_in():
         return "the stand-in for CUDA and NCCL, no GPU"
     gpu = torch.cuda.get_device_properties(0)
@@ -353,7 +353,7 @@ def description() -> str:
 
 
 def driver_version() -> str:
-    """Return the driver's own version where the kernel tells it, and the newest CUDA that it knows."""
+    """Return the driver's version if the kernel reports it, and the newest CUDA that it supports."""
     version = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     cuda = f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}"

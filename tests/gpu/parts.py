@@ -1,4 +1,4 @@
-"""The checks of a machine with a GPU, in their order. No pytest, no Spark."""
+"""The checks of a machine with a GPU, in order. They need neither pytest nor Spark."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Part(NamedTuple):
     """A check.
 
     Attributes:
-        name: as the table has it.
-        run: gives what was found, as a line; raises if that is wrong. Its argument: seconds that it has.
-        seconds: at most.
+        name: as in the table.
+        run: returns its finding as a line, or raises if it is wrong. Its argument: the available seconds.
+        seconds: its time limit.
     """
 
     name: str
@@ -128,7 +128,7 @@ def conformity(ranks: int) -> Callable[[float], str]:
 
 
 def passed(command: list[str], seconds: float) -> str:
-    """Run the suite, again without what has failed, until all others have passed."""
+    """Run the suite, and repeat it without failed tests until all others have passed."""
     deadline, failures, skipped = time.monotonic() + seconds, [], []
     while True:
         given = [word for name in skipped for word in ("--without", name)]
@@ -150,7 +150,7 @@ def passed(command: list[str], seconds: float) -> str:
 
 
 def failure(lines: list[str]) -> tuple[str, str]:
-    """Return name and text of the test that failed first."""
+    """Return name and text of the first failed test."""
     for number, line in enumerate(lines):
         if line.startswith("FAILED") and "another rank failed" not in "".join(
             lines[number + 1 :][:1]
@@ -164,7 +164,7 @@ def failure(lines: list[str]) -> tuple[str, str]:
 def finish(
     command: list[str], seconds: float, environment: dict[str, str] | None = None
 ) -> tuple[int | None, str]:
-    """Run a program and return its exit status (None: its time was up) and output; its children end with it."""
+    """Run a program and return its exit status (None: it exceeded its time) and output. Its children end with it."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command,
@@ -193,7 +193,7 @@ def finish(
 
 
 def killed(body: str, delay_s: float | None = None) -> Callable[[float], str]:
-    """Rank 1 of 2 is killed; rank 0 must raise in time, and its GPU and two new ranks must work."""
+    """Rank 1 of 2 is killed. Rank 0 must raise in time, and its GPU and two new ranks must work."""
 
     def run(seconds: float) -> str:
         with started(body, 2) as ranks:
@@ -229,7 +229,7 @@ def again(seconds: float) -> str:
 
 
 class Together:
-    """Programs of one rank that run at the same time, from the first one's wait on: most of their time they import torch."""
+    """Programs of one rank that run at the same time, from the first wait on, because they mostly import torch."""
 
     def __init__(self, runs: dict[str, Callable[[float], str]]) -> None:
         self._runs = runs
@@ -251,7 +251,7 @@ class Together:
 
 
 def estimator(name: str, size: int) -> Callable[[float], str]:
-    """Return the part of a check of `tests.harness.estimator_checks`; on the stand-in, which the estimator does not know, on the CPU."""
+    """Return the part of a check of `tests.harness.estimator_checks`. With the stand-in, which the estimator does not know, it runs on the CPU."""
 
     def run(seconds: float) -> str:
         kind = "cpu" if is_stand_in() else "cuda"

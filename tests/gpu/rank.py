@@ -1,4 +1,4 @@
-"""The rank processes of the checks: what `tests.harness.rank_process` calls."""
+"""The rank processes of the checks, which `tests.harness.rank_process` calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.rank_process import Talk
 
 @contextmanager
 def on_gpu(engine: Engine) -> Iterator[Machine]:
-    """Yield the GPU, with the engine as this thread's own; SIGUSR1 prints all stacks."""
+    """Yield the GPU, with the engine as this thread's engine. SIGUSR1 prints all stacks."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     share_gpu(engine.rank)
     gpu = machine()
@@ -35,7 +35,7 @@ def on_gpu(engine: Engine) -> Iterator[Machine]:
 
 
 def serve(engine: Engine, talk: Talk) -> None:
-    """Run one body after the other, by the names received; an empty name ends it."""
+    """Run bodies one after the other, by the received names. An empty name ends it."""
     with on_gpu(engine) as gpu, as_with_partners():
         talk.say("ready")
         while name := talk.hear():
@@ -45,7 +45,7 @@ def serve(engine: Engine, talk: Talk) -> None:
 
 
 def until_killed(engine: Engine, talk: Talk) -> dict[str, Any]:
-    """Allreduces until a peer is gone."""
+    """Repeat allreduces until a peer is gone."""
     with on_gpu(engine) as gpu:
         tensor = gpu.tensor(torch.ones(1 << 12 if gpu.is_stand_in else 1 << 22))
         hvd.allreduce_(tensor, op=hvd.Average)
@@ -81,7 +81,7 @@ def killed_at_first(engine: Engine, talk: Talk) -> dict[str, Any]:
 
 
 def survived(engine: Engine, gpu: Machine, run: Callable[[], None]) -> dict[str, Any]:
-    """Return when and how a run ended by a peer's death; checks that the GPU works afterwards, and so does a new engine."""
+    """Return when and how a run ended after a peer's death. Check that the GPU and a new engine work afterwards."""
     try:
         run()
     except PeerLostError as error:

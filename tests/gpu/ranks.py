@@ -1,4 +1,4 @@
-"""Ranks on one GPU as processes: what they say within a deadline, and all of their stacks if they say nothing."""
+"""Ranks on one GPU as processes: their results within a deadline, and all of their stacks after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ECHOES = ("PeerLostError", "CollectiveError", "CollectiveTimeoutError")
 
 
 def settings() -> Settings:
-    """Return settings with several buckets even for small models; a wait that should not be ends with an error before its check does."""
+    """Return settings with several buckets even for small models. A wait that hangs ends with an error before its check ends."""
     return Settings.resolve(
         connect_timeout_s=START_S, stall_shutdown_s=60.0, device_bucket_bytes=1024
     )
@@ -29,7 +29,7 @@ def settings() -> Settings:
 
 @contextlib.contextmanager
 def started(body: str, size: int) -> Iterator[list[RankProcess]]:
-    """Processes of one of the functions of `rank.py`, or of "module:function", killed at the end."""
+    """Start processes of a function of `rank.py` or of "module:function", and kill them at the end."""
     target = body if ":" in body else f"{BODIES}:{body}"
     with rank_processes(target, size, settings=settings()) as ranks:
         yield ranks
@@ -39,7 +39,7 @@ def hear(ranks: list[RankProcess], seconds: float) -> list[Any]:
     """Receive the next message of each rank.
 
     Raises:
-        AssertionError: a rank failed, with the text of the one that failed by itself, or said nothing in time.
+        AssertionError: a rank failed, with the text of the rank that failed first, or was silent until the deadline.
     """
     deadline = time.monotonic() + seconds
     said = [rank.message(max(0.0, deadline - time.monotonic())) for rank in ranks]
@@ -81,10 +81,10 @@ def _place(text: str) -> str:
 
 
 class RankPool:
-    """Ranks that run one body after the other; after a failure new ones replace them.
+    """Ranks that run one body after the other. After a failure, new ranks replace them.
 
     Args:
-        serve: what they run.
+        serve: the function that they run.
     """
 
     def __init__(self, serve: str = "serve") -> None:

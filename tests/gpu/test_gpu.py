@@ -1,4 +1,4 @@
-"""`make gpu` itself: on a GPU where there is one, on the stand-in everywhere, and what it says when something fails."""
+"""`make gpu` itself: on a GPU if there is one, else on the stand-in, and its report of failures."""
 
 from __future__ import annotations
 

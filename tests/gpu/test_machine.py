@@ -1,4 +1,4 @@
-"""Parts of a real GPU's side that need none: reading of a profile, NCCL's variables."""
+"""Parts of the adapter for a real GPU that need no GPU: reading a profile, NCCL's variables."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Backward of tensors of the stand-in on a thread of autograd's own, as on a GPU: `python -m tests.harness.autograd_threads`.
+"""Backward of the stand-in's tensors on autograd's own thread, as on a GPU: `python -m tests.harness.autograd_threads`.
 
-To torch's own code tensors of the stand-in are on "meta", whose backward runs where it was called. Here they are on a
-device of a backend made in Python, so torch gives them a thread. That is for a whole process, hence a program.
+torch's own code sees the stand-in's tensors on "meta", whose backward runs on the calling thread. Here they are on a
+device of a backend made in Python, so torch gives them a thread. This affects a whole process, so it is a program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 
 
 def make_backend() -> None:
-    """Make torch take the stand-in's tensors for those of a device with a thread of autograd."""
+    """Make torch treat the stand-in's tensors as tensors of a device with its own autograd thread."""
     backend_registration._setup_privateuseone_for_python_backend("standin")
     # There is one such thread in a process, and the end of backward waits there for the other ranks: it is rank 0's.
     fake_cuda.torch_device = lambda gpu: "meta" if gpu.ordinal else "standin:0"
@@ -51,7 +51,7 @@ class Recomputed(torch.autograd.Function):
 
 
 def train(device: FakeDevice, *, passes: int, as_views: bool) -> Tensor:
-    """Weights of one rank; the body of the model is recomputed in two parts."""
+    """Return the weights of one rank. The body of the model is recomputed in two parts."""
     model: Any = device.module(training.model())
     optimizer: Any = hvd.DistributedOptimizer(
         training.sgd(model.parameters()),

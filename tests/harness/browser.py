@@ -42,7 +42,7 @@ def rendered(browser: str, folder: Path, url: str) -> str:
 
 
 def seen(browser: str, folder: Path, url: str) -> tuple[Any, str]:
-    """Return the JSON that a page's script has written between FOUND and END into its text, and what the console says."""
+    """Return the JSON that a page's script has written between FOUND and END into its text, and the console's output."""
     done = _dump(browser, folder, url)
     found = re.search("FOUND(.*?)END", done.stdout, re.S)
     assert found is not None, done.stderr[-2000:]

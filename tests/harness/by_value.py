@@ -1,6 +1,6 @@
-"""Functions and classes of a test module that travel to ranks by value, as those of a user's `__main__` or notebook do.
+"""Functions and classes of a test module that are sent to ranks by value, like those of a user's `__main__` or notebook.
 
-By reference each rank imports the test module, and with it pytest and pyspark: about a second of CPU.
+By reference, each rank imports the test module, and with it pytest and pyspark: about a second of CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 
 def by_value(module_name: str) -> Any:
-    """Make a fixture of the module with this name that lets what it defines travel by value."""
+    """Make a fixture of the module with this name that pickles the module's functions and classes by value."""
 
     @pytest.fixture(scope="module", autouse=True)
     def travels_by_value() -> Iterator[None]:

@@ -1,6 +1,6 @@
 """A standalone cluster that tests share: programs of its driver, and of Spark Connect clients of the same application.
 
-Starting its six JVMs takes longer than most of what tests do there.
+The start of its six JVMs takes longer than most tests there.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run_client(
     prefix: Sequence[str] = (),
     timeout_s: float = 250,
 ) -> str:
-    """Run `body` with `spark` in a fresh client of a Connect server; return what it printed, or fail with it."""
+    """Run `body` with `spark` in a fresh client of a Connect server, and return its output, or fail with it."""
     return run_on(
         remote,
         body,
@@ -173,7 +173,7 @@ OWN_FOLDER = Path("/proc/self/cwd")
 
 
 def hiding(folder: Path) -> list[str] | None:
-    """Return the prefix of a command for which a folder is another one, empty; None if this user may not mount."""
+    """Return the prefix of a command for which a folder is another, empty one, or None if this user may not mount."""
     flags = "-m" if os.geteuid() == 0 else "-rm"
     mount = 'mount -t tmpfs none "$0" && exec "$@"'
     prefix = ["unshare", flags, "sh", "-c", mount, str(folder)]
@@ -191,7 +191,7 @@ class Unseen:
     Attributes:
         remote: address of the server.
         folder: as the executors see it.
-        printed: gives what the server and its executors have printed so far, plans included.
+        printed: returns the output of the server and its executors so far, with plans.
     """
 
     remote: str

@@ -1,4 +1,4 @@
-"""Communicators in mpi4py's manner without MPI: of threads of one process, and of processes of one host."""
+"""Communicators in mpi4py's form without MPI: of threads of one process, and of processes of one host."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ThreadComm:
         return values
 
     def Split(self, color: int | None, key: int = 0) -> ThreadComm | NullComm:
-        """Return the communicator of the threads with this colour; a null one without a colour."""
+        """Return the communicator of the threads with this colour, or a null one without a colour."""
         entries = self.allgather((color, key, self._rank))
         if color is None:
             return NullComm()
@@ -72,7 +72,7 @@ class NullComm:
 
 
 class ProcessComm:
-    """Communicator of processes that know a name."""
+    """Communicator of processes that share a name."""
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self._name, self._rank, self._size = name, rank, size

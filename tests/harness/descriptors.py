@@ -11,8 +11,8 @@ import sys
 def descriptors() -> frozenset[str]:
     """Return this process's descriptors, each with its target: `15 -> socket:[4711]`.
 
-    To be compared by what is there and was not before: what an earlier test has left to a thread (a connection of
-    Spark's, say) may go at any moment, and that is no leak. The gateway to a JVM may also open some, so it is left out.
+    Compare new descriptors with earlier ones: descriptors that an earlier test left to a thread (such as a connection of
+    Spark) may close at any moment, and that is no leak. The gateway to a JVM may also open some, so it is excluded.
     """
     found = set()
     gateway = gateway_port()

@@ -1,7 +1,7 @@
 """Bodies of GPU tests for every rank, on the stand-in's GPU or a real one.
 
-Each body runs on all ranks. `gpu` puts tensors and modules there; results are compared with those of the CPU's plane,
-which has tests of its own.
+Each body runs on all ranks. `gpu` moves tensors and modules there. Results are compared with the CPU's plane,
+which has its own tests.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RealGpu:
 
 
 def random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Draw values of any type; small, so that products stay in range."""
+    """Draw small values of any type, so that products stay in range."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
@@ -73,7 +73,7 @@ def mine(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def equal(found: Tensor, expected: Tensor, *, is_sum: bool = True) -> None:
-    """Fail unless a result from the GPU is that of the CPU: the bits, or of sums of floats nearly."""
+    """Fail unless a result from the GPU equals the CPU's: in all bits, or approximately for sums of floats."""
     assert found.is_cuda
     home = found.cpu()
     assert home.dtype == expected.dtype
@@ -111,7 +111,7 @@ def allreduces(gpu: Gpu, dtype: torch.dtype) -> None:
 
 
 def factors(gpu: Gpu, dtype: torch.dtype) -> None:
-    """Prescale, postscale, and both with Average; inputs stay what they were."""
+    """Check prescale, postscale, and both with Average. Inputs stay unchanged."""
     for op in (hvd.Sum, hvd.Average, hvd.Max):
         for before, after in ((0.37, 1.0), (1.0, 2.6), (1.7, 0.4), (-1.3, 1e30)):
             values = mine((41,), dtype, 3)
@@ -168,7 +168,7 @@ def compressed(gpu: Gpu) -> None:
 
 
 def gathers(gpu: Gpu, dtype: torch.dtype) -> None:
-    """Compare gathers of rows that differ between the ranks, none on some, none on all."""
+    """Compare gathers of rows that differ between the ranks, with no rows on some ranks or on all."""
     rank = hvd.rank()
     for number, shape in enumerate([(rank,), (3, 2), (0, 4), (2 * rank + 1, 0), (rank % 2, 3, 2)]):
         values = mine(shape, dtype, number)
@@ -213,7 +213,7 @@ def reducescatters(gpu: Gpu, dtype: torch.dtype) -> None:
 
 
 def strided(gpu: Gpu) -> None:
-    """Transposed tensors go in by value, and in place not at all."""
+    """Check that transposed tensors are passed by value, and refused in place."""
     values = mine((3, 4), torch.float32)
     there = gpu.tensor(values).t()
     equal(hvd.allreduce(there, op=hvd.Sum), hvd.allreduce(values.t(), op=hvd.Sum))
@@ -225,7 +225,7 @@ def strided(gpu: Gpu) -> None:
 
 
 def asynchronous(gpu: Gpu) -> None:
-    """Handles that end in another order, waited for in another order on every rank."""
+    """Wait for handles that end in another order, in a different order on every rank."""
     rank, size = hvd.rank(), hvd.size()
     values = mine((64, 3), torch.float64)
     there = gpu.tensor(values)
@@ -256,12 +256,12 @@ def asynchronous(gpu: Gpu) -> None:
 
 
 def _ends(handle: hvd.Handle) -> bool:
-    """Return True when `poll` does; a result that was read has ended."""
+    """Wait until `poll` returns True. An operation whose result was read has ended."""
     return hvd.poll(handle)
 
 
 def gathers_go_on_alone(gpu: Gpu) -> None:
-    """Gather asynchronously while one rank does something else first and the others wait for its part."""
+    """Gather asynchronously while one rank first works on something else and the others wait for its part."""
     values = mine((4, 2), torch.float32)
     handle = hvd.allgather_async(gpu.tensor(values), name="alone")
     if hvd.rank() == 0:
@@ -336,7 +336,7 @@ def parameters(gpu: Gpu) -> None:
 
 
 def batch_norm(gpu: Gpu) -> None:
-    """`SyncBatchNorm` over all ranks' rows, as one process with the whole batch has it."""
+    """Compare `SyncBatchNorm` over all ranks' rows with one process with the whole batch."""
     rank, size = hvd.rank(), hvd.size()
     x = random((4 * size, 3, 4, 4), torch.float64, 1)
     factors = torch.arange(4.0 * size, dtype=torch.float64).view(-1, 1, 1, 1)

@@ -1,6 +1,6 @@
-"""Training on GPUs, whatever GPUs: every rank's part of tests of `DistributedOptimizer`.
+"""Training on any GPUs: each rank's part of the tests of `DistributedOptimizer`.
 
-Each gives the weights, which the test compares with those of one process that had the whole batch on the CPU.
+Each function returns the weights, which the test compares with those of one process with the whole batch on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Change = Callable[[torch.optim.Optimizer, nn.Module], None]
 
 
 def fill(module: nn.Module) -> nn.Module:
-    """Start values without torch's global generator, which ranks as threads share."""
+    """Set start values without torch's global generator, which ranks that are threads share."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in module.parameters():
@@ -64,7 +64,7 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Momentum, so that what is wrong once stays wrong."""
+    """Use momentum, so that a wrong step has a lasting effect."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
@@ -77,7 +77,7 @@ def alone(
     change: Change | None = None,
     extra_for: Callable[[int, int], bool] = lambda step, row: False,
 ) -> Tensor:
-    """Weights of one process with the whole batch. `extra_for(step, row)`: whether a row uses the extra layer."""
+    """Return the weights of one process with the whole batch. `extra_for(step, row)`: whether a row uses the extra layer."""
     module = model(dtype)
     optimizer = make(module.parameters())
     for step in range(steps):
@@ -109,7 +109,7 @@ def together(
     prepare: Callable[[nn.Module], nn.Module] = lambda module: module,
     **options: Any,
 ) -> Tensor:
-    """Weights of one of several ranks. `change` comes between `synchronize()` and `step()`."""
+    """Return the weights of one of several ranks. `change` runs between `synchronize()` and `step()`."""
     module = gpu.module(model(dtype))
     optimizer: Any = hvd.DistributedOptimizer(
         make(module.parameters()),
@@ -136,13 +136,13 @@ def together(
 
 
 def clip(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """To half of what it is, so that it does something."""
+    """Clip to half of the norm, so that it has an effect."""
     del optimizer
     torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
 
 
 def two_streams(gpu: Any) -> Tensor:
-    """Forward, backward and step on other streams than the optimizer was built on, in turns."""
+    """Run forward, backward and step in turn on other streams than the stream where the optimizer was made."""
     module = gpu.module(model())
     optimizer: Any = hvd.DistributedOptimizer(sgd(module.parameters()))
     rank, size = hvd.rank(), hvd.size()

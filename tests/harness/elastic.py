@@ -1,4 +1,4 @@
-"""Elastic jobs of real processes: `with elastic_job("tests...:fn", 3) as job:`; each process runs `fn(rendezvous, talk)`."""
+"""Elastic jobs of real processes: `with elastic_job("tests...:fn", 3) as job:`. Each process runs `fn(rendezvous, talk)`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ElasticJob:
         )
 
     def start(self, count: int = 1, target: str | None = None) -> list[RankProcess]:
-        """Start members; their numbers count on."""
+        """Start members, with increasing numbers."""
         made = []
         numbers = range(len(self.members), len(self.members) + count)
         for number in numbers:  # before one of them asks, or it would not wait for the others
@@ -68,7 +68,7 @@ class ElasticJob:
         return made
 
     def next_change(self, timeout_s: float = DEADLINE_S) -> GenerationFormed:
-        """Return the next change that the members have carried out, or that another one has overtaken."""
+        """Return the next change that the members have carried out, or that a later change has replaced."""
         return self.formed.get(timeout=timeout_s)
 
 
@@ -81,7 +81,7 @@ def elastic_job(
     settings: Settings | None = None,
     tcp_only: bool = False,
 ) -> Iterator[ElasticJob]:
-    """Start `size` members of `target` ("module:function"); at the end all are killed."""
+    """Start `size` members of `target` ("module:function"), and kill all at the end."""
     limits = limits or Limits(first=size, least=1, most=16, patience_s=DEADLINE_S)
     job = ElasticJob(target, limits, settings or Settings(connect_timeout_s=DEADLINE_S), tcp_only)
     try:

@@ -1,4 +1,4 @@
-"""Training of an elastic job that tests call as a function on Spark and without it."""
+"""Training of an elastic job, which tests call as a function with and without Spark."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class ElasticRun:
             reader.start()
 
     def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Wait until so many lines have the pattern; return the matches."""
+        """Wait until so many lines match the pattern, and return the matches."""
 
         def found() -> list[re.Match[str]]:
             matches = [match for line in list(self.lines) if (match := re.search(pattern, line))]
@@ -77,18 +77,18 @@ class ElasticRun:
             raise AssertionError("\n".join([str(error), *self.lines])) from error
 
     def ranks(self, size: int, count: int | None = None) -> dict[int, int]:
-        """Wait until ranks of a generation of so many work; return their processes by number of the member."""
+        """Wait until this many ranks of a generation work, and return their processes by member number."""
         pattern = rf"^\[(\d+)\] rank \d+ of {size} pid (\d+)"
         matches = self.wait_for(pattern, size if count is None else count)
         return {int(match[1]): int(match[2]) for match in matches}
 
     def end(self) -> int:
-        """Let the script stop; return the status of the launcher."""
+        """Let the script stop, and return the launcher's exit status."""
         self.stop.touch()
         return self.wait()
 
     def wait(self, timeout_s: float = 20.0) -> int:
-        """Wait for the end of the launcher; return its status."""
+        """Wait for the end of the launcher, and return its exit status."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ class ElasticRun:
 def elastic_run(
     folder: Path, *flags: str, script: tuple[str, ...] = (), **variables: str
 ) -> Iterator[ElasticRun]:
-    """Start a job; at the end it is killed if it still runs."""
+    """Start a job, and kill it at the end if it still runs."""
     run = ElasticRun(folder, flags, script, variables)
     try:
         yield run

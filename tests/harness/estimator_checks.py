@@ -45,7 +45,7 @@ class Place:
 
 
 def _train_rank(spec: TrainSpec, place: Place) -> tuple[TrainResult, str]:
-    """Train in a rank; return the result, and the device by the inputs of the dense layers."""
+    """Train in a rank, and return the result and the device of the dense layers' inputs."""
     mine = context()
     assert mine is not None
     if place.is_shared:
@@ -70,7 +70,7 @@ def _train_rank(spec: TrainSpec, place: Place) -> tuple[TrainResult, str]:
 
 
 def _trained(case: Case, place: Place, **options: Any) -> TrainResult:
-    """Train on processes; every rank must report the same losses."""
+    """Train on processes. Every rank must report the same losses."""
     spec = TrainSpec(**{**vars(case.spec()), **options})
     # Ranks that share a GPU are given none, and take the first by themselves.
     use_gpu = False if place.kind == "cpu" else None if place.is_shared else True
@@ -89,7 +89,7 @@ def _trained(case: Case, place: Place, **options: Any) -> TrainResult:
 
 
 class Net(nn.Module):
-    """Dense layers with statistics of their own; draws nothing, so that every device gives the same."""
+    """Dense layers with running statistics. It draws no random numbers, so that every device gives the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def _case(folder: str, model: type[nn.Module], **options: Any) -> Case:
 
 
 def _on_cpu(case: Case, epoch: int) -> Mapping[str, Tensor]:
-    """Return the model of a checkpoint, all of which must load on a machine without a GPU."""
+    """Return the model of a checkpoint, which must load completely on a machine without a GPU."""
     checkpoint = case.checkpoint(epoch)
     devices = {t.device.type for t in _tensors(vars(checkpoint))}
     assert devices == {"cpu"}, devices
@@ -189,7 +189,7 @@ def _equals_one_process(
 
 
 def _resumed(place: Place) -> str:
-    """Check that a resumed run equals an uninterrupted one: optimizer and random numbers are those of before."""
+    """Check that a resumed run equals an uninterrupted one, with its optimizer and random numbers."""
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as parts:
         one, two = _case(whole, Noisy), _case(parts, Noisy)
         history = _trained(one, place).history
@@ -201,7 +201,7 @@ def _resumed(place: Place) -> str:
 
 
 def _scaled(place: Place) -> str:
-    """float16 with a scaled loss: the scale is part of the checkpoint."""
+    """float16 with a scaled loss. The scale is part of the checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         case = _case(folder, Picture, precision="16-mixed")
         history = _trained(case, place).history

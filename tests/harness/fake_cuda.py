@@ -110,7 +110,7 @@ class Driver:
 
 
 class _Memory:
-    """Device memory, used again and never given back: to free waits for every stream, as CUDA does."""
+    """Device memory, which is reused and never freed: to free waits for every stream, as in CUDA."""
 
     def __init__(self, device: FakeDevice, num_bytes: int) -> None:
         self._unused = device.unused[1 << max(8, num_bytes.bit_length())]
@@ -124,9 +124,9 @@ class _Memory:
 
 
 class _NoCollection:
-    """While streams have something to run, no thread collects garbage by itself.
+    """No thread collects garbage automatically while a stream has work.
 
-    Some of it may be memory of a device, which must not be freed on a stream's own thread. Only threads that may
+    Garbage may include device memory, which must not be freed on a stream's own thread. Only threads that may
     free enter and leave: a collection can begin as soon as a thread has called any function of Python.
     """
 
@@ -198,7 +198,7 @@ class FakeDevice:
         self.driver.await_stream(self.current, stream)
 
     def keep_for(self, tensor: Tensor) -> None:
-        """Do nothing: memory lives as long as functions enqueued on it."""
+        """Do nothing: memory lives as long as functions that are enqueued on it."""
 
     def over_buffer(self, buffer: Buffer) -> Tensor:
         """Return the engine's memory as a tensor."""
@@ -209,10 +209,10 @@ class FakeDevice:
     # --- As torch.cuda. ---
 
     def forget(self) -> None:
-        """Let go what has run and what it kept alive, such as the engine's memory.
+        """Release finished functions and the objects that they kept alive, such as the engine's memory.
 
         Raises:
-            FakeCudaError: something has not run in `DRAIN_S`. It is forgotten all the same.
+            FakeCudaError: a function has not run within `DRAIN_S`. It is released anyway.
         """
         deadline = time.monotonic() + DRAIN_S
         self._let_go()
@@ -269,7 +269,7 @@ class FakeDevice:
             raise
 
     def _let_go(self) -> None:
-        """Memory may go with what has run; on a stream's own thread that is forbidden, as all of CUDA is there."""
+        """Memory may be freed with a finished function. On a stream's own thread this is forbidden, like all of CUDA."""
         while True:
             try:
                 number = self._spent.popleft()
@@ -368,7 +368,7 @@ class FakeTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor's data, with a count of changes of its own; `x.data = y` gives it y's memory."""
+        """The tensor's data, with its own count of changes. `x.data = y` gives it y's memory."""
         return FakeTensor(self.raw, self.gpu)
 
     @data.setter
@@ -394,7 +394,7 @@ class FakeTensor(torch.Tensor):
         return FakeTensor(made, self.gpu)
 
     def to_sparse(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Waits, because how many there are depends on values."""
+        """Wait, because the number of elements depends on values."""
         self.gpu.synchronize()
         return FakeTensor(self.raw.to_sparse(*args, **kwargs), self.gpu)
 
@@ -407,13 +407,13 @@ class FakeTensor(torch.Tensor):
         return self.raw.data_ptr()
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """To its own device nothing happens; torch itself would look for CUDA."""
+        """Return itself for its own device, because torch itself would look for CUDA."""
         args = tuple(a for a in args if not _is_cuda(a))
         kwargs = {key: value for key, value in kwargs.items() if not _is_cuda(value)}
         return super().to(*args, **kwargs) if args or kwargs else self
 
     def tolist(self) -> Any:
-        """Waits."""
+        """Wait for the values."""
         return self.cpu().tolist()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -479,7 +479,7 @@ _DIVISIONS = {
 
 
 def _as_on_cuda(func: Any, args: Any) -> tuple[Any, Any]:
-    """Return the operation that computes on the CPU what CUDA's kernel of this one computes; refuse what that one refuses."""
+    """Return the operation on the CPU that computes the same as CUDA's kernel, and refuse what that kernel refuses."""
     if func is torch.ops.aten._foreach_copy_.default:
         _check_copies(args[0], args[1])
     elif func is torch.ops.aten.native_batch_norm_backward.default:
@@ -493,7 +493,7 @@ def _as_on_cuda(func: Any, args: Any) -> tuple[Any, Any]:
 
 
 def _check_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Check the copies as torch's kernel does, which takes the first target's type for all of them and knows no wide unsigned types."""
+    """Check the copies like torch's kernel, which uses the first target's type for all and has no wide unsigned types."""
     unknown = {torch.uint16, torch.uint32, torch.uint64}
     types = {each.dtype for each in targets}
     assert len(types) == 1, f"_foreach_copy_ to {types} would write beyond tensors"
@@ -501,7 +501,7 @@ def _check_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 class Factories(TorchFunctionMode):
-    """Inside, what torch's own code makes with `device="cuda"` is made on the stand-in's device."""
+    """Inside, torch's own code with `device="cuda"` makes tensors on the stand-in's device."""
 
     _MAKE = (torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor)
 
@@ -552,7 +552,7 @@ def _moved(value: Any, gpu: FakeDevice) -> Any:
 
 
 def _same(value: Any) -> Any:
-    """Return the memory itself, before it is written."""
+    """Return the memory itself, before a write."""
     if isinstance(value, FakeTensor):
         return value.raw
     return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -595,7 +595,7 @@ def is_built() -> bool:
 
 @pytest.fixture
 def fake_gpus() -> Iterator[Driver]:
-    """The stand-in's driver, without rules; fails a test that misused it."""
+    """The stand-in's driver, without rules. A test that misuses it fails."""
     if not is_built():
         pytest.skip("the stand-in is not built: cmake --build build/native --target fake_cuda")
     found = driver()

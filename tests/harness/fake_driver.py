@@ -1,7 +1,7 @@
-"""A stand-in for libcuda.so.1 that only counts GPUs and says their UUIDs, for hosts without any.
+"""A stand-in for libcuda.so.1 that only counts GPUs and returns their UUIDs, for hosts without GPUs.
 
-The variable FAKE_GPUS lists the GPUs of the host, each by a number that becomes the last byte of its UUID; like the real
-driver it shows those that CUDA_VISIBLE_DEVICES names by index, up to the first that does not exist.
+The variable FAKE_GPUS lists the GPUs of the host, each by a number that becomes the last byte of its UUID. Like the real
+driver it shows the GPUs that CUDA_VISIBLE_DEVICES names by index, up to the first that does not exist.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Faults that a rank inflicts on itself or on its parents, by name and at a known moment.
+"""Faults that a rank causes to itself or to its parents, by name and at a known moment.
 
-These functions run inside ranks; a test passes them, or calls them in the function that it launches.
+These functions run inside ranks. A test passes them, or calls them in the function that it launches.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def seconds_since(path: Path) -> float:
 
 
 def note() -> None:
-    """Write when the fault happens, where the test wants to know; to be called just before it."""
+    """Write the time of the fault to the test's file. Call it just before the fault."""
     if path := os.environ.get(HAPPENED_AT):
         Path(path).write_text(str(time.monotonic()))
 
 
 def kill_self() -> None:
-    """End this rank as the kernel's memory killer would."""
+    """End this rank like the kernel's out-of-memory killer."""
     note()
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
 def kill_at_exit() -> None:
-    """End this rank so after its function has returned."""
+    """End this rank like `kill_self` after its function has returned."""
     import atexit
 
     atexit.register(kill_self)
@@ -74,7 +74,7 @@ def kill_python_worker() -> None:
 
 
 def serves_elastic_job() -> bool:
-    """Return True if the Spark task of this rank has the coordinator of its elastic job: it listens."""
+    """Return True if this rank's Spark task has the coordinator of its elastic job, which means that it listens."""
     worker = python_worker()
     held = set()
     for fd in Path(f"/proc/{worker}/fd").iterdir():

@@ -1,4 +1,4 @@
-"""Processes that have imported what ranks need, and fork them: a fresh rank would import torch for seconds."""
+"""Processes that have imported the modules of ranks and fork them, because a fresh rank imports torch for seconds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts processes that run `tests.harness.rank_process.main`; a context manager."""
+    """Starts processes that run `tests.harness.rank_process.main`. A context manager."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
@@ -93,12 +93,12 @@ _default: list[ForkServer] = []
 
 
 def running() -> ForkServer | None:
-    """Return the server with torch; None where no test has asked for one."""
+    """Return the server with torch, or None if no test has requested it."""
     return _running[-1] if _running else None
 
 
 def default() -> ForkServer | None:
-    """Return the server of ranks whose test names none; None where they are fresh processes."""
+    """Return the server for ranks whose test names none, or None if they are fresh processes."""
     return _default[-1] if _default else None
 
 
@@ -113,7 +113,7 @@ def as_running() -> Iterator[ForkServer]:
 
 @contextlib.contextmanager
 def as_default(server: ForkServer) -> Iterator[None]:
-    """Let ranks whose test names no server be its forks."""
+    """Make ranks whose test names no server its forks."""
     _default.append(server)
     yield
     _default.pop()
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def _run(server: socket.socket, descriptors: list[int]) -> None:
-    """Be a rank, in the fork; never returns."""
+    """Be a rank, in the fork. This never returns."""
     from tests.harness import rank_process
 
     server.close()

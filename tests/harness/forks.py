@@ -1,4 +1,4 @@
-"""Fixtures of ranks that are forks; apart from `fork_server.py`, because ranks import that, and pytest takes them long."""
+"""Fixtures of ranks that are forks. Ranks import `fork_server.py`, which must not import pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile with as little work of the C++ compiler as there can be: what is tested is the training."""
+"""torch.compile with the least possible work of the C++ compiler, because the tests are about the training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lean_inductor() -> AbstractContextManager[Any]:
-    """Let inductor compile on this thread without a process of its own, and without trying the CPU's vectors.
+    """Let inductor compile on this thread without a separate process, and without a test of the CPU's vectors.
 
     By default it starts a process that imports torch, and compiles, loads and runs a program per instruction set.
     """

@@ -1,8 +1,8 @@
-"""Options of the tests' JVMs, which live for seconds: most of their time goes into loading and compiling classes.
+"""Options of the tests' JVMs, which live for seconds and spend most of them on loading and compiling classes.
 
-`python -m tests.harness.jvm` lets a JVM do what tests do and keeps the classes that it has loaded in an archive of this
-Python environment, whose pyspark they are of. On two cores, with the options and the archive, a local session with some
-jobs took 0.6 of its time and one of local-cluster 0.5. An archive of another Java or Spark is ignored by the JVM.
+`python -m tests.harness.jvm` runs typical work of tests in a JVM and archives its loaded classes for this
+Python environment, whose pyspark they belong to. On two cores, with the options and the archive, a local session with some
+jobs took 0.6 of its time and one of local-cluster 0.5. The JVM ignores an archive of another Java or Spark.
 """
 
 from __future__ import annotations

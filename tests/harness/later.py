@@ -1,4 +1,4 @@
-"""Modules that a few tests compare with, imported when the first of these runs: each worker collects every test."""
+"""Modules that few tests need, imported at their first use, because each pytest worker collects every test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Later:
-    """Module that is imported when an attribute is asked for.
+    """Module that is imported at the first access to an attribute.
 
     Args:
         name: of the module.

@@ -1,4 +1,4 @@
-"""Ranks that meet without torch, whose import takes longer than most of what tests ask of them."""
+"""Ranks that meet without torch, because the import of torch takes longer than most of these tests."""
 
 from __future__ import annotations
 

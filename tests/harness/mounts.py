@@ -1,4 +1,4 @@
-"""Mounts for tests: small file systems that fill up or vanish. Needs root, or a user namespace of one's own."""
+"""Mounts for tests: small file systems that become full or are lost. Needs root, or an own user namespace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 @pytest.fixture
 def mounts(request: pytest.FixtureRequest) -> None:
-    """The test may mount. Where this user may not, it runs in a namespace in which it may, in a process of its own."""
+    """Let the test mount. If this user may not mount, the test runs in a separate process in a namespace where it may."""
     if os.geteuid() == 0:
         return
     probe = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False)
@@ -54,5 +54,5 @@ def mount(what: bytes, at: Path, kind: bytes, options: bytes) -> None:
 
 
 def unmount(at: Path) -> None:
-    """Unmount `at`, also while processes use it; does nothing if it is not a mount."""
+    """Unmount `at`, even while processes use it. Does nothing if it is not a mount."""
     libc.umount2(bytes(at), MNT_DETACH)

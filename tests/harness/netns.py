@@ -1,7 +1,7 @@
-"""Two hosts on this machine: network namespaces joined by a cable (a veth pair). Ranks in them: `ranks_on_hosts`.
+"""Two hosts on this machine: network namespaces connected by a cable (a veth pair). `ranks_on_hosts` runs ranks in them.
 
-Needs `ip` of iproute2 and the right to make namespaces; `why_not()` says what is missing. What was made is removed
-at the end, and what a killed run has left is removed by the next one.
+Needs `ip` of iproute2 and the right to make namespaces. `why_not()` says what is missing. The end removes all of it,
+and the next run removes leftovers of a killed run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Host:
         self.run("ip", "link", "set", self.device, state)
 
     def shape(self, rate: str | None) -> None:
-        """Send at most `rate` (as `tc` writes it, "1gbit"); None lifts the limit."""
+        """Limit the rate of sent bytes (in `tc`'s form, "1gbit"). None removes the limit."""
         if rate is None:
             self.run("tc", "qdisc", "del", "dev", self.device, "root")
             return
@@ -120,7 +120,7 @@ def _run(*words: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def _remove(namespace: str) -> None:
-    """Remove a namespace and its devices; ends its processes first, or it would stay."""
+    """Remove a namespace and its devices, after its processes, which would keep it."""
     with contextlib.suppress(RuntimeError):
         for pid in _run("ip", "netns", "pids", namespace).split():
             with contextlib.suppress(ProcessLookupError):

@@ -16,9 +16,9 @@ TIMEOUT_S = 450
 
 
 def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a notebook of this name in an empty folder; return it with its outputs.
+    """Run a notebook of this name in an empty folder, and return it with its outputs.
 
-    A cell whose tag is `raises-exception` must raise one, every other none.
+    A cell with the tag `raises-exception` must raise an exception, and no other cell may.
     """
     import nbformat
     from nbclient import NotebookClient
@@ -55,7 +55,7 @@ def text_of(notebook: Any) -> str:
 
 
 def number(notebook: Any, label: str) -> float:
-    """Return the number that is printed behind a label."""
+    """Return the number printed after a label."""
     found = re.search(rf"{re.escape(label)} (-?[\d.]+)", text_of(notebook))
     assert found, text_of(notebook)
     return float(found[1])

@@ -1,4 +1,4 @@
-"""Programs of docs/fault_tolerance.md in processes of which one is killed, and the rows that they trained on."""
+"""Programs of docs/fault_tolerance.md in several processes, one of which is killed, and the rows of their steps."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def write_rows(folder: Path, rows: int) -> None:
 
 
 def run_program(name: str, folder: Path, rows: int, **variables: str) -> list[str]:
-    """Run a program of the page in three processes, kill the last one in the middle, and return what the others print.
+    """Run a program of the page in three processes, kill the last one during the work, and return the output of the others.
 
-    Every row of every epoch must have been in exactly one step that a process which was not killed has made.
+    Every row of every epoch must be in exactly one step of a process that was not killed.
     """
     write_rows(folder / "store", rows)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,10 +1,10 @@
-"""Code blocks of the pages, put together to programs: README.md, docs/, native/ and the notes for contributors.
+"""Code blocks of the pages, combined to programs: README.md, docs/, native/ and the notes for contributors.
 
 All Python blocks of a page are one program, in their order. A comment above a block changes that:
 
     <!-- NAME -->                  names the block, for tests and for `after`
-    <!-- NAME, alone -->           the block is a program of its own
-    <!-- NAME, after OTHER -->     a program of the named block, what that one comes after, and this block
+    <!-- NAME, alone -->           the block is its own program
+    <!-- NAME, after OTHER -->     a program of the named block, the blocks before it by `after`, and this block
     <!-- not run: REASON -->       the block is only compiled
 
 A comment may have both a name and a reason: `<!-- NAME, not run: REASON -->`.
@@ -39,7 +39,7 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it is, and what the comment above it says."""
+    """A fenced block: its place, and the comment above it."""
 
     page: str
     line: int
@@ -117,7 +117,7 @@ def python_blocks(page: str) -> list[Block]:
 
 
 def named(page: str, name: str) -> Block:
-    """Return the block of a page with this name; there must be exactly one."""
+    """Return the block of a page with this name, which must be unique."""
     found = [block for block in blocks(page) if block.name == name]
     assert len(found) == 1, f"{page} has {len(found)} blocks named {name}"
     return found[0]
@@ -129,7 +129,7 @@ def _chain(block: Block) -> list[Block]:
 
 
 def programs(page: str) -> list[Program]:
-    """Return the programs of a page: its blocks in order, and those that a comment sets apart."""
+    """Return the programs of a page: its blocks in order, and the blocks that a comment separates."""
     run = [block for block in python_blocks(page) if not block.not_run]
     own = [_chain(block) for block in run if block.alone or block.after]
     # A block that another one follows is tested with that one.

@@ -76,13 +76,13 @@ class Parser:
     """A parser.
 
     Attributes:
-        name: what the bytes are.
+        name: kind of the bytes.
         valid: values that its writer writes.
         dump: the writer.
         parse: the parser.
-        errors: all that it may raise.
-        restored: what `parse` returns for a value; None if it is not compared.
-        body: the JSON in written bytes; None without one.
+        errors: all errors that it may raise.
+        restored: result of `parse` for a value, or None if it is not compared.
+        body: the JSON in written bytes, or None.
         wrap: written bytes with another JSON text as their body.
     """
 
@@ -96,7 +96,7 @@ class Parser:
     wrap: Callable[[bytes], bytes] = lambda text: text
 
     def survives(self, data: bytes) -> bool:
-        """Parse any bytes; return False if it raised one of its errors."""
+        """Parse any bytes. Return False if the parser raised one of its errors."""
         try:
             self.parse(data)
         except self.errors:
@@ -366,7 +366,7 @@ def _unsealed(data: bytes) -> bytes:
 
 
 def _sealed(text: bytes) -> bytes:
-    """The text with the checksum that a reader expects, if it is an object at all."""
+    """Return the text with the checksum that a reader expects, if it is an object."""
     with contextlib.suppress(ValueError, RecursionError):
         values = json.loads(text)
         if isinstance(values, dict):
@@ -758,7 +758,7 @@ _REMOVED, _ADDED = object(), object()
 
 
 def mutated(body: bytes, most: int) -> Iterator[bytes]:
-    """JSON texts with a field replaced by a hostile value, removed, or beside another: all, or `most` of them."""
+    """Return JSON texts with a field replaced by a hostile value, removed, or doubled: all, or `most` of them."""
     paths = [(), *_paths(json.loads(body))]
     changes = [(path, other) for path in paths for other in (*HOSTILE, _REMOVED, _ADDED)]
     if len(changes) > most:
@@ -793,7 +793,7 @@ def _paths(value: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def cut(data: bytes, places: int) -> Iterator[bytes]:
-    """The bytes cut off at some places, with flipped bits, and with others between them."""
+    """Return the bytes truncated at some places, with flipped bits, and with additional bytes."""
     for end in range(0, len(data), max(1, len(data) // places)):
         yield data[:end]
         changed = bytearray(data)

@@ -1,4 +1,4 @@
-"""Row numbers of a plan by rank and step, of the whole epoch at once."""
+"""Row numbers of a plan by rank and step, for the whole epoch."""
 
 from __future__ import annotations
 

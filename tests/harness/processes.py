@@ -1,6 +1,6 @@
-"""Find the processes that a test started, also when their parent is gone.
+"""Find the processes that a test started, even after the end of their parent.
 
-Every process that descends from this test run carries `TAG_VARIABLE` in its environment, so processes of other
+Every process that descends from this test run has `TAG_VARIABLE` in its environment, so processes of other
 runs on the machine are never counted.
 """
 
@@ -63,13 +63,13 @@ def children(pid: int) -> set[int]:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has had. Unlike getrusage's, it does not begin with what the parent had."""
+    """Return the peak memory of this process. Unlike getrusage's, it does not include the parent's peak."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def wait_until_gone(pids: set[int], timeout_s: float = 10) -> set[int]:
-    """Wait until none of `pids` lives; return those that still do at the end."""
+    """Wait until none of `pids` is alive, and return the living ones at the end."""
     deadline = time.monotonic() + timeout_s
     while left := {pid for pid in pids if is_alive(pid)}:
         if time.monotonic() > deadline:
@@ -79,7 +79,7 @@ def wait_until_gone(pids: set[int], timeout_s: float = 10) -> set[int]:
 
 
 def wait_for_no_trainers(timeout_s: float = 10) -> set[int]:
-    """Wait until no trainer of this test run lives; return those that still do at the end."""
+    """Wait until no trainer of this test run is alive, and return the living ones at the end."""
     deadline = time.monotonic() + timeout_s
     while left := find(TRAINER):
         if time.monotonic() > deadline:
@@ -92,9 +92,9 @@ _reserved: dict[int, socket.socket] = {}
 
 
 def free_port() -> int:
-    """Find a port of loopback for a server that takes it with SO_REUSEADDR, as most do.
+    """Find a loopback port for a server that binds it with SO_REUSEADDR, as most do.
 
-    Nobody else who asks for any port gets it until `wait_for_port` has found the server.
+    No other process that requests any port gets it until `wait_for_port` has found the server.
     """
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until a server listens on a `free_port()`; fail with its log if it ends."""
+    """Wait until a server listens on a `free_port()`. If it ends, fail with its log."""
     deadline = time.monotonic() + 150
     with _reserved.pop(port):
         while time.monotonic() < deadline:

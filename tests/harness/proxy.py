@@ -1,4 +1,4 @@
-"""A TCP proxy between two processes, which can refuse, cut or swallow what goes through it."""
+"""A TCP proxy between two processes, which can refuse, cut or swallow bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 
 class Proxy:
-    """Forwards connections to one address; a context manager. One thread, which only waits for readable sockets.
+    """Forwards connections to one address. A context manager with one thread, which waits for readable sockets.
 
     Attributes:
-        address: at which it listens.
-        swallows: whether bytes vanish on their way, in both directions, while connections stay open.
-        forwarded: bytes that it has forwarded.
+        address: listening address.
+        swallows: whether bytes are dropped in both directions, while connections stay open.
+        forwarded: number of forwarded bytes.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -32,7 +32,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._run, name="proxy")
 
     def cut(self) -> int:
-        """Close every connection; return how many there were."""
+        """Close every connection, and return their number."""
         with self._lock:
             for sock in self._peers:
                 with contextlib.suppress(OSError):
@@ -41,7 +41,7 @@ class Proxy:
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Cut every connection, and close each new one at once."""
+        """Cut every connection, and close each new connection at once."""
         self._refuses = True
         self.cut()
         yield

@@ -1,7 +1,7 @@
 """Ranks as real processes without Spark: `with rank_processes("tests.engine.bodies:fn", 2) as ranks:`.
 
 Each process runs `fn(engine, talk)` with an engine over a SocketRendezvous. `talk.say(x)` sends a value to the
-test, `talk.hear()` waits for one from it; what `fn` returns or raises is the process's outcome. A killed process
+test, and `talk.hear()` waits for a value from it. The result or exception of `fn` is the process's outcome. A killed process
 has none. Members of an elastic job (`tests.harness.elastic`) run `fn(rendezvous, talk)`.
 """
 
@@ -93,7 +93,7 @@ class RankProcess:
         self._process.stdin.flush()
 
     def expect(self, timeout_s: float = DEADLINE_S) -> Any:
-        """Return the next value that the rank sends or, at its end, returns."""
+        """Return the next value that the rank sends, or its result at the end."""
         message = self._said.get(timeout=timeout_s)
         if "value" in message:
             return message["value"]
@@ -104,7 +104,7 @@ class RankProcess:
         return not self._said.empty()
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next value or error as it was sent, empty after the end; None if nothing comes in time."""
+        """Return the next value or error as sent. Empty after the end, None if nothing arrives in time."""
         try:
             return self._said.get(timeout=timeout_s)
         except queue.Empty:
@@ -120,11 +120,11 @@ class RankProcess:
         self._process.send_signal(number)
 
     def wait(self) -> None:
-        """Wait until the process has ended and its kernel has freed all that it had."""
+        """Wait until the process has ended and the kernel has freed all of its resources."""
         self._process.wait(DEADLINE_S)
 
     def close(self) -> None:
-        """Kill the rank and what it has started; once is enough."""
+        """Kill the rank and its children. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -152,7 +152,7 @@ class RankProcess:
 
 
 class Talk:
-    """The test, seen from a rank."""
+    """The test, as a rank sees it."""
 
     def say(self, value: Any) -> None:
         print(json.dumps({"value": value}), flush=True)
@@ -172,16 +172,16 @@ def rank_processes(
     with_engine: bool = True,
     server: ForkServer | None = None,
 ) -> Iterator[list[RankProcess]]:
-    """Start `size` ranks of `target` ("module:function"); at the end all are killed.
+    """Start `size` ranks of `target` ("module:function"), and kill all at the end.
 
     Args:
-        target: called as fn(engine, talk); with `with_engine=False` as fn(rendezvous, talk).
+        target: called as fn(engine, talk), or with `with_engine=False` as fn(rendezvous, talk).
         size: number of ranks.
-        settings: for all.
-        tcp_only: as if every rank were on a host of its own.
-        hosts: index of the host of each rank, to simulate several; None puts all on one.
+        settings: for all ranks.
+        tcp_only: use TCP, as if every rank had its own host.
+        hosts: index of the host of each rank, to simulate several. None puts all on one.
         with_engine: whether the rank makes an engine before it calls `target`.
-        server: forks the ranks; None for the module's, or fresh processes.
+        server: forks the ranks. None for the module's server, or fresh processes.
     """
     server = server or fork_server.default()
     settings = settings or Settings(connect_timeout_s=DEADLINE_S)

@@ -38,7 +38,7 @@ def run_threads(
 ) -> list[Any]:
     """Run each function in a thread and return results *or exceptions* in order.
 
-    On a deadline every stack is part of the failure; the threads are daemons and stay behind.
+    After a deadline, the failure shows every stack. The threads are daemons and stay.
     """
     outcomes: list[Any] = [None] * len(functions)
 
@@ -79,7 +79,7 @@ def rank_outcomes(
     using: Use | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> list[Any]:
-    """Run ranks as `run_ranks` does; an exception of a rank is its outcome instead of failing the test."""
+    """Run ranks as `run_ranks` does. An exception of a rank is its outcome and does not fail the test."""
     settings = settings or Settings()
     meetings = rendezvous or in_process(size, hosts, settings)
 

@@ -28,7 +28,7 @@ from tests.harness.rank_process import DEADLINE_S, RankProcess, Talk
 
 
 class HostRank(RankProcess):
-    """A rank on a host: first it binds its listener and says where, then it hears the job."""
+    """A rank on a host. It first binds its listener and reports the address, then it receives the job."""
 
     def __init__(self, host: Host, rank: int) -> None:
         self.rank = rank

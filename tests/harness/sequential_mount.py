@@ -260,7 +260,7 @@ def _attributes(s: os.stat_result) -> bytes:
 
 
 def serve(descriptor: int, files: SequentialFolder) -> None:
-    """Answer until the mount is gone."""
+    """Answer until the mount is removed."""
     while True:
         try:
             request = os.read(descriptor, MAX_WRITE + 4096)

@@ -24,7 +24,7 @@ SECRET = "sw0rdfish-that-no-one-may-read"
 
 @dataclass(frozen=True)
 class S3:
-    """A server that speaks S3, with one bucket.
+    """A server for S3 with one bucket.
 
     Attributes:
         port: on loopback.
@@ -35,7 +35,7 @@ class S3:
     bucket: str = "bucket"
 
     def options(self, port: int | None = None) -> dict[str, Any]:
-        """Storage options of a store there; `port` if it is reached through another one."""
+        """Return storage options of a store there. Give `port` if another port leads to it."""
         return {
             "access_key": "AKIASPARKHVD",
             "secret_key": SECRET,
@@ -47,7 +47,7 @@ class S3:
 
 @contextlib.contextmanager
 def started(directory: Path, name: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server as a process of its own."""
+    """Run a server as a separate process."""
     with (directory / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=directory, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ)
@@ -61,7 +61,7 @@ def started(directory: Path, name: str, *command: str) -> Iterator[subprocess.Po
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    """moto's server: the protocol is real, the objects are in its memory."""
+    """moto's server: a real protocol with objects in memory."""
     import pyarrow.fs as pafs
 
     directory = tmp_path_factory.mktemp("s3")
@@ -102,7 +102,7 @@ def ftp(tmp_path: Path) -> Iterator[str]:
 
 @dataclass
 class Cable:
-    """Forwards a port of its own to another one until it is cut."""
+    """Forwards its own port to another port until it is cut."""
 
     to: int
     listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
@@ -114,7 +114,7 @@ class Cable:
         self.port: int = self.listener.getsockname()[1]
 
     def serve(self) -> None:
-        """Accept and forward; returns when the cable is cut."""
+        """Accept and forward. Returns when the cable is cut."""
         while True:
             try:
                 here, _ = self.listener.accept()
@@ -128,7 +128,7 @@ class Cable:
             threading.Thread(target=_forward, args=(here, there), daemon=True).start()
 
     def cut(self) -> None:
-        """Refuse connections from now on, and end those that are open."""
+        """Refuse connections from now on, and close the open ones."""
         self.is_cut = True
         for end in [self.listener, *self.ends]:
             with contextlib.suppress(OSError):

@@ -172,7 +172,7 @@ def run_script(
     timeout_s: float = 250,
     prefix: Sequence[str] = (),
 ) -> ScriptResult:
-    """Run a script to its end; past `timeout_s` it is killed and the test fails with its output."""
+    """Run a script to its end. After `timeout_s` it is killed, and the test fails with its output."""
     began = time.monotonic()
     with started_script(path, *args, env=env, prefix=prefix) as process:
         try:
@@ -195,7 +195,7 @@ def run_on(
     timeout_s: float = 250,
     prefix: Sequence[str] = (),
 ) -> str:
-    """Run `body` with `spark` on `master` in a fresh process; return what it printed, or fail with it."""
+    """Run `body` with `spark` on `master` in a fresh process, and return its output, or fail with it."""
     script = write_script(directory / "script.py", body, master=master, remote=remote, conf=conf)
     result = run_script(script, env=env, timeout_s=timeout_s, prefix=prefix)
     assert result.returncode == 0, f"exit {result.returncode}:\n{result.output}"
@@ -205,7 +205,7 @@ def run_on(
 def _start_daemon(
     directory: Path, name: str, *command: str, on: Host | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a server of Spark's in a process group of its own; its log is `name`.log."""
+    """Start a Spark server in its own process group. Its log is `name`.log."""
     import pyspark
 
     home = Path(pyspark.__file__).parent
@@ -350,7 +350,7 @@ def connect_server(directory: Path, master: str = "local[2]") -> Iterator[str]:
 
 
 def run_here(session: SparkSession, body: str, folder: Path) -> str:
-    """Run a program in this process with a session; returns what it printed."""
+    """Run a program in this process with a session, and return its output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(with_folder(body, folder), {"__name__": "__main__", "spark": session})  # noqa: S102

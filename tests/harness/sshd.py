@@ -1,6 +1,6 @@
-"""A real sshd for tests: on loopback addresses, which then are hosts, or in a network namespace; with keys of its own.
+"""A real sshd for tests with its own keys: on loopback addresses, which represent hosts, or in a network namespace.
 
-Debian's openssh-server is installed where this user may; `why_not()` says what is missing.
+Debian's openssh-server is installed if this user may install it. `why_not()` says what is missing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Server:
     """Running sshd.
 
     Attributes:
-        ssh: command of a client that it knows, and that knows it.
-        port: where it listens.
-        process: its number.
+        ssh: command of a client with mutual authentication.
+        port: listening port.
+        process: its process id.
     """
 
     ssh: str

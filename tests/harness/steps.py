@@ -1,4 +1,4 @@
-"""Reports of ranks on how far an epoch is, and the line that the driver makes of rank 0's."""
+"""Reports of ranks on the progress of an epoch, and the driver's line about rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def report_of_step(
     waited: float = 0.0,
     size: int = 2,
 ) -> str:
-    """Return a report of rank 0; with the defaults its line is "epoch 1/2  step 1/9  1,000 rows/s  3 s left"."""
+    """Return a report of rank 0. With the defaults its line is "epoch 1/2  step 1/9  1,000 rows/s  3 s left"."""
     report: dict[str, Any] = {"rank": 0, "epoch": epoch, "waited": waited, "epochs": epochs}
     report["size"] = size
     report |= {"step": step, "num_steps": num_steps, "rows_per_s": rows_per_s, "left_s": left_s}

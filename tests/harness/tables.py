@@ -35,7 +35,7 @@ NULL = -999.0
 
 
 def start_threads(folder: Path) -> None:
-    """Write a Delta table: deltalake's threads and their descriptors stay until the process ends."""
+    """Write a Delta table, because deltalake's threads and their descriptors stay until the process ends."""
     import deltalake
 
     deltalake.write_deltalake(folder, pa.table({"x": [1]}))
@@ -57,7 +57,7 @@ def catalog_of(folder: Path, **properties: str) -> dict[str, str]:
 def dataset_of(
     table: str | os.PathLike[str], columns: Sequence[str], *, where: Any = None, **version: Any
 ) -> tuple[ParquetDataset, DataSchema]:
-    """Return the files of a version and the columns of a fit; nulls of numbers become `NULL`."""
+    """Return the files of a version and the columns of a fit. Nulls of numbers become `NULL`."""
     given = {name: version.pop(name, None) for name in ("catalog", "storage_options")}
     dataset = open_table(
         table,
@@ -86,7 +86,7 @@ def rows_of(
     known: Callable[[ParquetDataset, DataSchema], KnownFooters] | None = None,
     **choice: Any,
 ) -> list[Row]:
-    """Read the rows of a version as ranks do, sorted; nulls are `NULL`."""
+    """Read the rows of a version as ranks do, sorted. Nulls are `NULL`."""
     dataset, schema = dataset_of(table, columns, **choice)
     try:
         manifest = read_manifest(dataset, schema, known and known(dataset, schema))
@@ -160,7 +160,7 @@ class History:
         self._extra: list[str] = []
 
     def run(self, steps: int) -> History:
-        """Make changes; after each compare a version with the format's own reader, and all at the end."""
+        """Make changes. After each, compare a version with the format's own reader, and compare all versions at the end."""
         self.append()
         for _ in range(steps):
             change = self.random.choice(self.changes())
@@ -334,7 +334,7 @@ class IcebergHistory(History):
         return [snapshot.snapshot_id for snapshot in self.table.snapshots()]
 
     def _rows(self, count: int) -> pa.Table:
-        """Make rows of the present schema; other columns than id, x and p have new names."""
+        """Make rows of the present schema. Columns other than id, x and p have new names."""
         rows = self.rows(count)
         made = {}
         for field in self.table.schema().as_arrow():

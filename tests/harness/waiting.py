@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does."""
+"""Waiting for an action of another thread or process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 def wait_until(
     condition: Callable[[], T], what: str, *, within_s: float = 20, every_s: float = 0.02
 ) -> T:
-    """Wait for the first result of `condition` that is true and return it; the test fails if none is in time.
+    """Wait for the first true result of `condition` and return it. The test fails if there is none in time.
 
     Args:
-        condition: is asked again and again, at least twice.
-        what: did not happen then, as in "the lease is renewed".
-        within_s: after so many seconds.
-        every_s: seconds between two questions.
+        condition: called repeatedly, at least twice.
+        what: expected event, as in "the lease is renewed".
+        within_s: time limit in seconds.
+        every_s: seconds between two calls.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -31,7 +31,7 @@ def wait_until(
 
 
 def wait_until_no_checkpoint_is_written() -> None:
-    """Wait for the checkpoint of a step or an epoch in a rank that is a thread: while it is written, no other is taken."""
+    """Wait for the checkpoint of a step or epoch in a rank that is a thread, because no other is taken while it is written."""
 
     def is_idle() -> bool:
         return all(thread.name != "sparkhvd-checkpoint" for thread in threading.enumerate())

@@ -1,8 +1,8 @@
 """Daemon of Spark's Python workers that imports torch once: `python -m tests.harness.warm_daemon pyspark.worker`.
 
-Workers are forks of their daemon, and Spark replaces one whose task has failed, was cancelled or read not all of its rows. Behind
-pyspark's own daemon each imports torch again, which takes seconds of CPU. Only the shared `local[2]` session
-has this one.
+Workers are forks of their daemon, and Spark replaces a worker whose task has failed, was cancelled or did not read all of its rows. With
+pyspark's own daemon each worker imports torch again, which takes seconds of CPU. Only the shared `local[2]` session
+has this daemon.
 """
 
 from __future__ import annotations

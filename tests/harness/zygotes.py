@@ -1,4 +1,4 @@
-"""What zygotes of this process import before they fork ranks: once, where each rank of a test would."""
+"""Modules that zygotes of this process import before they fork ranks, instead of each rank."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def zygote_has_torch() -> None:
 
 @pytest.fixture(scope="module")
 def zygote_has_compiler(zygote_has_torch: None) -> None:
-    """Let it also have torch's compiler, which DistributedDataParallel imports."""
+    """Let it also import torch's compiler, which DistributedDataParallel imports."""
     of_this_process._useful.add(lazy_compiler.REAL)

@@ -1,4 +1,4 @@
-"""The name `horovod` for sparkhvd's modules: in one process, and in those that it starts."""
+"""The name `horovod` for sparkhvd's modules: in one process, and in processes that it starts."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """A Horovod that is installed."""
+    """An installed Horovod."""
     package = tmp_path / "installed" / "horovod"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""Modules of the user's that import `horovod`, in ranks and in workers of `transform`."""
+"""The user's modules that import `horovod`, in ranks and in workers of `transform`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def net() -> torch.nn.Module:
 
 @pytest.mark.usefixtures("as_horovod_installed")
 def test_the_estimator_behaves_like_horovods(spark: SparkSession, tmp_path: Path) -> None:
-    """Learning rate times ranks, whole steps alone, a backend's ranks and variables, a run that stays, hooks, and a plain model."""
+    """It compares the scaled learning rate, whole steps, a backend's ranks and variables, a kept run, hooks, and a plain model."""
     backends = importlib.import_module("horovod.spark.common.backend")
     stores = importlib.import_module("horovod.spark.common.store")
     of_torch = importlib.import_module("horovod.spark.torch")

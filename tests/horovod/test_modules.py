@@ -1,4 +1,4 @@
-"""Modules that Horovod's users import names from."""
+"""Modules from which Horovod's users import names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Params and accessors of classes that are mixed in behind an estimator or a model of Horovod's."""
+"""Params and accessors of mixins after an estimator or a model of Horovod in the bases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 
 
 class Columns(HasLabelCol, HasPredictionCol):
-    """Has Params of its own beside pyspark's, whose accessors they take."""
+    """Has its own Params beside pyspark's, and replaces their accessors."""
 
     label_col: Any = Param(Params._dummy(), "label_col", "column of classes")
     prediction_col: Any = Param(Params._dummy(), "prediction_col", "column of predictions")

@@ -1,4 +1,4 @@
-"""Batches of Horovod's Lightning estimator: their types behind a function on rows, and inputs, losses and weights of a plain module."""
+"""Batches of Horovod's Lightning estimator: types after a function of rows, and inputs, losses and weights of a plain module."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def wrapped(*arguments: Argument, sample_weight: str | None = None, factor: floa
 
 
 def test_sample_weights_give_the_mean_over_rows() -> None:
-    """Not divided by the sum of the weights, as in Horovod."""
+    """As in Horovod, the sum is not divided by the sum of the weights."""
     batch = {
         "x": torch.tensor([[1.0, 2.0], [0.0, 1.0]]),
         "y": torch.tensor([1.0, 3.0]),

@@ -1,4 +1,4 @@
-"""Stores of Horovod's and of a program's own, whose folders are asked for: runs, and data for `fit_on_parquet` and data modules."""
+"""Folders of Horovod's stores and of a program's own stores: runs, and data for `fit_on_parquet` and data modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.spark
 
 
 class Own(LocalStore):
-    """Has folders of its own for everything that may have one."""
+    """Has an own folder for each kind of file that may have one."""
 
     def get_train_data_path(self, idx: int | None = None) -> str:
         return f"{self.prefix_path}/training{'' if idx is None else f'-{idx}'}"
@@ -62,7 +62,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 
 def test_a_run_is_stored_at_the_path_of_the_stores_methods(df: DataFrame, tmp_path: Path) -> None:
-    """And is trained further from there, and loaded."""
+    """A second fit continues the run there, and `from_run` loads it."""
     store = Own(str(tmp_path))
     estimator(store, run_id="mine").fit(df)
     estimator(store, run_id="mine").fit(df)
@@ -95,7 +95,7 @@ def test_a_path_that_a_fit_would_not_use_raises_before_the_fit(
 
 
 def test_fit_on_parquet_finds_the_data_of_an_earlier_fit(df: DataFrame, tmp_path: Path) -> None:
-    """In the folders that the store's methods name, with the fit's validation rows; written when it is asked for, and once."""
+    """It writes the fit's rows to the folders that the store's methods name, on the first request and only once."""
     store = Own(str(tmp_path))
     fitted = estimator(store, validation="held_out", lr_scaling=None).fit(df)
     assert not (tmp_path / "training-0").exists()
@@ -181,7 +181,7 @@ def test_files_saved_by_this_process_load_without_trust_until_changed(
 def test_saves_of_this_process_that_differ_in_their_code_alone_load(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Functions of one name, as a loop makes them."""
+    """Functions that a loop makes have the same name."""
     del spark
     paths = [str(tmp_path / str(n)) for n in range(3)]
     for n, path in enumerate(paths):
@@ -211,7 +211,7 @@ def test_a_loaded_estimator_writes_to_the_paths_of_its_store(df: DataFrame, tmp_
 
 
 class Elsewhere:
-    """A backend whose ranks are no tasks of Spark's; there are more of them than slots."""
+    """A backend whose ranks are not Spark tasks, and are more than the slots."""
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> Any:
         return sparkhvd.run_local(fn, args, kwargs, num_proc=3, env=env)

@@ -1,4 +1,4 @@
-"""`sparkhvd.keras` without ranks: what its optimizers and models are to Keras, and where they travel."""
+"""`sparkhvd.keras` without ranks: its optimizers and models as Keras sees them, and their pickles."""
 
 from __future__ import annotations
 

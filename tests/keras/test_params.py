@@ -1,4 +1,4 @@
-"""Params of `KerasEstimator`, and the links of Keras' losses; no rank, no session."""
+"""Params of `KerasEstimator`, and the links of Keras' losses, without ranks or a session."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Script of an elastic job without torch: reduces until a file is there, and continues with the ranks that are left.
+"""Script of an elastic job without torch: it reduces until a file exists, and continues with the remaining ranks.
 
-Arguments: that file, and faults: `fail` (process 1 and those that follow it exit with 3 at their first step), `exit` (all exit with 4 at the
+Arguments: that file, and faults: `fail` (process 1 and the processes after it exit with 3 at their first step), `exit` (all exit with 4 at the
 tenth step).
 """
 
@@ -22,7 +22,7 @@ from tests.engine.arrays import allreduce
 
 
 def work(engine: Engine, member: ElasticRendezvous, step: int, stop: Path) -> tuple[int, bool]:
-    """Step until the ranks should change or all should stop; return the step, and whether that is so."""
+    """Step until the ranks should change or all should stop. Return the step, and whether all should stop."""
     while True:
         if "exit" in sys.argv and step == 10:
             sys.exit(4)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def train(stop: str) -> tuple[str, ...]:
-    """Do it as a function; return rank and size of the last generation, as Horovod's variables tell them."""
+    """Run as a function, and return rank and size of the last generation from Horovod's variables."""
     sys.argv[1:] = [stop]
     main()
     return tuple(os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE"))

@@ -1,4 +1,4 @@
-"""`sparkhvdrun` with real scripts: their ranks, output, ends and leftovers."""
+"""`sparkhvdrun` with real scripts: their ranks, output, ends, and leftovers."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_status_and_last_lines_belong_to_the_first_failed_rank(
 
 @pytest.mark.parametrize("end", ["import no_such_module", "raise SystemExit(0)"])
 def test_a_rank_that_ends_before_it_meets_ends_the_others(tmp_path: Path, end: str) -> None:
-    """Also without a failure: the ranks that wait for it get an error, as its port is closed."""
+    """The ranks that wait for it get an error even if it ended without a failure, because its port is closed."""
     script = tmp_path / "train.py"
     early = f"import os\nif os.environ['RANK'] == '1':\n    {end}\n"
     script.write_text(early + SCRIPT)
@@ -178,7 +178,7 @@ def test_a_rank_that_ends_before_it_meets_ends_the_others(tmp_path: Path, end: s
 
 
 def pids_of(launcher: subprocess.Popen[str], count: int) -> list[int]:
-    """Read the numbers of the ranks' processes, and of theirs, from what they print."""
+    """Read the process ids of the ranks and of their children from the output."""
     assert launcher.stdout is not None
     pids: list[int] = []
     for line in launcher.stdout:
@@ -304,7 +304,7 @@ def test_bad_arguments_are_reported_before_any_process_starts(
 
 
 def test_ranks_work_without_anybody_s_streams(tmp_path: Path) -> None:
-    """As under a daemon: the job runs undisturbed, its output is kept and its status returned."""
+    """As under a daemon, the launcher has no standard streams, but keeps the job's output and returns its status."""
     program = tmp_path / "many.py"
     program.write_text("for number in range(30000):\n    print(number)\nraise SystemExit(4)\n")
     folder = tmp_path / "output"

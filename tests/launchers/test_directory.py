@@ -1,4 +1,4 @@
-"""Ranks on two hosts, which got their numbers from their launcher, find each other at rank 0's port."""
+"""Ranks on two hosts with numbers from their launcher find each other at rank 0's port."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_variables_of_torch_alone(script: str, key: str, ipv6_only: bool) -> Non
 
 
 def test_variables_of_mpi_with_the_directory_by_a_setting(script: str) -> None:
-    """Three ranks, two of them on the second host; the user trusts the network."""
+    """Two of three ranks are on the second host, and the user trusts the network."""
     with two_hosts() as (a, b):
         processes = []
         for rank, host in enumerate((a, b, b)):
@@ -189,7 +189,7 @@ def test_missing_or_wrong_launcher_variables_are_reported(
 @pytest.mark.skipif(sshd.why_not() is not None, reason=f"sshd: {sshd.why_not()}")
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun (openmpi-bin) is not installed")
 def test_mpirun_over_ssh(script: str, key: str, tmp_path: Path) -> None:
-    """Open MPI starts ranks on two hosts; they have a directory by a setting, and a key file."""
+    """Open MPI starts the ranks on two hosts. Variables give them the directory and a key file."""
     folder = tmp_path / "sshd"
     folder.mkdir()
     with two_hosts() as (a, b), sshd.serving(folder, [b.address], b.command()):

@@ -36,7 +36,7 @@ def hosts_script(folder: Path, text: str = "cat hosts") -> str:
 
 
 def test_killed_ranks_are_replaced_and_the_others_stay(three: ElasticRun) -> None:
-    """First rank 0, then two others at once."""
+    """Rank 0 is killed first, then two other ranks at once."""
     members = three.ranks(3)
     lives = 3
     for victims in (0,), (1, 2):
@@ -91,7 +91,7 @@ def test_a_discovery_script_adds_and_removes_slots(tmp_path: Path) -> None:
 def test_slow_processes_join_later_and_a_hanging_process_delays_nothing(
     tmp_path: Path,
 ) -> None:
-    """The ranks are programs of programs that the launcher starts, which hand no descriptor on."""
+    """The launcher starts wrappers, which start the ranks without inherited descriptors."""
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:2\n")
     wrapper = tmp_path / "wrapper.py"
@@ -116,14 +116,16 @@ def test_slow_processes_join_later_and_a_hanging_process_delays_nothing(
 
 
 def test_the_only_process_stays_until_one_on_another_slot_has_the_state(tmp_path: Path) -> None:
-    """First no host is there, then another one."""
+    """At first no host is available, then another one."""
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:1\n")
     flags = ("-np", "1", "--max-np", "1", "--host-discovery-script", hosts_script(tmp_path))
     with elastic_run(tmp_path, *flags) as job:
         job.ranks(1)
         hosts.write_text("")
-        job.wait_for("printed no host. The last process that has the training's state stays")
+        job.wait_for(
+            "printed no host. Keeping the last process with the state until another has copied it"
+        )
         hosts.write_text("127.0.0.1:1\n")
         job.wait_for(r"2 -> 1 rank in .*: process 0 on localhost left: its slot is gone")
         job.wait_for(r"^\[1\] rank 0 of 1")
@@ -259,7 +261,10 @@ def test_no_process_survives_the_end_of_the_launcher(three: ElasticRun, number: 
             "--max-np is -1; it must be a whole number of at least 1",
         ),
         (["--max-np", "2", "true"], "an elastic job needs -np or --min-np"),
-        (["-np", "2", "--reset-limit", "-1", "true"], "--reset-limit is -1; it must be 0 or more"),
+        (
+            ["-np", "2", "--reset-limit", "-1", "true"],
+            "--reset-limit is -1. Give a whole number of at least 0",
+        ),
         (["-np", "2", "--elastic-timeout", "nan", "true"], "--elastic-timeout is nan; it must be"),
         (["-np", "2", "--blacklist-cooldown-range", "9", "3", "true"], "is 9 3; it must be two"),
         (["-np", "2", "--slots-per-host", "2", "true"], "--slots-per-host is for the hosts of"),

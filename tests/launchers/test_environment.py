@@ -1,4 +1,4 @@
-"""The place that launchers' variables give a rank."""
+"""The place of a rank in its launcher's variables."""
 
 from __future__ import annotations
 

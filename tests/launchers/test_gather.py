@@ -33,7 +33,7 @@ def port_of_nobody() -> int:
 
 
 def point_on(way: str, name: str, key: bytes = b"k" * 32) -> MeetingPoint:
-    """Return a meeting point; the first of its ports is another program's."""
+    """Return a meeting point whose first port belongs to another program."""
     if way == "unix":
         return on_this_host(f"sparkhvd-test-{name}")
     port = port_of_nobody()

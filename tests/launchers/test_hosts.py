@@ -1,4 +1,4 @@
-"""`sparkhvdrun` and `run_hosts` over ssh: a real sshd on two loopback addresses, which are the hosts."""
+"""`sparkhvdrun` and `run_hosts` over ssh: a real sshd listens on two loopback addresses, which are the hosts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def run(
 def test_ranks_meet_and_their_lines_are_passed_on(
     server: sshd.Server, script: Path, tmp_path: Path
 ) -> None:
-    """Check also that no variable but the allowed ones travels, and that key and values are in no command line."""
+    """Only the allowed variables reach the ranks, and no command line contains the key or a value."""
     flags = ("-np", "2", "-H", f"{A}:1,{B}:4", "-x", "GIVEN=a b", "-x", "SECRET")
     output = ("--output-filename", str(tmp_path / "output"))
     more = {"NOT_GIVEN": "x", "SECRET": "hidden" * 4, "SPARKHVD_STREAMS": "2"}
@@ -190,7 +190,7 @@ def test_no_process_is_left_on_any_host(
 
 @soak("each kill on its own, here")
 def test_random_kills_leave_no_process(server: sshd.Server, script: Path, tmp_path: Path) -> None:
-    """Kill a random process of a launch, at a random moment from its beginning on."""
+    """Each launch loses a random process at a random moment."""
     seed = int.from_bytes(os.urandom(4), "big")
     generator = random.Random(seed)
 
@@ -227,7 +227,7 @@ def wait_for_end(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 
 def started_by(launcher: subprocess.Popen[str], count: int) -> tuple[list[int], list[int]]:
-    """Read the numbers of the ranks' processes by rank, and of what they have started."""
+    """Read the process ids of the ranks, by rank, and of their children."""
     assert launcher.stdout is not None
     found: dict[int, tuple[int, int]] = {}
     for line in launcher.stdout:
@@ -253,7 +253,7 @@ def commands_with(*patterns: str) -> set[int]:
 
 
 def agents_of(server: sshd.Server) -> set[int]:
-    """Return agents and helpers of ranks that came by this server: another test may have some, too."""
+    """Return agents and helpers of ranks that came through this server, because another test may have some too."""
     found = set()
     for pid in commands_with(AGENT, "^sleep 1000"):
         with contextlib.suppress(OSError):
@@ -276,7 +276,7 @@ OTHER_VERSION = (
 def test_hosts_that_cannot_run_ranks_are_listed(
     server: sshd.Server, script: Path, tmp_path: Path
 ) -> None:
-    """One run with every kind of host."""
+    """One launch has a host with each kind of failure."""
     ssh = tmp_path / "ssh"
     ssh.write_text(
         f"""#!/bin/bash
@@ -410,7 +410,7 @@ def test_wrong_calls_raise_a_clear_error() -> None:
 
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"two hosts: {why_no_namespaces()}")
 def test_hosts_with_two_cables_of_which_one_is_dead(script: Path, tmp_path: Path) -> None:
-    """The second cable has a carrier on both sides, and loses everything."""
+    """The second cable has a carrier on both sides but loses every packet."""
     folder = tmp_path / "sshd"
     folder.mkdir()
     with two_hosts() as (a, b):

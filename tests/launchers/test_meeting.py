@@ -1,4 +1,4 @@
-"""Scripts that torchrun and MPI start find each other; real torchrun here, real MPI in tests/soak/mpi."""
+"""Scripts that torchrun and MPI start find each other. torchrun is real here, MPI in tests/soak/mpi."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ torch.distributed.init_process_group("sparkhvd")
     ],
 )
 def test_no_rank_outlives_its_launcher(tmp_path: Path, launcher: str, meeting: str) -> None:
-    """MPI's ranks are in shells, which are not the launcher; real MPI in tests/soak/mpi."""
+    """MPI's ranks are children of shells, not of the launcher. tests/soak/mpi has real MPI."""
     script, mpi = tmp_path / "train.py", tmp_path / "mpi.py"
     script.write_text(STUBBORN.replace("launchers.find()\n", meeting))
     mpi.write_text(MPI)
@@ -140,7 +140,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, launcher: str, meeting: s
 
 
 def check_that_none_is_left(command: Sequence[str]) -> None:
-    """Kill a launcher whose two ranks have met, and say so in a line each."""
+    """Kill a launcher after its two ranks have met and printed a line each."""
     tag = uuid.uuid4().hex
     env = environment(**{TAG_VARIABLE: tag, "SPARKHVD_START_TIMEOUT_S": "30"})
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as started:
@@ -165,7 +165,7 @@ def test_variables_of_mpi(script: str) -> None:
 
 
 def test_a_launcher_inside_a_rank_starts_a_job_of_its_own(script: str) -> None:
-    """The rank of one job starts those of another; torch's variables alone describe the rank."""
+    """A rank of one job starts the ranks of another job. Only torch's variables describe the outer rank."""
     rank = {"SPARKHVD_RANK_PROCESS": "1 MASTER_ADDR/10.0.0.1/29500", "MASTER_PORT": "29500"}
     rank |= {"MASTER_ADDR": "10.0.0.1", "RANK": "1", "WORLD_SIZE": "2"}
     ranks = [start(script, of_mpi(number, 2, **rank)) for number in range(2)]

@@ -1,4 +1,4 @@
-"""`hvd.init(comm=...)` in processes: communicators without MPI, and lists of a launcher's ranks. mpi4py's: tests/soak/mpi."""
+"""`hvd.init(comm=...)` in processes: communicators without MPI, and lists of a launcher's ranks. tests/soak/mpi has mpi4py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The place of a rank: exactly one process gets it, whichever asks and whatever state its holder is in."""
+"""The place of a rank: exactly one process gets it, for any order of requests and any state of the holder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LightningModule is fitted, relaunched inside an epoch, and transforms; more of it: tests/soak/users/test_lightning_estimator.py."""
+"""A LightningModule is fitted, relaunched inside an epoch, and transforms. tests/soak/users/test_lightning_estimator.py has more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of docs/lightning.md, as a reader would run them, against a loop over whole batches in one process."""
+"""The programs of docs/lightning.md, run as a reader runs them, against a loop over whole batches in one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trained_alone(*, shuffled: bool) -> nn.Module:
 
 
 def run_programs(folder: str) -> tuple[str, float, str]:
-    """Run the programs on a rank; return its place in both, and the last loss of the trainer."""
+    """Run the programs on a rank, and return its place in both and the trainer's last loss."""
     torch.set_num_threads(1)
     os.chdir(folder)
     trainer = runpy.run_path("train.py")["trainer"]

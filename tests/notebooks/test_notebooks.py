@@ -1,4 +1,4 @@
-"""The notebooks run from their first cell to their last, with an evaluation that must come out well; text.ipynb in soak/users."""
+"""The notebooks run from the first cell to the last, and their evaluations must reach a bound. soak/users has text.ipynb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a fit in a kernel of Jupyter: one line that replaces itself."""
+"""Progress of a fit in a Jupyter kernel: one line that is replaced."""
 
 from __future__ import annotations
 

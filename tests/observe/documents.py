@@ -1,4 +1,4 @@
-"""Documents of reports, for tests of what is made of them."""
+"""Documents of reports for tests of their pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def document(ranks: int = 2, epochs: int = 3, **entries: Any) -> dict[str, Any]:
-    """Make a document in which rank 1 is late, and everybody waits a tenth of the time for data."""
+    """Make a document in which rank 1 is late, and all ranks wait a tenth of the time for data."""
     history = [
         {
             "epoch": epoch,

@@ -1,4 +1,4 @@
-"""The search for the fastest settings, and that ranks change them together."""
+"""The search for the fastest settings, which ranks change together."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_knob_values_ascend_and_contain_the_start() -> None:
 
 
 class Machine:
-    """A rank whose steps take as long as its settings say, on a clock of its own."""
+    """A rank whose settings determine the duration of its steps, with its own clock."""
 
     def __init__(self, engine: Engine) -> None:
         self.seconds = 0.0

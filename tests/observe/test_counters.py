@@ -1,4 +1,4 @@
-"""Counters as they are shown."""
+"""How counters are shown."""
 
 from __future__ import annotations
 

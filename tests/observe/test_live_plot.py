@@ -1,4 +1,4 @@
-"""`LivePlot` in IPython's shell, as a kernel has it, and elsewhere."""
+"""`LivePlot` in IPython's shell, as in a kernel, and elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record(epoch: int, **more: float) -> dict[str, Any]:
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str, bool]]:
-    """Return what the display of a kernel's shell publishes: figure, place, whether it replaces."""
+    """Return the display data that a kernel's shell publishes: figure, place, whether it replaces."""
     from IPython.core.interactiveshell import InteractiveShell
 
     shell = InteractiveShell.instance()
@@ -73,7 +73,7 @@ def test_live_plot_does_nothing_without_matplotlib_or_a_notebook(
 
 
 def test_a_notebook_shows_the_curves_without_magic(published: list[tuple[Any, str, bool]]) -> None:
-    """As the value of a cell: its formatters ask the figure."""
+    """IPython's formatters show a figure that is the value of a cell."""
     from IPython.core.interactiveshell import InteractiveShell
 
     figure = live_plot.draw_curves([record(1), record(2)], ["loss"])

@@ -1,4 +1,4 @@
-"""Delivery of a fit's numbers to loggers: in order, once, again and again while a server is down, and never in the way of the fit."""
+"""Delivery of a fit's numbers to loggers: in order, once, with retries while a server is down, without delay of the fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.pure, pytest.mark.timeout(60)]
 
 
 class Server(Sink):
-    """A place that can be down, and refuse."""
+    """A sink that can be down, and can refuse entries."""
 
     place = "the server"
 
@@ -213,6 +213,13 @@ def test_loggers_without_a_final_call_end_immediately(server: Server) -> None:
     server.is_up = False
     with LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print) as fanout:
         fanout.epoch({"epoch": 1, "loss": 0.5})
+        until(lambda: server.tries)
+        began = time.monotonic()
+    assert time.monotonic() - began < 1
+    (delivery,) = fanout._deliveries
+    delivery._thread.join(10)
+    assert not delivery._thread.is_alive()
+    assert server.calls == []
 
 
 def test_without_loggers_the_fit_description_is_not_requested() -> None:

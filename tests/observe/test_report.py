@@ -1,4 +1,4 @@
-"""Page and comparison of reports, from documents alone."""
+"""Pages and comparisons of reports, made from documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VOID = {"meta", "line", "circle", "polyline", "rect"}
 
 
 class Page(HTMLParser):
-    """The text of a page; refuses elements that do not nest, and attributes that lead elsewhere."""
+    """The text of a page. Rejects elements that do not nest, and attributes with external content."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -103,19 +103,26 @@ def test_page_needs_no_network_and_has_a_dark_and_a_printed_form() -> None:
 
 
 @pytest.mark.parametrize(
-    "entries",
+    ("entries", "headings"),
     [
-        {},
-        {"history": []},
-        {"history": [{"epoch": 1, "seconds": 0.0, "note": "text"}]},
-        {"history": [{"epoch": 1, "loss": math.nan}]},
-        {"history": [{"epoch": 1, "loss": 0.0}, {"epoch": 2, "loss": math.inf}]},
-        {"steps": {"first_s": 1.0, "per_octave": 4, "counts": [0, 0]}},
-        {"state": "failed", "error": "RankError: no\nline two"},
+        ({}, []),
+        ({"history": []}, []),
+        ({"history": [{"epoch": 1, "seconds": 0.0, "note": "text"}]}, ["Epochs"]),
+        ({"history": [{"epoch": 1, "loss": math.nan}]}, ["Epochs"]),
+        (
+            {"history": [{"epoch": 1, "loss": 0.0}, {"epoch": 2, "loss": math.inf}]},
+            ["Losses and metrics", "Epochs"],
+        ),
+        ({"steps": {"first_s": 1.0, "per_octave": 4, "counts": [0, 0]}}, []),
+        ({"state": "failed", "error": "RankError: no\nline two"}, []),
     ],
 )
-def test_page_omits_parts_missing_from_the_document(entries: dict[str, object]) -> None:
-    Page(render(loads(dumps(entries), "here")))
+def test_page_omits_parts_missing_from_the_document(
+    entries: dict[str, object], headings: list[str]
+) -> None:
+    html = render(loads(dumps(entries), "here"))
+    assert re.findall("<h2>(.*?)</h2>", html) == headings
+    assert "Cannot be shown" not in Page(html).text
 
 
 def test_values_that_were_never_finite_are_shown() -> None:

@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: no complaint, and every figure in its place."""
+"""The page of a report in a real browser: no message in the console, and each figure in its place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def browser() -> str:
 def seen_in_frame(
     browser: str, folder: Path, html: str, width: int = 1000
 ) -> tuple[dict[str, Any], str]:
-    """Return what a page looks like in a frame of a width, and what the browser's console says."""
+    """Return the layout of a page in a frame of a width, and the browser's console output."""
     (folder / "frame.html").write_text(FRAME % (width, escape(html)))
     return seen(browser, folder, (folder / "frame.html").as_uri())
 

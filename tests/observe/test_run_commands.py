@@ -1,4 +1,4 @@
-"""`sparkhvd runs`, `report` and `compare` on a store of reports, and what `reproduce` refuses."""
+"""`sparkhvd runs`, `report` and `compare` on a store of reports, and refusals of `reproduce`."""
 
 from __future__ import annotations
 

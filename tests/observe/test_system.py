@@ -1,4 +1,4 @@
-"""Samples of the load of a process: what a process that computes and holds memory shows, and what they cost."""
+"""Samples of a process's load: their values while it computes and holds memory, and their cost."""
 
 from __future__ import annotations
 

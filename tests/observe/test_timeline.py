@@ -1,4 +1,4 @@
-"""Clocks of ranks, and one trace made of several."""
+"""Clocks of ranks, and one trace made from several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symbols of the compiled files: the C interface, and nothing of one instruction set."""
+"""Symbols of the compiled files: only the C interface, and none that belongs to a single instruction set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ISA_SOURCES = sorted(p.name for isa in ISAS for p in KERNELS.glob(f"*{isa}*.cc")
 
 
 def compile_cxx(folder: Path, name: str, source: str, *flags: str) -> Path:
-    """Compile a text with the machine's compiler; returns the object or, with -shared, the library."""
+    """Compile a text with the machine's compiler, and return the object or, with -shared, the library."""
     output = folder / name
     command = ["c++", "-std=c++20", "-fPIC", "-O0", "-x", "c++", "-", "-o", str(output), *flags]
     subprocess.run(command, input=source, text=True, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Ranks of these tests that are processes are forks: a fresh one would import for half a second."""
+"""Rank processes of these tests are forks, because a fresh process imports for half a second."""
 
 import pytest
 

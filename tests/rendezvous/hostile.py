@@ -103,7 +103,7 @@ class Tap:
 
 
 def start_everything(engine: Engine) -> list[Work]:
-    """Start one operation of every kind that the engine has; they need not succeed."""
+    """Start one operation of every kind that the engine has. They need not succeed."""
     rank, size = engine.rank, engine.size
     works = [
         start_allreduce(engine, "a", np.ones(3, np.float32))[0],
@@ -149,7 +149,7 @@ class Recording:
 
 
 def record(size: int, hosts: tuple[int, ...]) -> Recording:
-    """Let honest ranks work, quarrel and leave, once in order and once by an abort."""
+    """Let honest ranks work, disagree and leave, once normally and once by an abort."""
     frames: defaultdict[tuple[int, int], list[bytes]] = defaultdict(list)
     for is_aborted in (False, True):
         # Of every pair, one for control frames and one for tensors.
@@ -261,7 +261,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send_all(sock: socket.socket, data: bytes, dice: random.Random) -> None:
-    """Send in pieces; give up once the victim has stopped reading or closed."""
+    """Send in pieces. Stop when the victim has stopped reading or closed."""
     sock.settimeout(0.02)
     with contextlib.suppress(OSError):
         while data:
@@ -271,7 +271,7 @@ def send_all(sock: socket.socket, data: bytes, dice: random.Random) -> None:
 
 
 def attack(recording: Recording, dice: random.Random, patience_s: float = PATIENCE_S) -> Session:
-    """Connect a victim with one malicious peer and, in a larger world, its accomplices."""
+    """Connect a victim with one malicious peer and, in a larger world, with its accomplices."""
     session = Session()
     size = recording.size
     victim = dice.randrange(size)
@@ -333,7 +333,7 @@ def work_off(
     session: Session,
     patience_s: float,
 ) -> None:
-    """Let the engine work and its peers attack; every operation must end."""
+    """Let the engine work and its peers attack. Every operation must end."""
     works: list[Work] = []
     if dice.random() < 0.9:
         try:
@@ -358,7 +358,7 @@ def lie(
     dice: random.Random,
     session: Session,
 ) -> None:
-    """Send expected frames first, so that the attack starts at every depth; then mutated ones."""
+    """Send expected frames first, so that the attack starts at every depth, then mutated frames."""
     own = [f for f in recording.frames[peer, victim] if type_of(f) not in (HELLO, MAPPED)]
     pool = recording.pool()
     honest = own[: dice.randint(0, len(own))] if dice.random() < 0.7 else []
@@ -385,7 +385,7 @@ def lie(
 
 
 def await_ends(engine: Engine, works: list[Work], session: Session, patience_s: float) -> None:
-    """Wait until every operation has ended by itself or, when the test is out of patience, by an abort."""
+    """Wait until every operation has ended by itself or, after the test's limit, by an abort."""
     deadline = time.monotonic() + patience_s
     for work in works:
         try:
@@ -403,7 +403,7 @@ def await_ends(engine: Engine, works: list[Work], session: Session, patience_s: 
 
 
 def judge(session: Session, error: SparkhvdError) -> None:
-    """Is this an error that tells who did what?"""
+    """Return whether the error says which rank did what."""
     text = str(error)
     session.texts.append(text)
     # The text of these is the peer's own, and may say anything.
@@ -439,7 +439,7 @@ class Usage:
 
 
 class Bystanders:
-    """Two ranks of another job in this process, who never stop to work."""
+    """Two ranks of another job in this process, which work all the time."""
 
     def __init__(self) -> None:
         self.operations = 0
@@ -490,7 +490,7 @@ def recordings() -> list[Recording]:
 
 
 def batches(frames: int, seed: int) -> Iterator[list[Session]]:
-    """Attacks until that many frames were sent, some at a time, because many only wait."""
+    """Run attacks until that many frames were sent, some in parallel, because many only wait."""
     known = recordings()
     count = sent = 0
 
@@ -507,7 +507,7 @@ def batches(frames: int, seed: int) -> Iterator[list[Session]]:
 
 
 def run(frames: int, seed: int) -> dict[str, Any]:
-    """Return the summary of an attack; `problems` is empty if all went well."""
+    """Return the summary of an attack. `problems` is empty if all checks passed."""
     done: list[Session] = []
     middle: Usage | None = None
     with Bystanders() as others:

@@ -1,4 +1,4 @@
-"""Search for a running job's key where it must not be, by one of its ranks."""
+"""Search for a running job's key in forbidden places, by one of its ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.meeting import meet
 
 
 def forms_of(key: bytes) -> list[bytes]:
-    """Return forms in which the key could be written down."""
+    """Return the forms in which the key could be written."""
     text = key.hex()
     return [
         key,
@@ -26,7 +26,7 @@ def forms_of(key: bytes) -> list[bytes]:
 
 
 def places_in_proc(key: bytes) -> tuple[list[str], int]:
-    """Return command lines and environments with the key in them, and the number of readable ones."""
+    """Return command lines and environments that contain the key, and the number of readable ones."""
     found, read = [], 0
     for entry in Path("/proc").iterdir():
         for name in ("cmdline", "environ"):
@@ -41,7 +41,7 @@ def places_in_proc(key: bytes) -> tuple[list[str], int]:
 
 
 def hunt() -> dict[str, Any]:
-    """Search while every rank lives; return the places, and the key backwards, for the search in the logs."""
+    """Search while every rank is alive. Return the places, and the reversed key for the search in the logs."""
     from sparkhvd.rendezvous import SocketRendezvous, current_rendezvous
 
     meeting = current_rendezvous()

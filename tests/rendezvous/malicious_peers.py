@@ -34,7 +34,7 @@ Conversation = Generator[None, None, None]
 
 
 class MaliciousPeers:
-    """Many conversations at once, without the key."""
+    """Many parallel conversations without the key."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.endpoints = [rebuild(Endpoint, e) for e in plan["endpoints"]]
@@ -43,9 +43,9 @@ class MaliciousPeers:
         self.messages = self.connections = self.answers = self.accepted = self.refused = 0
 
     def run(self, messages: int, until: Path, within_s: float) -> dict[str, int]:
-        """Send that many messages, and more until the file exists and a false proof was answered; then close everything.
+        """Send that many messages, and more until the file exists and a false proof was answered. Then close everything.
 
-        Listeners answer only while the ranks meet, and on a busy machine all messages may be sent between two meetings.
+        Listeners answer only while the ranks meet, and on a busy machine all messages may be sent between two rendezvous.
         """
         conversations: list[Conversation] = []
         deadline = time.monotonic() + within_s
@@ -100,7 +100,7 @@ class MaliciousPeers:
         return HELLO.pack(magic, rank, generation, dice.choice((0, 0, 1, 255)), dice.randbytes(32))
 
     def talk(self) -> Conversation:
-        """Attack over one connection; yields where it would have to wait."""
+        """Attack over one connection. Yields where it would have to wait."""
         dice = self.dice
         rank = dice.randrange(len(self.endpoints))
         move = dice.choice(

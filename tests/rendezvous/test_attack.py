@@ -1,4 +1,4 @@
-"""Malicious peers with and without the key: no crash, no hang, no growth, no other job disturbed."""
+"""Malicious peers with and without the key: no crash, hang or growth, and no effect on another job."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def victim_of(
 
 
 def test_a_rank_gives_up_a_coordinator_that_sends_unrequested_bytes() -> None:
-    """Wait for the order of a tensor whose bytes have come already, not for ever."""
+    """The rank waits only a limited time for the order of a tensor whose bytes have already arrived."""
     recording = hostile.record(2, (0, 1))
     data = next(f for f in recording.frames[0, 1] if hostile.type_of(f) == 6)
     settings = Settings(stall_shutdown_s=0.5, stall_warning_s=0, connect_timeout_s=5)
@@ -235,7 +235,7 @@ def outcome_of(work: Work) -> str:
 
 
 def authenticated(job: Job, rank: int, generation: int = 0) -> socket.socket:
-    """Yield the connection of `rank`, which has the key, to rank 0; the test sends the next messages."""
+    """Yield an authenticated connection of `rank` to rank 0. The test sends the next messages."""
     endpoint = job.endpoints[0]
     sock = socket.create_connection((endpoint.address, endpoint.port), timeout=5)
     nonce = secrets.token_bytes(32)
@@ -312,7 +312,7 @@ def test_a_notice_about_a_nonexistent_rank_is_ignored(about: int) -> None:
 
 
 def recorded_handshakes(job: Job) -> list[tuple[int, str, str]]:
-    """Return the recordings of an eavesdropper: genuine hellos and the proofs that answered other challenges."""
+    """Return the recordings of an eavesdropper: genuine hellos, and proofs for other challenges."""
     recorded = []
     for server in range(job.size - 1):
         for generation in (0, 1, 3, 1000, 10**6):
@@ -381,7 +381,7 @@ def test_job_meets_works_and_meets_again_under_attack_of_unauthenticated_peers(
 
 
 def test_an_unauthenticated_peer_of_a_running_job_receives_nothing() -> None:
-    """Once the ranks have met, none accepts: a connection waits in the backlog and learns nothing."""
+    """Ranks that have met accept no connection, so the peer waits in the backlog and learns nothing."""
     with rank_processes("tests.rendezvous.test_attack:work_a_while", 2) as ranks:
         assert [rank.expect() for rank in ranks] == ["working"] * 2
         heard = []

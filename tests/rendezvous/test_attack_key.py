@@ -1,4 +1,4 @@
-"""The key of a running job is in no command line, environment or log; tests/cluster/test_key.py has Spark's jobs."""
+"""The key of a running job is in no command line, environment or log. tests/cluster/test_key.py checks Spark's jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The meeting of ranks over real sockets on loopback, with malicious peers, and ranks that leave."""
+"""Rendezvous of ranks over real sockets on loopback, with malicious peers and ranks that leave."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def connect_all(meetings: list[Any]) -> list[Any]:
 
 
 def assert_connected(meetings: list[Connections], family: socket.AddressFamily | None) -> None:
-    """Exchange ranks between every pair; then close everything."""
+    """Exchange ranks between every pair, then close everything."""
     for outcome in meetings:
         if isinstance(outcome, BaseException):
             raise outcome
@@ -220,7 +220,7 @@ def test_connection_of_a_later_generation_is_parked() -> None:
 def test_a_rank_reconnects_if_its_proof_was_not_read(
     tcp_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Close a connection for the next generation after its proof was sent, as a rank that completes one does."""
+    """A rank that completes a generation may close a connection for the next one after its proof was sent."""
     real = MeshBuilder._adopt
     dropped = []
 
@@ -308,7 +308,7 @@ def test_unauthenticated_connections_are_limited_and_the_oldest_goes_first() -> 
 
 
 def exchange_as_client(sock: socket.socket, rank: int) -> tuple[bytes, bytes, bytes]:
-    """Say hello; return own nonce, the server's nonce and its proof."""
+    """Say hello, and return the own nonce, the server's nonce and its proof."""
     nonce = secrets.token_bytes(32)
     sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, 0, 0, nonce))
     sock.settimeout(5)
@@ -359,7 +359,7 @@ def test_malicious_peer_is_shut_out(trick: str) -> None:
 
 
 def test_impostor_in_the_place_of_a_listener_gets_no_proof() -> None:
-    """Put a process in the place of a dead rank's listener: it learns nothing and is not accepted."""
+    """Another process listens at a dead rank's port. It learns nothing and is not accepted."""
     settings = Settings(connect_timeout_s=1)
     with (
         socket.create_server(("127.0.0.1", 0)) as fake,
@@ -414,7 +414,7 @@ def test_every_rank_names_a_rank_whose_listener_closes(lost: int) -> None:
 @pytest.mark.parametrize("tcp_only", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: bool) -> None:
-    """Rank 1 dies; `victim` notices and leaves before the last rank comes, whose error still names rank 1."""
+    """Rank 1 dies and `victim` leaves because of it. The error of the last rank still names rank 1."""
     late = 2 - victim
 
     def edit(_: int, endpoint: Endpoint) -> Endpoint:

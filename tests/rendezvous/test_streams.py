@@ -62,7 +62,7 @@ def links_of(mine: Connections) -> list[tuple[int, int, int]]:
 
 
 def assert_connected(met: list[Any], streams: int) -> None:
-    """Exchange stream and ranks between every pair in every stream; then close everything."""
+    """Exchange stream and ranks between every pair in every stream, then close everything."""
     for outcome in met:
         if isinstance(outcome, BaseException):
             raise outcome
@@ -151,7 +151,7 @@ def test_next_generation_has_streams_too_even_when_one_rank_is_ahead() -> None:
 def test_unauthenticated_peers_do_not_disturb_the_further_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They come between the first turn and the second, some with the hello of a stream."""
+    """The peers connect between the first turn and the second, some with the hello of a stream."""
     real = MeshBuilder._open_streams
     socks = []
 
@@ -183,7 +183,7 @@ def turn_of(stream: int, generation: int = 0) -> Any:
 
 
 def hello(sock: socket.socket, stage: Any, rank: int) -> bytes:
-    """Say hello as a rank; return both nonces."""
+    """Say hello as a rank, and return both nonces."""
     nonce = secrets.token_bytes(32)
     sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, stage.generation, stage.phase, nonce))
     sock.settimeout(5)
@@ -309,7 +309,7 @@ def test_disagreeing_settings_raise_on_every_rank() -> None:
 def instead_of_streams(
     monkeypatch: pytest.MonkeyPatch, rank: int, act: Callable[[Any], None]
 ) -> Iterator[None]:
-    """Let `rank` act when the others open stream 1, and fail then."""
+    """Let `rank` call a function when the others open stream 1, and then fail."""
     real = MeshBuilder._open_streams
 
     def patched(self: Any, hosts: tuple[int, ...]) -> None:

@@ -1,6 +1,6 @@
 """Fixtures of launches on this host.
 
-Most need no torch, whatever earlier ranks have imported.
+Most launches need no torch, whatever earlier ranks have imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order in which launches of one application take its slots: threads instead of launches."""
+"""The order in which launches of one application get its slots, with threads as launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.pure
 
 
 class Launch:
-    """A launch in a thread of its own, which holds its slots until `end()`."""
+    """A launch in its own thread, which holds its slots until `end()`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Launch:
             self.error = e
 
     def lose(self) -> None:
-        """End the attempt; the launch asks for its slots again."""
+        """End the attempt. The launch requests its slots again."""
         self._is_lost.set()
 
     def stop(self) -> None:
@@ -66,7 +66,7 @@ class Launch:
 
 @pytest.fixture
 def start() -> Iterator[Callable[[Launch], Launch]]:
-    """Starts a launch and waits until it runs or waits; all end with the test."""
+    """Start a launch and wait until it runs or waits. All end with the test."""
     started: list[Launch] = []
 
     def starts(launch: Launch) -> Launch:

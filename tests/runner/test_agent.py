@@ -1,4 +1,4 @@
-"""An agent that hears nothing of its launcher."""
+"""An agent that receives nothing from its launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.pure
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Channel:
-    """The launcher's end of a channel, whose other end `agent._receive` is given as `launcher.other`."""
+    """The launcher's end of a channel. `agent._receive` gets the other end, `launcher.other`."""
     down, up = os.pipe(), os.pipe()
     monkeypatch.setattr(agent, "SILENCE_S", 0.05)
     ours = Channel(up[0], down[1])
@@ -40,7 +40,7 @@ def test_beats_are_no_messages(launcher: Channel) -> None:
 def test_silence_in_the_middle_of_a_message_is_silence(
     launcher: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher whose host answers, and which is only slow, is waited for, and its message comes whole."""
+    """The agent waits for a slow launcher whose host answers, and its message arrives whole."""
     whole = io.BytesIO()
     monkeypatch.setattr(protocol, "write_frame", lambda _, frame: whole.write(frame))
     launcher.send("order", b"program")

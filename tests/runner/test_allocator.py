@@ -1,4 +1,4 @@
-"""Freed memory stays with a trainer process."""
+"""A trainer process keeps freed memory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def write_tensor() -> None:
 
 
 def write_bytes() -> None:
-    """Start sooner: a rank imports what its function names, whether it is called or not."""
+    """Return the write function. Its ranks start sooner, because a rank imports every module that its function names."""
     b"x" * BLOCK_BYTES  # noqa: B018 - allocated, written, freed
 
 
 def faults_of_later_blocks(write_block: Callable[[], None]) -> list[int]:
-    """Page faults of writing blocks of the size of those that were freed before."""
+    """Count page faults of writes to blocks of the size of freed blocks."""
     write_block()
     faults = []
     for _ in range(8):

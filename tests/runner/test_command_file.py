@@ -1,4 +1,4 @@
-"""Flags of `sparkhvdrun` from a file in the form of horovodrun's."""
+"""Flags of `sparkhvdrun` from a file in horovodrun's form."""
 
 from __future__ import annotations
 

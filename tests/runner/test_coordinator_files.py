@@ -1,4 +1,4 @@
-"""Files by which a coordinator inside a task is found, in a folder of this host."""
+"""Files that locate a coordinator inside a task, in a folder of this host."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RESULT = AttemptResult(
 
 @dataclass(frozen=True)
 class Folder:
-    """Files of a coordinator, their folder, and another one of the same job."""
+    """Files of a coordinator, their folder, and another folder of the same job."""
 
     root: Path
     store: Store

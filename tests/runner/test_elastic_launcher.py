@@ -1,4 +1,4 @@
-"""Parts of the elastic launcher that need no processes: hosts that are left out, slots, lines, limits, ends."""
+"""Parts of the elastic launcher without processes: excluded hosts, slots, lines, limits, ends."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_processes_without_slots_are_surplus() -> None:
     [
         ({"timeout_s": "9"}, "elastic_timeout is '9'; it must be a number of seconds"),
         ({"timeout_s": True}, "elastic_timeout is True; it must be a number of seconds"),
-        ({"reset_limit": 1.5}, "reset_limit is 1.5; it must be 0 or more"),
-        ({"reset_limit": "3"}, "reset_limit is '3'; it must be 0 or more"),
+        ({"reset_limit": 1.5}, "reset_limit is 1.5. Give a whole number of at least 0"),
+        ({"reset_limit": "3"}, "reset_limit is '3'. Give a whole number of at least 0"),
         ({"cooldown_s": ("a", 2)}, "cooldown_range is 'a' 2; it must be two numbers"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The driver's port for tasks of an elastic job, with tasks that are connections of this process."""
+"""The driver's port for tasks of an elastic job. The tasks are connections of this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 
 
 class Port:
-    """Tasks, and what they have reported."""
+    """Tasks, and their reports."""
 
     def __init__(self, wanted: int) -> None:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -190,7 +190,7 @@ def test_after_the_end_every_task_leaves() -> None:
 
 
 def hostile_messages() -> list[bytes]:
-    """Messages of a task that holds the key and runs other code, before and after its hello."""
+    """Messages of a task with the key and other code, before and after its hello."""
     hello = json.dumps({"facts": FACTS.to_dict(), "executor": "1"}).encode()
     ended = Outcome(0, OutcomeKind.OK, exit="ok", log_tail=("a",), unsent=((1, "x", 1, False),))
     outcomes = list(mutated(ended.to_json().encode(), 40))

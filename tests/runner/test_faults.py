@@ -1,4 +1,4 @@
-"""A rank or its task dies under `run`: who is named, how soon, and the next run works."""
+"""A rank or its task dies under `run`: it is named in time, and the next run works."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_killed_python_worker_is_a_loss_and_its_rank_goes_too(
 def test_a_lost_rank_is_relaunched_and_said(
     spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Return more than Spark's limit of results on the second launch."""
+    """The results of the second launch exceed Spark's limit."""
 
     def dies_once() -> tuple[int, bytes]:
         here = context()

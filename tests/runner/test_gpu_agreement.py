@@ -1,4 +1,4 @@
-"""Agreement of ranks on GPUs, as tables: GPUs that processes see, and reasons why ranks cannot run."""
+"""Agreement of ranks on GPUs, as tables: visible GPUs, and reasons why ranks cannot run."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def test_the_share_of_a_gpu_with_which_as_many_tasks_run_as_without(
 
 
 class Refusing:
-    """A shim whose Spark takes no profile, as one whose master is not among those that do."""
+    """A shim whose Spark accepts no profile, like one with an unsuitable master."""
 
     def profile(self, cpus: int | None, gpus: float | None) -> Any:
         raise RuntimeError(

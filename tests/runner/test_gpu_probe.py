@@ -1,4 +1,4 @@
-"""Count of GPUs in a rank's process, and the GPUs that ranks on this host get."""
+"""Number of GPUs in a rank's process, and the GPUs of ranks on this host."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_hanging_cuda_driver_times_out_and_leaves_no_process(
 def test_a_driver_that_answers_too_late_or_never_costs_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """Run on without the answer where no GPU is required."""
+    """A rank that requires no GPU runs without the driver's answer."""
     source = f"#include <unistd.h>\nint cuInit(unsigned f) {{ {then} }}"
     settings = Settings(cuda_library=fake_driver(tmp_path, source, "slow"))
     monkeypatch.setattr(Trainer, "gpus", functools.partialmethod(Trainer.gpus, 0.5))

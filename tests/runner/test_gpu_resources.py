@@ -1,4 +1,4 @@
-"""Amounts of GPUs and ranks that do not fit each other, on clusters whose discovery scripts print addresses."""
+"""Numbers of GPUs and ranks that do not match, on clusters whose discovery scripts print addresses."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ print("FOUR")
 
 @soak("test_gpus: a local master gives GPUs by local rank; runner/test_gpu_plans")
 def test_executors_with_a_gpu_each_on_one_host(tmp_path: Path) -> None:
-    """Let each worker's script print another address, as on a host whose GPUs are split among workers."""
+    """Each worker's script prints another address, as on a host that divides its GPUs among workers."""
     script = (
         f"for i in 0 1 2; do mkdir {tmp_path}/taken-$i 2>/dev/null && break; done\n"
         """echo "{\\"name\\": \\"gpu\\", \\"addresses\\": [\\"$i\\"]}\""""
@@ -149,7 +149,7 @@ print("REFUSED")
 def test_tasks_of_transform_get_gpus_that_the_conf_gives_no_task(
     tmp_path: Path, remote: bool
 ) -> None:
-    """Use a profile of the stage, the same for all models of the session."""
+    """All models of the session share one resource profile for the stage."""
     script = """echo '{"name": "gpu", "addresses": ["0", "1"]}'"""
     text = """
 import torch

@@ -221,7 +221,7 @@ def test_ranks_of_one_executor_get_a_gpu_each_from_fractions(tmp_path: Path) -> 
 @soak("runner/test_gpu_plans")
 @SLOW
 def test_connect_and_an_executor_that_sees_some_of_the_gpus(tmp_path: Path) -> None:
-    """Addresses count in the CUDA_VISIBLE_DEVICES of the executor, which stays its own."""
+    """Addresses are indices into the executor's CUDA_VISIBLE_DEVICES, which stays unchanged."""
     conf = cluster_conf(tmp_path, **{"spark.executorEnv.CUDA_VISIBLE_DEVICES": "3,5"})
     output = run_on(
         "local-cluster[1,4,1024]",
@@ -289,7 +289,7 @@ def test_dynamic_allocation_is_refused_before_gpus_are_looked_for(
 def test_sessions_of_an_application_share_the_profile_of_transform(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spark refuses a stage with two, and a plan may have DataFrames of two sessions."""
+    """Spark refuses a stage with two profiles, and a plan may combine DataFrames of two sessions."""
     monkeypatch.setattr(decide, "_shared", {})
     monkeypatch.setattr(decide, "_profile_to_share", lambda shim: object())
     first = decide.profile_to_share_gpus(SparkShim(spark))

@@ -1,4 +1,4 @@
-"""Log of the driver's JVM at failures of ranks, of which it leaves out those that the launch raises."""
+"""The log of the driver's JVM hides failures of ranks that the launch raises itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ travels_by_value = by_value(__name__)
 
 
 class Log:
-    """Messages of the JVM since the start of this."""
+    """Messages of the JVM since the start of this object."""
 
     def __init__(self, spark: SparkSession) -> None:
         jvm: Any = spark._jvm  # type: ignore[attr-defined]  # classic
@@ -44,7 +44,7 @@ class Log:
         self._config.getRootLogger().removeAppender("test")
 
     def text(self, *awaited: str) -> str:
-        """Return the messages, when no task runs, no filter is left and these texts are there."""
+        """Return the messages when no task runs, no filter is left and these texts have appeared."""
 
         def is_over() -> bool:
             running = [e.numRunningTasks() for e in self._tracker.getExecutorInfos()]

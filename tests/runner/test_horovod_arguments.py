@@ -1,4 +1,4 @@
-"""Horovod's arguments of `run` and `run_local`: which have an effect, which warn, which are refused."""
+"""Horovod's arguments of `run` and `run_local`: their effect, a warning, or an error."""
 
 from __future__ import annotations
 
@@ -80,6 +80,8 @@ def test_impossible_arguments_raise_an_error_with_the_remedy(wrong: Any, says: s
 def test_this_host_is_known_by_its_names() -> None:
     for name in ("localhost", socket.gethostname(), "127.0.0.1", "[::1]"):
         horovod_arguments.check_hosts(f"{name}:3", 3)
+        with pytest.raises(InvalidArgumentError, match=r"on this host only, which is not a\. "):
+            horovod_arguments.check_hosts(f"{name}:2,a:1", 3)
 
 
 def test_both_streams_of_a_rank_are_one() -> None:

@@ -1,4 +1,4 @@
-"""`HorovodRunner` with processes of this host; with Spark's tasks: tests/runner/test_plain_torch.py."""
+"""`HorovodRunner` with processes of this host. tests/runner/test_plain_torch.py has Spark tasks."""
 
 from __future__ import annotations
 

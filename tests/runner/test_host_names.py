@@ -1,4 +1,4 @@
-"""Hosts as users write them, and where ranks run; variables that go there."""
+"""Hosts in users' notation, the places of ranks, and the variables sent to them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_host_twice_is_refused_and_two_names_of_this_one_are_not() -> None:
 
 
 def test_this_host_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name of another host does not wait for a server of names."""
+    """The check of another host's name asks no name server."""
     own = [Interface("eth0", "10.0.0.7", is_up=True), Interface("eth0", "fd00::7", is_up=True)]
     monkeypatch.setattr(host_names, "interfaces", lambda: own)
     monkeypatch.setattr(socket, "gethostname", lambda: "node7.example")

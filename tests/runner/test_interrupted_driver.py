@@ -1,4 +1,4 @@
-"""Ctrl-C in a Spark driver, which gives every rank KeyboardInterrupt and time to save, and the sudden end of driver or JVM."""
+"""Ctrl-C in a Spark driver gives each rank KeyboardInterrupt and time to save. The driver or its JVM is killed."""
 
 from __future__ import annotations
 
@@ -107,10 +107,7 @@ def _wait_for(folder: Path, name: str, driver: subprocess.Popen[str], ranks: int
 
 @soak("Ctrl-C on a cluster: cluster/test_programs; interrupts of ranks: test_interrupts")
 def test_interrupted_ranks_save_and_leave_no_process(tmp_path: Path) -> None:
-    """Interrupt the driver's process group as a terminal does, then the driver alone, with ranks that end only at the second.
-
-    At last kill the driver's JVM.
-    """
+    """SIGINT goes to the process group, as from a terminal, then twice to the driver alone. At last its JVM is killed."""
     script = write_script(tmp_path / "driver.py", _RUNS, master="local[2]")
     with started_script(script) as driver:
         _wait_for(tmp_path, "group-ready", driver)
@@ -139,7 +136,7 @@ def test_interrupted_ranks_save_and_leave_no_process(tmp_path: Path) -> None:
 
 
 def _dies(pid: int) -> None:
-    """Kill a process, with which ranks and what they have started end."""
+    """Kill a process. The ranks and their children must end too."""
     assert len(find(TRAINER)) == 2
     os.kill(pid, signal.SIGKILL)
     assert wait_for_no_trainers(20) == set()
@@ -160,7 +157,7 @@ def test_ranks_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     "interrupts of all and of the driver alone, and the death of its JVM: test_interrupted_ranks_save_and_leave_no_process"
 )
 def test_ranks_save_although_the_jvm_ends_at_once(tmp_path: Path) -> None:
-    """Interrupt also the JVM of spark-submit, as a terminal does, which ends Spark's Python workers."""
+    """Ctrl-C in a terminal also reaches the JVM of spark-submit, which ends Spark's Python workers."""
     script = write_script(tmp_path / "driver.py", _SUBMITTED, master="local[2]")
     submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
     with started_script(script, python=[str(submit)]) as driver:

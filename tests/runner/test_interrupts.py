@@ -1,4 +1,4 @@
-"""The way of Ctrl-C from the driver to the trainers of its tasks: real processes and sockets, no Spark."""
+"""Ctrl-C passes from the driver to the trainers of its tasks: real processes and sockets, no Spark."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def waits(folder: Path, ends: bool) -> str:
 
 @contextlib.contextmanager
 def trainer_of(rank: int, folder: Path, *, ends: bool = True) -> Iterator[Trainer]:
-    """Start a trainer whose function waits for an interrupt, and is past its beginning."""
+    """Start a trainer whose function has begun and waits for an interrupt."""
     with Listener.bind("127.0.0.1", Settings()) as listener:
         endpoint = listener.endpoint()
         prologue = Prologue(
@@ -73,7 +73,7 @@ def interrupter_of(size: int) -> Iterator[Interrupter]:
 
 
 def watch_of(driver: Interrupter, trainer: Trainer) -> InterruptWatch:
-    """Return a watch whose connection the driver's kernel has."""
+    """Return a watch whose connection has reached the driver's kernel."""
     watch = InterruptWatch(driver.address, KEY, "job", 0, trainer)
     wait_until(lambda: watch._sock, "the task has connected")
     return watch
@@ -82,7 +82,7 @@ def watch_of(driver: Interrupter, trainer: Trainer) -> InterruptWatch:
 def test_an_ended_rank_waits_until_a_stubborn_rank_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unauthenticated peers connect before them."""
+    """Unauthenticated peers connect before the ranks."""
     monkeypatch.setattr(interrupts, "INTERRUPT_GRACE_S", 1.0)
     with (
         contextlib.ExitStack() as stack,
@@ -119,7 +119,7 @@ def test_an_ended_rank_waits_until_a_stubborn_rank_is_killed(
 
 
 def test_only_a_driver_with_the_key_interrupts(tmp_path: Path) -> None:
-    """Try also a driver that is gone, and a process that listens in its place."""
+    """Neither a driver that is gone nor a process that listens in its place interrupts."""
     with trainer_of(0, tmp_path) as trainer:
         with interrupter_of(1) as driver:
             gone = watch_of(driver, trainer)

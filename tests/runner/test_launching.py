@@ -1,4 +1,4 @@
-"""Parts of both launches: pickling a call, variables, addresses."""
+"""Parts that all launches share: pickling a call, variables, addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine that gives little: no /dev/shm, no locked memory, few descriptors, a small control group."""
+"""A machine with tight limits: no /dev/shm, no locked memory, few descriptors, a small control group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_job_works_and_shares_memory_without_locked_memory_and_with_few_descript
 
 @pytest.mark.parametrize("tcp_only", [False, *left_to_soak("connections on one host, here", True)])
 def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only: bool) -> None:
-    """Rank 1 may open 0, 1, 2, ... more: whatever step fails first, each rank says why, and the next works."""
+    """Rank 1 may open 0, 1, 2, ... more descriptors, so that each step fails once. The next job must work."""
     count = 16
     settings = Settings(connect_timeout_s=1.5)
     body = "tests.engine.fault_bodies:too_few_descriptors"
@@ -80,7 +80,7 @@ def test_job_with_more_connections_than_the_soft_limit_of_descriptors() -> None:
 
 
 def room(engine: Engine, talk: Talk) -> tuple[int, int]:
-    """Return the number of descriptors that are open, and how many may be."""
+    """Return the number of open descriptors, and the limit."""
     engine.barrier(name="all have met").wait()
     found = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     engine.barrier(name="all have looked").wait()  # who leaves closes connections
@@ -96,7 +96,7 @@ STARTS = {
 
 
 def started(way: str, *before: str) -> subprocess.CompletedProcess[str]:
-    """Start two ranks by `STARTS[way]`, after other words of the command line."""
+    """Start two ranks by `STARTS[way]`, after a command prefix."""
     return subprocess.run(
         [*before, sys.executable, "-c", STARTS[way]],
         cwd=ROOT,
@@ -132,7 +132,7 @@ def test_ranks_connect_over_an_ipv6_only_loopback(way: str) -> None:
 
 
 def in_own_mounts(script: str, *mounts: str) -> str:
-    """Return the output of a script that sees other file systems than the rest of the machine."""
+    """Return the output of a script with other mounts than the rest of the machine."""
     setup = " && ".join(["mount --make-rprivate /", *mounts])
     command = ["unshare", "--mount", "sh", "-c", f'{setup} && exec "$@"', "sh"]
     probe = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Lines of a rank's output, whole and without an end."""
+"""Lines of a rank's output, complete and without an end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST = 1 << 10
 
 
 def of_pipe(*parts: bytes | float) -> list[tuple[float, bytes]]:
-    """Return the lines of a pipe and when they came, in seconds; numbers among what is written are pauses."""
+    """Return the lines of a pipe and their arrival in seconds. Numbers in the written parts are pauses."""
     reader, writer = os.pipe()
 
     def write() -> None:

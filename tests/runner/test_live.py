@@ -1,4 +1,4 @@
-"""Live output through real sockets, without Spark: order, cuts, silence, floods, strangers, and ends."""
+"""Live output through real sockets, without Spark: order, cuts, silence, floods, unknown peers, and ends."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def texts(rank: int, count: int) -> list[str]:
 
 
 def printed(screen: Screen, rank: int) -> int:
-    """Return the lines of a rank that a screen shows or has counted as left out."""
+    """Return the number of a rank's lines that a screen shows or counts as omitted."""
     counts = [re.search(r"\(([\d,]+) lines? left out", line) for line in screen.of(rank)]
     left_out = sum(int(found[1].replace(",", "")) for found in counts if found)
     return left_out + sum(found is None for found in counts)
@@ -186,7 +186,7 @@ def test_no_line_is_lost_or_duplicated_when_connections_break() -> None:
 
 
 def test_a_rank_ends_in_time_while_its_lines_vanish_and_the_driver_shows_them_then() -> None:
-    """Lose first the bytes of both directions, later only the rest: the record that was shown is not shown again."""
+    """A line that was shown before its acknowledgement vanished is not shown again."""
     screen = Screen()
     with proxied(screen) as (driver, proxy):
         with sender_to(proxy.address) as rank:
@@ -223,7 +223,7 @@ def test_lines_lost_in_transit_arrive_later() -> None:
 
 
 def test_a_slow_driver_shows_or_counts_each_line_of_an_ended_rank() -> None:
-    """Fill the queue; of what the driver does not come to, the last goes with the outcome, and some is on its way then."""
+    """The queue is full, so the last lines arrive with the rank's outcome while earlier ones are in transit."""
     screen, echoed, count = Screen(), 0, 60_000
 
     def show(text: str) -> None:
@@ -258,7 +258,7 @@ with Receiver(listening, "127.0.0.1", Display(show, {SIZE}), sys.argv[1], "job",
 
 
 def test_a_driver_that_is_stopped_for_a_while_shows_each_line_once() -> None:
-    """Stop it for longer than an acknowledgement may take, while lines come; under `make soak` for a minute."""
+    """The stop is longer than the time limit of an acknowledgement, under `make soak` a minute."""
     count = amount(30, 1500)
     command = [sys.executable, "-c", DRIVER, KEY]
     with subprocess.Popen(
@@ -282,7 +282,7 @@ def test_a_driver_that_is_stopped_for_a_while_shows_each_line_once() -> None:
 
 @pytest.mark.parametrize("on_terminal", [False, True])
 def test_of_a_flood_every_line_is_shown_or_counted(on_terminal: bool) -> None:
-    """Exceed the limit of the rate, or, where no limit applies, the speed of a slow driver."""
+    """The flood exceeds the rate limit, or a slow driver's speed where no limit applies."""
     screen, echoed = Screen(), 0
 
     def show(text: str) -> None:
@@ -424,7 +424,7 @@ def writer_to(store: Store, rank: int) -> Sender:
 def test_lines_are_transferred_through_files_that_are_deleted_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leave a file of an earlier fit with the same run id, which is not shown."""
+    """A file of an earlier fit with the same run id is not shown."""
     monkeypatch.setattr(files, "_GATHER_S", 0.02)
     monkeypatch.setattr(files, "_PAUSE_S", 0.02)
     screen, store = Screen(), Store.create(tmp_path)
@@ -447,7 +447,7 @@ def test_lines_are_transferred_through_files_that_are_deleted_afterwards(
 def test_a_gone_client_or_a_failing_store_does_not_block_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Write as many files as are allowed, continue when they are read, then lose the store."""
+    """The rank writes as many files as it may, continues when they are read, and then loses the store."""
     monkeypatch.setattr(files, "_GATHER_S", 0.01)
     monkeypatch.setattr(files, "_PAUSE_S", 0.02)
     monkeypatch.setattr(files, "_MOST_FILES", 3)

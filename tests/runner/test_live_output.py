@@ -52,7 +52,7 @@ def prints_until_seen(folder: str, lines: int) -> None:
 def test_lines_and_messages_are_on_the_driver_while_the_ranks_run(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Give a stream, which shows them all, once and in order, whatever `verbose` is."""
+    """A given stream gets all of them, once and in order, whatever `verbose` is."""
     output = io.StringIO()
 
     def look() -> None:
@@ -107,7 +107,7 @@ def test_settings_select_the_output_shown_without_a_stream(
 def test_last_lines_of_a_failed_rank_are_shown_once(
     spark: SparkSession,
 ) -> None:
-    """Print also without a live channel: there the last lines come at the end."""
+    """Without a live channel, the last lines appear at the end."""
 
     def fails() -> None:
         sparkhvd.log_to_driver("about to fail")

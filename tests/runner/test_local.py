@@ -166,7 +166,7 @@ def test_user_variables_win_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) 
 def test_ranks_inherit_the_variables_of_hadoops_library(
     monkeypatch: pytest.MonkeyPatch, nursery: str
 ) -> None:
-    """Check what YARN gives a container, and so its tasks: tokens, tickets and classes."""
+    """YARN gives them to a container, and so to its tasks: tokens, tickets and classes."""
     expected = {
         "HADOOP_TOKEN_FILE_LOCATION": "/yarn/container/tokens",
         "KRB5CCNAME": "FILE:/tmp/krb5cc_1000",
@@ -406,7 +406,7 @@ def no_stream() -> None:
 
 
 class Tee:
-    """Stream of a user's that has no `flush`."""
+    """A user's stream without `flush`."""
 
     def __init__(self) -> None:
         self._stream = sys.stdout

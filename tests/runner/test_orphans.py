@@ -1,4 +1,4 @@
-"""What is left of a launch whose launcher is killed."""
+"""Processes that a killed launcher leaves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ time.sleep(300)
 
 
 def test_groups_without_a_mark_end_with_a_killed_launcher() -> None:
-    """By the shell that is /bin/sh here, dash or bash."""
+    """The shell /bin/sh of this machine, dash or bash, ends them."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, env=env, text=True
@@ -66,7 +66,7 @@ def test_a_stopped_reaper_stops_no_launcher() -> None:
 
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_the_end_of_a_process_is_always_reported(is_ignored: bool) -> None:
-    """Also if the kernel has reaped it, or if what should be done at its end fails."""
+    """This holds even if the kernel has reaped the process, or the action at its end fails."""
     ended: list[ProcessExit] = []
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""Outcomes that a task and the driver read from the files of the ranks."""
+"""Outcomes of ranks in files, which a task and the driver read."""
 
 from __future__ import annotations
 

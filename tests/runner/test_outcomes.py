@@ -1,4 +1,4 @@
-"""Outcomes as data: through text, and who is to blame."""
+"""Outcomes as data: their text form, and the rank to blame."""
 
 from __future__ import annotations
 

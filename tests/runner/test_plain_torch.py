@@ -1,4 +1,4 @@
-"""Plain torch.distributed programs under Spark: DDP and FSDP2 over Gloo, with nothing of sparkhvd in them; by `HorovodRunner`."""
+"""Plain torch.distributed programs under Spark through `HorovodRunner`: DDP and FSDP2 over Gloo, without sparkhvd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ travels_by_value = by_value(__name__)
 
 
 def train(steps: int) -> dict[str, Any]:
-    """Train a network by DDP and by FSDP2, and in one process; what a user's script does."""
+    """Train a network by DDP, by FSDP2, and in one process, as a user's script does."""
     import os
 
     import torch

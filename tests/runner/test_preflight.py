@@ -230,7 +230,7 @@ def test_address_space_estimate_counts_libraries_of_a_cuda_build(
 
 
 def test_address_space_estimate_suffices_for_torch_and_an_engine() -> None:
-    """Train with little more than the need; with half of it torch cannot even be loaded."""
+    """A training runs with little more than the estimate, and torch cannot be loaded with half of it."""
     needed = address_space_needed(["torch"], 0)
     script = (
         "import torch; from sparkhvd.engine.engine import Engine; from sparkhvd.rendezvous import SingleRendezvous; "

@@ -1,4 +1,4 @@
-"""Zygotes that are started by the tasks before a launch."""
+"""Zygotes that tasks start before a launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.spark
 
 
 def log_parent(ctx: Any) -> None:
-    """Run a whole loop that only tells its process's parent."""
+    """Run a user's loop that only reports its process's parent."""
     ctx.log({"loss": float(os.getppid())})
 
 

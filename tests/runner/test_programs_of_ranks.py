@@ -1,4 +1,4 @@
-"""Programs that a rank starts: one of them takes the rank's place in the job, and the others get an error."""
+"""Programs that a rank starts: one may take the rank's place in the job, and the others get an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Daemon of Spark's Python workers that has torch, as Spark starts it."""
+"""The daemon of Spark's Python workers with torch, started as Spark starts it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PORT = struct.Struct("!i")
 def test_workers_are_forked_from_a_process_with_torch_and_no_threads(
     tmp_path: Path, has_thread: bool
 ) -> None:
-    """A torch whose import starts a thread must not be forked: pyspark's own daemon takes over."""
+    """If the import of torch starts a thread, the daemon must not fork, and pyspark's own daemon takes over."""
     if has_thread:
         (tmp_path / "torch.py").write_text(
             "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"

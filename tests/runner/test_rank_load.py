@@ -1,4 +1,4 @@
-"""Load of a rank of `run(fn, loggers=...)`: what it reports while its function runs, and what the function sees."""
+"""Load of a rank of `run(fn, loggers=...)`: reports during its function, and the function's view of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How other hosts are reached: one that cannot be is an error before anything starts."""
+"""Connections to other hosts: an unreachable host is an error before anything starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_invalid_start_timeout_raises_a_clear_error(seconds: float) -> None:
 def test_an_unresponsive_host_raises_promptly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An ssh that hangs, as with a server of names that does not answer, is not waited for once more at its end."""
+    """An ssh that hangs, for example at a name server, must not be waited for a second time when it is ended."""
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\nsleep 100\n")
     ssh.chmod(0o700)

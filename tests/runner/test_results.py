@@ -1,4 +1,4 @@
-"""Pieces of results, by Spark's limit of what tasks return."""
+"""Parts of results, by Spark's limit for the results of tasks."""
 
 from __future__ import annotations
 

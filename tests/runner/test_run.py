@@ -47,7 +47,7 @@ def no_trainer_is_left() -> Iterator[None]:
 
 
 class Files:
-    """A folder as shared files; `broken_reader` is a rank that sees an empty store."""
+    """A folder as shared files. `broken_reader` is a rank that sees an empty store."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -68,7 +68,7 @@ class Files:
 
 
 class FilesOfOneProcess(Files):
-    """A path that exists on every host and is another folder on each."""
+    """A path that exists on every host, but is a different folder on each."""
 
     def write_bytes(self, path: str, data: bytes) -> None:
         super().write_bytes(f"{os.getpid()}/{path}", data)
@@ -81,7 +81,7 @@ class FilesOfOneProcess(Files):
 def test_values_are_returned_in_rank_order_and_runs_are_independent(
     spark: SparkSession,
 ) -> None:
-    """Run twice on the session's Python workers, which are reused: fresh processes, with nothing of the first run."""
+    """Both runs use the same Python workers of the session, but fresh processes without state of the first run."""
 
     def found(base: int, *, step: int) -> tuple[Any, ...]:
         from sparkhvd import rendezvous
@@ -133,7 +133,7 @@ def test_values_are_returned_in_rank_order_and_runs_are_independent(
 
 @pytest.mark.usefixtures("threads_by_default")
 def test_a_one_rank_launch_uses_all_threads_and_leaves_no_files(spark: SparkSession) -> None:
-    """Launch a rank with a large argument, under the user's description of jobs: it has all threads of `local`."""
+    """The rank has a large argument and the user's job description, and all threads of `local`."""
     context = spark.sparkContext
     folder = Path(context._temp_dir)  # type: ignore[attr-defined]  # it has no public name
     before = set(folder.iterdir())
@@ -325,7 +325,7 @@ def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -
 def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Ignore outcomes of the first launch among those of the second."""
+    """The second launch ignores the outcomes of the first."""
 
     def fails() -> None:
         raise ValueError("everywhere")
@@ -385,7 +385,7 @@ def test_waiting_for_free_slots_is_reported(
     capsys: pytest.CaptureFixture[str],
     verbose: int,
 ) -> None:
-    """Hold a slot by a job of the user's own."""
+    """A job of the user holds a slot."""
     monkeypatch.setattr(job, "_LATE_S", 0.5)
     ends = str(tmp_path / "ends")
 
@@ -495,7 +495,7 @@ def test_an_interrupt_ends_a_job_that_is_submitted_after_it(
 def test_concurrent_random_jobs_end_with_their_own_outcomes(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Check that nothing of them is left in any combination."""
+    """No launch, Spark job or thread is left after any combination."""
     context_ = spark.sparkContext
     draw = random.Random(7)
 

@@ -1,4 +1,4 @@
-"""Loggers of `run(fn)`: what of the ranks' output they get, and what is shown."""
+"""Loggers of `run(fn)`: the part of the ranks' output that they get, and the part that is shown."""
 
 from __future__ import annotations
 

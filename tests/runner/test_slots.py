@@ -1,4 +1,4 @@
-"""Slots and threads from configuration."""
+"""Slots and threads, computed from the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracebacks of ranks as the driver shows them."""
+"""Tracebacks of ranks on the driver."""
 
 from __future__ import annotations
 

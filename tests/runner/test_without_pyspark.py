@@ -1,4 +1,4 @@
-"""A Python without pyspark: ranks run as anywhere, and what needs Spark says how to install it."""
+"""A Python without pyspark: ranks run, and functions that need Spark say how to install it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python of Spark's workers: chosen on local masters, and checked before anything long."""
+"""The Python of Spark's workers: chosen on local masters, and checked before long work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture
 def chosen(spark: SparkSession) -> Iterator[SparkSession]:
-    """Give back to the session the Python that its workers had."""
+    """Restore the session's Python of workers."""
     before = spark.sparkContext.pythonExec
     yield spark
     spark.sparkContext.pythonExec = before

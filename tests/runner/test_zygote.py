@@ -1,4 +1,4 @@
-"""Trainers that a zygote forks: they equal fresh ones in everything, and nothing is left of either."""
+"""Trainers that a zygote forks equal fresh ones, and neither leaves anything behind."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def at_and_parent() -> tuple[float, int]:
 
 
 def launch(num_proc: int = 2, env: Mapping[str, str] | None = None, **options: Any) -> set[int]:
-    """Launch ranks; return their parents."""
+    """Launch ranks, and return their parents."""
     ranks = run_local(pid_and_parent, num_proc=num_proc, env=env, verbose=0, **options)
     assert len({pid for pid, _ in ranks}) == num_proc
     return {parent for _, parent in ranks}
@@ -211,7 +211,7 @@ def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
 def test_files_of_the_working_directory_are_not_imported_in_place_of_pythons_own(
     own_zygote: None, tmp_path: Path, setting: str
 ) -> None:
-    """Have them in the path behind everything else at the start, and first in the function, as a notebook has."""
+    """The folder is last on the path at the start, and first inside the function, as in a notebook."""
     for name in ("random", "secrets", "queue", "logging"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the library')")
     (tmp_path / "theirs.py").write_text("")
@@ -260,7 +260,7 @@ def sleep_and_place(seconds: float) -> int:
 @soak("a zygote that is killed while ranks run, below")
 @pytest.mark.timeout(3600)
 def test_launches_succeed_whenever_the_zygote_is_killed(own_zygote: None) -> None:
-    """Every fifth launch has its zygote killed at a random moment: before it forks, while ranks start, or while they run."""
+    """In every fifth launch the zygote is killed before it forks, while ranks start, or while they run."""
     seed = secrets.randbelow(2**32)
     dice = random.Random(seed)
     launches = 500
@@ -499,7 +499,7 @@ def test_children_of_a_process_share_a_zygote_that_ends_with_it(tmp_path: Path) 
 
 @soak("engine/test_leaks: generations of processes leave nothing")
 def test_many_launches_leak_no_descriptors_or_processes(own_zygote: None) -> None:
-    """Random ends of 500 launches, with 100 kills of the zygote at random moments."""
+    """500 launches end in random ways, some because the zygote is killed at a random moment."""
     launch(1)
     before = len(os.listdir("/proc/self/fd"))
     generator = random.Random(5)

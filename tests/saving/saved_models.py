@@ -27,7 +27,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 
 class Scaled(nn.Module):
-    """A module of the user's own, which needs trust."""
+    """A user's module, which needs trust."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class Scaled(nn.Module):
 
 
 def data(spark: SparkSession) -> DataFrame:
-    """Make the rows on which models of fixtures were trained and are compared."""
+    """Make the rows on which the fixtures' models were trained and are compared."""
     rows = [([i / 8, 1 - i / 4], i % 3) for i in range(12)]
     return spark.createDataFrame(rows, "x array<double>, y int").coalesce(1)
 
 
 def estimators() -> dict[str, TorchEstimator]:
-    """Make the estimators that are fitted and saved: one of `torch.nn` alone, one that needs trust."""
+    """Make the estimators that are fitted and saved: one with only `torch.nn`, one that needs trust."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
     shared: dict[str, Any] = {

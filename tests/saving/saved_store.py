@@ -1,6 +1,6 @@
-"""A store and a pipeline as the version before modules were merged wrote them (28 November 2026), kept in `fixtures/before_merge/`.
+"""A store and a pipeline, written by the version before modules were merged (28 November 2026), in `fixtures/before_merge/`.
 
-The store has a run whose rank died when its second epoch began. The fixture is never made again: `write` says how it was made.
+The store has a run whose rank died at the beginning of its second epoch. The fixture is never made again: `write` shows how it was made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPOCHS = 4
 
 
 class Decay(Callback):
-    """State of the user's own: it halves the learning rate every other epoch."""
+    """A user's state: it halves the learning rate every other epoch."""
 
     def __init__(self) -> None:
         self.epochs = 0
@@ -48,7 +48,7 @@ class Decay(Callback):
 
 
 class Killed(Callback):
-    """A rank that dies when its second epoch begins, where a variable says so."""
+    """A rank that dies at the beginning of its second epoch if a variable says so."""
 
     def on_epoch_begin(self, ctx: Any) -> None:
         """Die."""
@@ -106,7 +106,7 @@ def columns(spark: SparkSession) -> DataFrame:
 
 
 def write(folder: Path) -> None:
-    """Write the fixture, with the version that is being left."""
+    """Write the fixture, with the earlier version."""
     import json
 
     from pyspark.sql import SparkSession

@@ -1,4 +1,4 @@
-"""Names that programs and saves of earlier versions hold: they import as before."""
+"""Names in programs and saves of earlier versions still import."""
 
 from __future__ import annotations
 

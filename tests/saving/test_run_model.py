@@ -1,4 +1,4 @@
-"""Models of runs in a store."""
+"""Models loaded from runs in a store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model_of(module: nn.Module, **params: Any) -> TorchModel:
 
 
 def begin(store: Store, module: nn.Module, run_dir: str = "runs/r", **params: Any) -> Run:
-    """Write what the driver writes before ranks start."""
+    """Write the files that the driver writes before ranks start."""
     run = Run(store, run_dir)
     run.seed(1)
     store_run_model(store, run_dir, model_of(module, store=store, **params), 10)
@@ -55,7 +55,7 @@ def begin(store: Store, module: nn.Module, run_dir: str = "runs/r", **params: An
 
 
 def train(run: Run, module: nn.Module, epochs: int, step: int = 0) -> dict[str, torch.Tensor]:
-    """Write checkpoints with other weights each; return the last ones."""
+    """Write checkpoints with different weights, and return the last weights."""
     checkpoints = Checkpoints(run.store, run.run_dir)
     history = [{"epoch": e + 1, "loss": 0.5 / (e + 1)} for e in range(epochs)]
     state: dict[str, torch.Tensor] = {}
@@ -146,7 +146,7 @@ def test_the_last_of_fits_with_warm_start_counts_once_it_has_weights(store: Stor
 
 
 class Own(nn.Module):
-    """Module of the user's, with a state besides its tensors."""
+    """A user's module with a state besides its tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Save and load of estimator, model and pipelines, and what loading may run."""
+"""Save and load of estimator, model and pipelines, and the code that a load may run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.spark
 
 
 class Mine(nn.Module):
-    """A module of the user's own."""
+    """A user's module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def outputs(model: Any, df: DataFrame) -> list[float]:
 
 
 def assert_same(found: TorchModel, expected: TorchModel) -> None:
-    """Compare what models compute with; a model that was loaded computes in another test."""
+    """Compare the models' parts. Another test computes with a loaded model."""
     assert found.uid == expected.uid
     assert repr(found.getModel()) == repr(expected.getModel())
     for name, value in expected.getModel().state_dict().items():
@@ -267,7 +267,7 @@ def test_a_saved_cross_validator_model_keeps_its_torch_model(
 
 @pytest.fixture
 def mount_table(spark: SparkSession, tmp_path: Path) -> Iterator[Path]:
-    """The folder behind /models, where paths without a scheme are those of a mount table."""
+    """The folder for /models, where paths without a scheme belong to a mount table."""
     (tmp_path / "real").mkdir()
     conf = spark.sparkContext._jsc.hadoopConfiguration()  # type: ignore[union-attr]  # classic
     before = conf.get("fs.defaultFS")

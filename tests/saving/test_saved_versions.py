@@ -1,4 +1,4 @@
-"""Directories that earlier versions saved load, and give what they gave then."""
+"""Directories saved by earlier versions load and give the same results."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.pure
 
 
 class Session:
-    """A session as far as trust goes: its conf."""
+    """A session's conf, as far as trust needs it."""
 
     def __init__(self, prefixes: str | None = None) -> None:
         self.prefixes = prefixes

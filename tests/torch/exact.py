@@ -1,8 +1,7 @@
-"""Models, data and the loop for tests that N ranks with batch b train as one process with batch N * b.
+"""Models, data and the loop for tests in which N ranks with batch b train as one process with batch N * b.
 
-Every problem has a mean over the rows of a batch as its loss, so the average of the ranks' gradients is the gradient
-of the whole batch, and what is left between the two is rounding. Activations are smooth: at the kink of a ReLU
-rounding would choose the branch.
+The loss of each problem is a mean over the rows of a batch. So the average of the ranks' gradients is the gradient of the whole batch,
+and only rounding differs. Activations are smooth: at the kink of a ReLU, rounding would choose the branch.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and what it learns.
+    """A model and its data.
 
     Attributes:
-        name: shown as the test's.
-        build: the model, the same whenever and wherever it is called; `norm` makes its batch norms.
-        batch: the whole batch of a step; rows first in every tensor.
+        name: shown in the test's id.
+        build: makes the same model in each call. `norm` makes its batch norms.
+        batch: the whole batch of a step, with rows first in every tensor.
         loss: mean over the rows.
     """
 
@@ -61,7 +60,7 @@ class Problem:
 
 
 def fill(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Start values without torch's global generator, which ranks as threads share."""
+    """Set start values without torch's global generator, which ranks that are threads share."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -141,7 +140,7 @@ def _sequences(step: int, dtype: torch.dtype) -> Batch:
 
 
 class _Tokens(nn.Module):
-    """The mean of a row's vectors, then a layer or (without `head`) nothing."""
+    """The mean of a row's vectors, then a layer or, without `head`, nothing."""
 
     def __init__(self, *, sparse: bool, head: bool) -> None:
         super().__init__()
@@ -262,7 +261,7 @@ class Case:
 
 
 def case(optimizer: str, **arguments: Any) -> Case:
-    """Make a case of the optimizer with its first arguments of `ARGUMENTS`, and these."""
+    """Make a case of the optimizer with the first arguments in `ARGUMENTS`, and these."""
     return Case(optimizer, tuple({**ARGUMENTS[optimizer][0], **arguments}.items()))
 
 
@@ -298,7 +297,7 @@ def train(
     norm: Any = nn.BatchNorm2d,
     **options: Any,
 ) -> Tensor:
-    """Weights after training; `options` are those of DistributedOptimizer."""
+    """Return the weights after training. `options` are those of DistributedOptimizer."""
     model = problem.build(dtype, norm)
     optimizer = make(model.parameters())
     if distributed:
@@ -324,7 +323,7 @@ def train(
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference, as a part of the largest weight."""
+    """Return the largest difference, relative to the largest weight."""
     return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
 
 
@@ -335,7 +334,7 @@ def compare(
     dtype: torch.dtype = torch.float64,
     **on: Any,
 ) -> None:
-    """`run(True)` on every rank ends with the same bits, and with the weights of `run(False)` in one process."""
+    """Check that `run(True)` gives the same bits on every rank, and the weights of `run(False)` in one process."""
     on.setdefault("settings", SMALL)
     results = on_ranks(size, lambda: run(True), **on)
     same_everywhere(results)

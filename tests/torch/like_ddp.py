@@ -1,4 +1,4 @@
-"""Runs the programs of `ways.py` on a rank: the body of test_like_ddp.py."""
+"""Run the programs of `ways.py` on a rank, for test_like_ddp.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a program on a rank: what it gave, how far its weights moved, or its error."""
+    """The end of a program on a rank: its result, the change of its weights, or its error."""
 
     values: Tensor
     moved: float = 0.0
@@ -42,7 +42,7 @@ def outcome(program: Callable[[Way], Result], way: Way) -> Outcome:
 
 
 def attempted(program: Callable[[Way], Result], way: Way) -> Outcome:
-    """Run a program on a rank; an error is an outcome too."""
+    """Run a program on a rank. An error is an outcome too."""
     try:
         found = outcome(program, way)
         if isinstance(way, Ours):
@@ -53,7 +53,7 @@ def attempted(program: Callable[[Way], Result], way: Way) -> Outcome:
 
 
 def run_all(meeting: str, names: Sequence[str]) -> dict[tuple[str, str], Outcome]:
-    """Run programs by DDP and by ours on this rank, and some of them alone."""
+    """Run programs by DDP and by ours on this rank, and some in one process."""
     hvd.init()
     dist.init_process_group(
         "gloo",

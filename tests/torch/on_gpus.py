@@ -1,4 +1,4 @@
-"""`on_gpus(3, fn)` calls fn(gpu) on three ranks, each with a GPU of the fake driver."""
+"""`on_gpus(3, fn)` calls fn(gpu) on three ranks, each with a GPU of the stand-in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 60.0
 def on_gpus(
     size: int, fn: Callable[[FakeDevice], Any], *, settings: Settings | None = None
 ) -> list[Any]:
-    """Results by rank; a rank that raises fails the test."""
+    """Return the results by rank. A rank that raises fails the test."""
 
     def body(engine: Any) -> Any:
         result = fn(gpu(engine.rank))

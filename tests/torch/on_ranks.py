@@ -1,4 +1,4 @@
-"""`on_ranks(3, fn)` calls fn() on three ranks whose `hvd` is their own."""
+"""`on_ranks(3, fn)` calls fn() on three ranks, each with its own `hvd`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def on_ranks(
     settings: Settings | None = None,
     hosts: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Results by rank; a rank that raises fails the test."""
+    """Return the results by rank. A rank that raises fails the test."""
 
     def body(_: Any) -> Any:
         result = fn()

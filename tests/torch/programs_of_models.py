@@ -1,4 +1,4 @@
-"""Programs of `ways.py` about parameters, layers and the machinery of torch."""
+"""Programs of `ways.py` about parameters, layers and torch's mechanisms."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.torch.ways import (
 
 
 class Branches(nn.Module):
-    """Model of layers of which a function chooses one; the last is never used."""
+    """Model of several layers, of which a function chooses one. The last is never used."""
 
     def __init__(self, used: Callable[[int], bool]) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def frozen_parameters(way: Way) -> Result:
 
 @behaviour("views")
 def thawing_frozen_parameters(way: Way) -> Result:
-    """DDP is created again for them; clipping needs them reduced in their first step too."""
+    """Thaw frozen parameters. DDP is created again for them, and clipping needs their reduction already in their first step."""
     model = mlp()
     model[0].requires_grad_(False)
     net, optimizer = way.pair(model, sgd)
@@ -172,7 +172,7 @@ class Mixed(nn.Module):
 
 @behaviour("views", bound=1e-7, bound_of_one=3e-3)
 def parameters_of_several_types(way: Way) -> Result:
-    """Train parameters of several types; a bfloat16 has 8 bits, which one process rounds once."""
+    """Train parameters of several types. A bfloat16 has 8 bits, which one process rounds once."""
     torch.manual_seed(1)
     return learn(way, Mixed(), change=lambda ps, *_: clip_grad_norm_(ps[:4], 0.3))
 
@@ -198,7 +198,7 @@ def complex_parameters(way: Way) -> Result:
 
 
 class Weighing(nn.Module):
-    """Gradients that are one number seen many times, or a view with other strides."""
+    """Its gradients are one expanded number, or a view with other strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def batch_norm_of_each_rank(way: Way) -> Result:
 
 @behaviour(has_ddp=False)
 def batch_norm_of_all_ranks(way: Way) -> Result:
-    """torch's own needs a GPU."""
+    """Synchronize batch norm. torch's own layer needs a GPU."""
     norm: Any = hvd.SyncBatchNorm if isinstance(way, Ours) else nn.BatchNorm2d
     return learn(way, seeded(lambda: convolutions(norm)), data=pictures)
 
@@ -353,7 +353,7 @@ def dropout_by_the_same_seed(way: Way) -> Result:
 
 
 class Drifting(nn.Module):
-    """Its buffer follows the data of its rank, and changes what it gives."""
+    """Its buffer follows the data of its rank, and changes its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ class Drifting(nn.Module):
 
 @behaviour(has_one_process=False)
 def buffers_of_the_first_rank(way: Way) -> Result:
-    """DDP sends them before each forward pass; with ours a line does."""
+    """Send the buffers of rank 0. DDP does so before each forward pass, ours by one line."""
     model = Drifting()
     net, optimizer = way.pair(model, sgd)
     for step in range(STEPS):
@@ -384,7 +384,7 @@ def buffers_of_the_first_rank(way: Way) -> Result:
 
 
 class Checkpointed(nn.Module):
-    """Computes its layers again in backward; one of them several times."""
+    """Computes its layers again in backward, one of them several times."""
 
     def __init__(self, times: int, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -433,7 +433,7 @@ def compiled_model(way: Way) -> Result:
 
 @behaviour("views", bound=1e-6, bound_of_one=2e-2)
 def autocast(way: Way) -> Result:
-    """Parts of a batch are rounded to bfloat16 where one process rounds their sum."""
+    """Train with autocast. Parts of a batch are rounded to bfloat16, while one process rounds their sum."""
 
     def loss(net: Any, rows: Batch) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -445,7 +445,7 @@ def autocast(way: Way) -> Result:
 
 
 def scaled_steps(way: Way, *, clips: bool) -> Result:
-    """Steps with a row that is not finite are left out, and lower the scale."""
+    """Skip steps with a non-finite row, and lower the scale."""
     model = mlp().float()
     net, optimizer = way.pair(model, sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=3)
@@ -478,7 +478,7 @@ def views_of_both(way: Way) -> Result:
 
 @behaviour(bound=2e-3, bound_of_one=2e-3)
 def halves_of_both(way: Way) -> Result:
-    """Send halves of 11 bits; DDP and DistributedOptimizer divide at different ends of the sum."""
+    """Send halves with 11 bits. DDP and DistributedOptimizer divide at different ends of the sum."""
     return learn(
         way,
         mlp().float(),

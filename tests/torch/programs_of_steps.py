@@ -51,7 +51,7 @@ def clipping_by_norm(way: Way) -> Result:
 
 @behaviour("halves", bound=2e-3, bound_of_one=2e-3)
 def clipping_by_norm_roughly(way: Way) -> Result:
-    """Clip gradients sent as halves: exact to about 1e-3 of a gradient, and weights have moved by a part of it."""
+    """Clip gradients sent as halves, which are exact to about 1e-3. The weights have moved by only a part of it."""
     return learn(way, mlp(), change=lambda ps, *_: clip_grad_norm_(ps, 0.3))
 
 
@@ -91,7 +91,7 @@ def scaling_all_at_once(way: Way) -> Result:
 
 @behaviour("views")
 def scaling_data(way: Way) -> Result:
-    """Scale `.data` as old code does; torch's count of changes does not see it."""
+    """Scale `.data` as old code does. torch's count of changes does not see it."""
 
     def change(parameters: list[nn.Parameter], *_: Any) -> None:
         for p in parameters:
@@ -159,7 +159,7 @@ def zeroing_some_gradients(way: Way) -> Result:
 
 @behaviour(*ANYHOW)
 def dropping_some_gradients(way: Way) -> Result:
-    """Drop gradients, which keeps a parameter as it is for a step, momentum and decay too."""
+    """Drop gradients, which keeps a parameter unchanged for a step, without momentum and decay."""
 
     def change(parameters: list[nn.Parameter], _: Any, step: int) -> None:
         if step % 3:
@@ -228,7 +228,7 @@ def unscaling_by_hand_and_clipping(way: Way) -> Result:
 
 @behaviour(*ANYHOW)
 def updating_weights_by_hand(way: Way) -> Result:
-    """Update weights by hand; the optimizer only reduces."""
+    """Update weights in the program. The optimizer only reduces."""
     model = mlp()
     net, optimizer = way.pair(model, sgd)
     for step in range(STEPS):
@@ -351,7 +351,7 @@ for _name, _make in OPTIMIZERS.items():
 
 @behaviour("views", bound=1e-9, bound_of_one=1e-9)
 def lbfgs(way: Way) -> Result:
-    """Step with LBFGS, whose quotients of differences enlarge rounding."""
+    """Step with LBFGS, whose quotients of differences amplify rounding."""
     model = mlp()
     net, optimizer = way.pair(
         model,
@@ -410,7 +410,7 @@ def a_group_added_later(way: Way) -> Result:
 
 @behaviour("sharded")
 def two_networks_against_each_other(way: Way) -> Result:
-    """Train a generator and its critic; the generator's loss leaves gradients in the critic."""
+    """Train a generator and its critic. The generator's loss leaves gradients in the critic."""
     maker, critic = mlp(1), nn.Sequential(*mlp(2)[:1], nn.Tanh(), nn.Linear(8, 1).double())
     torch.manual_seed(3)
     nn.init.normal_(critic[2].weight, std=0.3)
@@ -639,7 +639,7 @@ def two_losses_at_once(way: Way) -> Result:
 
 @behaviour("views")
 def gradients_of_the_inputs_first(way: Way) -> Result:
-    """Take the inputs' gradients first; the graph is kept for the parameters'."""
+    """Compute the inputs' gradients first, and keep the graph for the parameters' gradients."""
 
     def loss(net: Any, rows: Batch) -> Tensor:
         x, y = rows

@@ -1,6 +1,6 @@
-"""Random training programs over the API as users write it, and the same in one process; bodies of rank processes.
+"""Random training programs over the users' API, and the same in one process, as functions of rank processes.
 
-Every rank draws the same programs from the same seed, and goes through them at a pace of its own until it is killed.
+Every rank draws the same programs from the same seed, and runs them at its own pace until it is killed.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Program:
     Attributes:
         name: its seed.
         members: the ranks whose gradients are combined.
-        shape: of the model: width, layers, how often each is used, how it is computed again in backward.
+        shape: of the model: width, layers, how often each is used, how it is recomputed in backward.
         is_sparse: whether the table of words has sparse gradients.
         optimizer: a name in OPTIMIZERS.
         options: of `DistributedOptimizer`.
         passes: backward passes of a step.
         changes: of the gradients of each step, between backward() and step().
-        synchronizes: whether `synchronize()` is called before those.
+        synchronizes: whether `synchronize()` is called before the changes.
         zeroing: how gradients are dropped.
-        frozen: whether the last branch is.
+        frozen: whether the last branch is frozen.
         reload_at: the step before which the optimizer's state is saved and loaded.
         left_out: a step that ends without `optimizer.step()`.
     """
@@ -162,7 +162,7 @@ class Net(nn.Module):
 
 
 def loss_of(program: Program, net: Net, rank: int, step: int, number: int) -> Tensor:
-    """Return the loss of a rank in a pass: rows, their number and the branch are its own."""
+    """Return the loss of a rank in a pass, with its own rows, number of rows and branch."""
     dice = program.dice("rows", rank, step, number)
     rows = dice.randint(1, 6)
     words = torch.tensor([dice.choices(range(WORDS), k=3) for _ in range(rows)])
@@ -181,7 +181,7 @@ def loss_of_all(program: Program, net: Net, rank: int | None, step: int, number:
 
 
 def clip(optimizer: Any, parameters: list[nn.Parameter]) -> None:
-    """Clip as the optimizer says, where it says how: a sharded one needs it."""
+    """Clip by the optimizer's method if it has one, which a sharded optimizer needs."""
     if hasattr(optimizer, "clip_grad_norm_"):
         optimizer.clip_grad_norm_(0.1)
     else:
@@ -270,7 +270,7 @@ def check(program: Program, rank: int, process_set: Any) -> None:
 
 
 def work(engine: Engine, talk: Talk) -> Any:
-    """Program after program of the seed that the test tells; says the number of each."""
+    """Run the programs of the test's seed one after the other, and report the number of each."""
     seed = talk.hear()
     torch.set_num_threads(1)
     every = tuple(range(engine.size))

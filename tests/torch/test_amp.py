@@ -1,5 +1,6 @@
-"""`torch.amp` with `DistributedOptimizer` as PyTorch's and Horovod's documents show it: gradients that are not finite on
-one rank leave out the step on all of them, on either plane.
+"""`torch.amp` with `DistributedOptimizer`, as the documents of PyTorch and Horovod show it.
+
+Non-finite gradients on one rank skip the step on all ranks, on both planes.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ class Cpu:
 
 
 def plain(optimizer: Any, scaler: torch.amp.GradScaler, module: nn.Module) -> None:
-    """Step as PyTorch's example."""
+    """Step as in PyTorch's example."""
     scaler.step(optimizer)
 
 
 def clipped(optimizer: Any, scaler: torch.amp.GradScaler, module: nn.Module) -> None:
-    """Step as PyTorch's example with clipping."""
+    """Step as in PyTorch's example with clipping."""
     scaler.unscale_(optimizer)
     training.clip(optimizer, module)
     scaler.step(optimizer)
 
 
 def horovod(optimizer: Any, scaler: torch.amp.GradScaler, module: nn.Module) -> None:
-    """Step as Horovod's example."""
+    """Step as in Horovod's example."""
     optimizer.synchronize()
     scaler.unscale_(optimizer)
     training.clip(optimizer, module)
@@ -63,7 +64,7 @@ def horovod(optimizer: Any, scaler: torch.amp.GradScaler, module: nn.Module) -> 
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
-    """Step with an optimizer that unscales and looks for non-finite gradients itself."""
+    """Step with an optimizer that unscales and searches for non-finite gradients itself."""
     return torch.optim.Adam(parameters, lr=0.01, eps=1e-2, fused=True)
 
 
@@ -74,7 +75,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 def train(
     place: Any, optimizer: Any, module: nn.Module, order: Order, share: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, float]:
-    """Train; return the weights, and the scale at the end."""
+    """Train, and return the weights and the scale at the end."""
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -90,7 +91,7 @@ def train(
 
 @functools.cache
 def expected(make: Make, order: Order) -> tuple[Tensor, float]:
-    """Train one process that has every row, and leaves out the same step."""
+    """Train one process that has every row, and skips the same step."""
 
     def body() -> tuple[Tensor, float]:
         module = training.model()
@@ -170,7 +171,7 @@ def test_every_rank_leaves_out_the_step(
     ids=str,
 )
 def test_options(plane: str, options: dict[str, Any]) -> None:
-    """Check that non-finite gradients come through with each option."""
+    """Non-finite gradients must reach the scaler with each option."""
     _, scale = expected(training.sgd, plain)
     found = together(plane, training.sgd, plain, **options)
     for weights, its_scale in found:
@@ -180,7 +181,7 @@ def test_options(plane: str, options: dict[str, Any]) -> None:
 
 
 def test_accumulation(plane: str) -> None:
-    """Keep the scale for all passes of a step."""
+    """All passes of a step have the same scale."""
 
     def body(place: Any) -> Tensor:
         module = place.module(training.model())
@@ -208,7 +209,7 @@ def test_accumulation(plane: str) -> None:
 
 
 def test_autocast() -> None:
-    """Forward in bfloat16, gradients and their reduction in float32. (torch casts for devices that it sees itself.)"""
+    """Forward runs in bfloat16, gradients and their reduction stay in float32. torch casts only on devices that it knows."""
 
     def body() -> Tensor:
         module = training.model(torch.float32)

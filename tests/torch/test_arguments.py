@@ -1,4 +1,4 @@
-"""Arguments in other forms work as meant, or are an `InvalidArgumentError` that says what to do; at once."""
+"""Arguments in other forms work as meant, or raise an `InvalidArgumentError` with the remedy at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def each(*tensors: Tensor) -> Iterator[Tensor]:
 
 
 def refused(call: Callable[[], Any], message: str, size: int = 1) -> None:
-    """Check that the call is an error on every rank whose message begins with `message`, and the next operation works."""
+    """Check that the call raises an error on every rank, that its message begins with `message`, and that the next operation works."""
 
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match="^" + re.escape(message)):

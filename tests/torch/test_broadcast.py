@@ -168,7 +168,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("state", ["root only", "others only", "all"])
 def test_optimizer_state_of_the_root_reaches_every_rank(name: str, state: str) -> None:
-    """Step on every rank as the root would have, from equal parameters."""
+    """From equal parameters, every rank then steps as the root would."""
 
     def body() -> Any:
         rank = hvd.rank()

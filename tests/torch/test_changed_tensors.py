@@ -1,4 +1,4 @@
-"""Parameters and gradients that change their memory, shape or object while they are being reduced."""
+"""Parameters and gradients whose memory, shape or object changes during a reduction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Watched:
-    """Memory of which one sees whether torch still holds it. It is not freed, so nothing is written after a free."""
+    """Memory that shows whether torch still holds it. It is never freed, so nothing is written after a free."""
 
     def __init__(self, count: int) -> None:
         self.memory = np.zeros(count, np.float32)
@@ -127,7 +127,7 @@ def _shape_error(optimizer: str, whose: str) -> str:
 def test_a_parameter_whose_shape_changes_raises(
     options: dict[str, Any], message: str, same_memory: bool
 ) -> None:
-    """Check that the memory behind its gradient is not written."""
+    """The memory after its gradient must not be written."""
 
     def body() -> Any:
         p = nn.Parameter(torch.zeros(100))
@@ -221,7 +221,7 @@ def wrapped(options: dict[str, Any]) -> tuple[nn.Parameter, Any]:
 
 
 def backward(p: nn.Parameter, optimizer: Any) -> None:
-    """Give gradients whose average is 1.5."""
+    """Compute gradients with the average 1.5."""
     optimizer.zero_grad()
     (p * (1.0 + hvd.rank())).sum().backward()
 
@@ -246,7 +246,7 @@ def change(p: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("options", KINDS)
 def test_gradients_replaced_by_hooks_are_reduced(options: dict[str, Any]) -> None:
-    """Also where they come behind the optimizer's own."""
+    """This includes hooks that run after the optimizer's own."""
 
     def halve(p: nn.Parameter) -> None:
         assert p.grad is not None
@@ -353,7 +353,7 @@ def test_gradients_may_be_replaced_after_synchronize(options: dict[str, Any]) ->
 
 
 def test_a_hook_that_replaces_a_submitted_gradient_raises() -> None:
-    """Submit from the optimizer's own hook, as on several hosts."""
+    """With several hosts, the optimizer's own hook submits the gradient."""
 
     def body() -> Any:
         p, optimizer = wrapped({})
@@ -381,7 +381,7 @@ def test_a_gradient_with_the_negative_bit_keeps_its_sign(options: dict[str, Any]
 
 
 class Failing:
-    """The library, of which one function does its work and then fails, as where memory ends."""
+    """The library with one function that works and then fails, as without memory."""
 
     def __init__(self, library: Any, function: str) -> None:
         self._library = library
@@ -410,7 +410,7 @@ class Failing:
 def test_memory_is_kept_if_the_library_fails_after_a_submission(
     function: str, call: Callable[[torch.Tensor], Any]
 ) -> None:
-    """Operations that the library has accepted continue."""
+    """Operations that the library has accepted continue to use the memory."""
     rank_0_has_looked = threading.Event()
 
     def body() -> Any:

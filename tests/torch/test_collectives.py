@@ -88,7 +88,7 @@ def test_noncontiguous_tensors_are_made_contiguous_out_of_place() -> None:
 
 
 def test_tensors_with_the_negative_bit_are_sent_with_their_sign() -> None:
-    """`z.conj().imag` of one element is contiguous, and its memory holds the other sign."""
+    """`z.conj().imag` of one element is contiguous, but its memory has the opposite sign."""
 
     def body() -> Any:
         x = torch._neg_view(torch.tensor([1.0, 2.0]))
@@ -259,7 +259,7 @@ UNEQUAL_GROUPS: dict[str, list[tuple[torch.dtype, ...]]] = {
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("case", UNEQUAL_GROUPS)
 def test_group_is_reduced_as_a_whole_or_not_at_all(case: str, asynchronous: bool) -> None:
-    """Also where the engine has one operation per element type."""
+    """This holds even where the engine has one operation per element type."""
 
     def body() -> Any:
         dtypes = UNEQUAL_GROUPS[case][hvd.rank()]
@@ -344,7 +344,7 @@ def test_asynchronous_groups_of_several_dtypes_need_no_order() -> None:
 
 def test_names_with_a_zero_character_are_refused() -> None:
     def body() -> Any:
-        with pytest.raises(InvalidArgumentError, match="zero character"):
+        with pytest.raises(InvalidArgumentError, match="contains a NUL character"):
             hvd.allreduce(torch.ones(1), name="a\0b")
 
     on_ranks(1, body)

@@ -1,4 +1,4 @@
-"""Process sets from communicators, and what `init(comm=...)` refuses in a process that has joined a job."""
+"""Process sets from communicators, and errors of `init(comm=...)` in a process that has joined a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def on_comms(size: int, body: Callable[[ThreadComm], Any]) -> list[Any]:
-    """Call the body on ranks that have a communicator of all of them, in another order."""
+    """Call the body on ranks with a communicator of all of them, in another order."""
     comms = world(size)
     return on_ranks(size, lambda: body(comms[size - 1 - hvd.rank()]))
 

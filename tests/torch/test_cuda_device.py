@@ -1,4 +1,4 @@
-"""`CudaDevice` as far as it can be tested without CUDA: what it asks of torch.cuda, and copies of many tensors."""
+"""`CudaDevice` without CUDA: its calls of torch.cuda, and copies of many tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 
 class FakeTorchCuda:
-    """Streams are their names."""
+    """Its streams are names."""
 
     def __init__(self) -> None:
         self.waits: list[tuple[str, str]] = []

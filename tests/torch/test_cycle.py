@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 
 
 class Pass:
-    """Running backward pass; autograd alone holds its end, so it is gone when the pass fails."""
+    """A running backward pass. Only autograd holds its end, so it is freed if the pass fails."""
 
     def __init__(self, cycle: Cycle) -> None:
         self.cycle = cycle

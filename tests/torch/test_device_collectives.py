@@ -1,4 +1,4 @@
-"""Collectives of tensors on GPUs, with the stand-in, against those of the CPU's plane."""
+"""Collectives of tensors on GPUs, on the stand-in, compared with the CPU's plane."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_waits_of_synchronize_do_not_stop_the_host(fake_gpus: Driver) -> None:
 
 
 def sum_with_one_missing_wait(fake_gpus: Driver, skipped: int, slow: int) -> list[Any]:
-    """Sums where one rank's GPU is behind the other's, and one event wait does nothing (0: all do)."""
+    """Return sums for which one rank's GPU is later than the other's, and one event wait does nothing (0: all work)."""
 
     def body(gpu: FakeDevice) -> Any:
         hvd.allreduce(gpu.tensor(torch.zeros(8)), op=hvd.Sum).cpu()  # the communicator is made

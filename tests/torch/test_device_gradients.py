@@ -1,4 +1,4 @@
-"""Use of `.grad` on GPUs between steps, with the fake CUDA driver."""
+"""Use of `.grad` on GPUs between steps, with the stand-in for CUDA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("as_views", [True, False])
 def test_gradients_that_get_other_memory_between_steps(set_to_none: bool, as_views: bool) -> None:
-    """Give gradients other memory, as `p.grad.data = ...` and `model.cpu()` do."""
+    """`p.grad.data = ...` and `model.cpu()` give gradients other memory."""
 
     def body(gpu: FakeDevice) -> list[Any]:
         model: Any = gpu.module(nn.Linear(3, 2, bias=False).double())
@@ -64,7 +64,7 @@ def test_sharded_gradients_with_other_strides(compression: Any) -> None:
 
 
 def test_gradients_that_a_captured_graph_writes_into_the_same_memory_again() -> None:
-    """Replay a graph, which runs no hooks and writes where `.grad` was when it was captured."""
+    """A replayed graph runs no hooks and writes to the memory that `.grad` had during the capture."""
 
     def body(gpu: FakeDevice) -> list[Any]:
         model: Any = gpu.module(nn.Linear(3, 2, bias=False).double())
@@ -82,7 +82,7 @@ def test_gradients_that_a_captured_graph_writes_into_the_same_memory_again() -> 
 
 
 class Thousandths(hvd.Compression.none):
-    """A compressor of somebody else, whose numbers are no gradients before they are decompressed."""
+    """A user's compressor, whose numbers are no gradients before they are decompressed."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` over parameters on GPUs, with the fake CUDA driver, against one process on the CPU."""
+"""`DistributedOptimizer` over parameters on GPUs, with the stand-in for CUDA, against one process on the CPU."""
 
 from __future__ import annotations
 
@@ -368,9 +368,9 @@ def test_parameters_on_both_planes() -> None:
 def train_with_one_missing_wait(
     fake_gpus: Driver, skipped: int, slow: int, behind_s: float = 0.02
 ) -> tuple[int, list[Tensor]]:
-    """Two steps in which one rank's GPU is `behind_s` behind the other's, and one event wait does nothing (0: all do).
+    """Run two steps in which one rank's GPU is `behind_s` later than the other's, and one event wait does nothing (0: all work).
 
-    Gives how many there were, and the weights.
+    Return the number of waits, and the weights.
     """
     before: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`Compression.powersgd` over parameters on GPUs, with the fake CUDA driver, against the same on the CPU."""
+"""`Compression.powersgd` over parameters on GPUs, with the stand-in for CUDA, against the same on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(sharded=True)` over parameters on GPUs, with the fake CUDA driver, against one process on the CPU."""
+"""`DistributedOptimizer(sharded=True)` over parameters on GPUs, with the stand-in for CUDA, against one process on the CPU."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_types(dtype: torch.dtype, compression: Any, bound: float) -> None:
 
 
 class Halving(hvd.Compression.fp16):
-    """A scheme of the user's own, that keeps something."""
+    """A user's compression with a state."""
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
@@ -216,7 +216,7 @@ def test_optimizer_memory_is_divided_and_lies_on_the_gpu() -> None:
 
 
 def moved(state: dict[str, Any], move: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Copy an optimizer's state to another device; the step stays on the CPU."""
+    """Copy an optimizer's state to another device. The step stays on the CPU."""
     return {
         "param_groups": state["param_groups"],
         "state": {
@@ -356,7 +356,7 @@ def test_parameters_with_new_memory_are_followed() -> None:
 
 
 def test_both_planes_at_once() -> None:
-    """Parameters of either kind, cut and whole, clipped together."""
+    """Sharded and whole parameters of both planes are clipped together."""
 
     class Number(nn.Module):
         def __init__(self) -> None:
@@ -438,9 +438,9 @@ def test_the_step_does_not_make_the_host_wait(fake_gpus: Driver) -> None:
 def train_with_one_missing_wait(
     fake_gpus: Driver, skipped: int, slow: int, behind_s: float = 0.02
 ) -> tuple[int, list[Tensor]]:
-    """Two steps in which one rank's GPU is `behind_s` behind the other's, and one event wait does nothing (0: all do).
+    """Run two steps in which one rank's GPU is `behind_s` later than the other's, and one event wait does nothing (0: all work).
 
-    Gives how many there were, and the weights.
+    Return the number of waits, and the weights.
     """
     before: list[int] = []
 

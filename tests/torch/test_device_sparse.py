@@ -1,4 +1,4 @@
-"""Sparse gradients of parameters on GPUs, with the fake CUDA driver, against one process on the CPU."""
+"""Sparse gradients of parameters on GPUs, with the stand-in for CUDA, against one process on the CPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 def indices(step: int, rank: int) -> Tensor:
-    """Make as many indices on each rank, some of them twice and some on both."""
+    """Make the same number of indices on each rank, some of them repeated, some on both ranks."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randint(0, ROWS, (5,), generator=generator)
 

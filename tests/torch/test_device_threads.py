@@ -1,4 +1,4 @@
-"""Gradients of a GPU come on a thread of autograd's own."""
+"""Gradients of a GPU arrive on autograd's own thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_reentrant_checkpoints_on_a_thread_of_autograds_own() -> None:
 
 @pytest.mark.usefixtures("fake_gpus")
 def test_the_stand_in_releases_finished_tasks_outside_its_stream_thread() -> None:
-    """There nothing of CUDA may be called, and what goes may be its memory."""
+    """A stream's thread may call nothing of CUDA, and a released task may free device memory."""
     device, where = gpu(0), []
 
     class Held:
@@ -60,7 +60,7 @@ def test_the_stand_in_releases_finished_tasks_outside_its_stream_thread() -> Non
 
 @pytest.mark.usefixtures("fake_gpus")
 def test_no_garbage_is_collected_on_the_thread_of_a_stream() -> None:
-    """Collect garbage elsewhere: it may be memory of the device."""
+    """Garbage may be device memory, which a stream's thread must not free."""
     device, where = gpu(0), set()
 
     def collected(phase: str, _: dict[str, int]) -> None:

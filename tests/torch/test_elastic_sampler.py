@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 
 def counted(rows: int, steps: int) -> tuple[list[int], dict[str, Any]]:
-    """Record batches of two, with a commit behind each second; return `processed_num` behind each, and the state."""
+    """Record batches of two, with a commit after each second batch. Return `processed_num` after each, and the state."""
     sampler = hvd.elastic.ElasticSampler(range(rows), seed=3)
     state = hvd.elastic.TorchState(sampler=sampler)
     found = []

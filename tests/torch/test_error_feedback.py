@@ -1,4 +1,4 @@
-"""`Compression.powersgd`: nothing is lost, ranks stay equal, the state can be saved."""
+"""`Compression.powersgd` loses nothing, keeps ranks equal, and has a state that can be saved."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def random_gradients(
     scale: Any = lambda step, rank: 1.0,
     **options: Any,
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-    """Sums over the steps of what was given and of what came out; the compression's state."""
+    """Return the sums over the steps of inputs and outputs, and the compression's state."""
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes]
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(parameters, lr=1.0),

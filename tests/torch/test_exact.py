@@ -102,7 +102,7 @@ def test_every_optimizer_of_torch_is_here() -> None:
 
 
 def in_both_types(covered_by: str, cases: list[Any], in_float32: list[Any]) -> list[Any]:
-    """Return cases in float64, and in float32; of these only some on every run."""
+    """Return cases in float64, and in float32, of which only some run outside `make soak`."""
     others = [(case, F32) for case in cases if case not in in_float32]
     each = [*((case, F64) for case in cases), *((case, F32) for case in in_float32)]
     return [*each, *left_to_soak(covered_by, *others)]
@@ -128,7 +128,7 @@ def test_every_optimizer_trains_as_in_one_process(make: Case, dtype: Any) -> Non
 
 
 def test_no_gradient_is_so_small_that_rounding_decides_its_sign() -> None:
-    """Check the assumption of Rprop's cases above."""
+    """Rprop's cases above assume this."""
     smallest = []
 
     def watched(parameters: Any) -> torch.optim.Optimizer:
@@ -245,7 +245,7 @@ def test_the_size_of_buckets_does_not_change_a_bit() -> None:
 
 
 def test_a_process_set_trains_as_one_process_and_the_others_alone() -> None:
-    """Share batches between ranks 0 and 2; rank 1 trains with whole ones."""
+    """Ranks 0 and 2 divide each batch, and rank 1 trains on whole batches."""
 
     def body() -> Tensor:
         pair = hvd.add_process_set([0, 2])
@@ -271,7 +271,7 @@ def test_a_process_set_trains_as_one_process_and_the_others_alone() -> None:
 
 
 class Loop:
-    """A training that a test describes, on a rank or in one process."""
+    """A test's training, on a rank or in one process."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ def test_closures(optimizer: Any) -> None:
 
 
 def test_parameter_groups_added_after_some_steps() -> None:
-    """Add the last layer after five steps, with a learning rate of its own."""
+    """The last layer is added after five steps, with another learning rate."""
 
     def run(distributed: bool) -> Tensor:
         model = MLP.build()
@@ -386,7 +386,7 @@ def test_parameters_frozen_then_thawed() -> None:
 
 
 def test_bfloat16_autocast_equals_one_process_that_takes_the_shares_in_turn() -> None:
-    """Autocast rounds a share's gradient to bfloat16, so the reference computes share by share too."""
+    """Autocast rounds each share's gradient to bfloat16, so the reference also computes share by share."""
 
     def step_gradients(model: nn.Module, batch: exact.Batch) -> list[Tensor]:
         model.zero_grad()
@@ -424,7 +424,7 @@ def test_bfloat16_autocast_equals_one_process_that_takes_the_shares_in_turn() ->
 @pytest.mark.parametrize("make", [MOMENTUM, case("AdamW"), case("AdamW", fused=True)], ids=str)
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale and clip"])
 def test_grad_scaler_in_a_plain_loop(unscale: Any, make: Case, dtype: Any) -> None:
-    """Without synchronize() or skip_synchronize(); in step 7 one row overflows, on one rank."""
+    """The loop calls neither synchronize() nor skip_synchronize(). In step 7, one row overflows on one rank."""
 
     def run(distributed: bool) -> Tensor:
         loop = Loop(distributed, make, dtype)
@@ -507,7 +507,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     ],
 )
 def test_schedulers_made_before_or_after_wrapping(name: Any, when: Any) -> None:
-    """Without a warning of torch that the order of step() is wrong."""
+    """torch must not warn about the order of step() calls."""
 
     def run(distributed: bool) -> Tensor:
         loop = Loop(False)

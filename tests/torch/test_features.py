@@ -1,4 +1,4 @@
-"""Models, gradients and optimizers around DistributedOptimizer, as users change them."""
+"""Models, gradients and optimizers with `DistributedOptimizer`, with the changes that users make to them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def learn(
     steps: range = range(STEPS),
     loss: Callable[[nn.Module, Batch], Tensor] = MLP.loss,
 ) -> Tensor:
-    """Plain steps; the weights afterwards."""
+    """Run plain steps, and return the weights."""
     for step in steps:
         optimizer.zero_grad()
         loss(model, batch(step, distributed)).backward()
@@ -120,7 +120,7 @@ def test_checkpoints_within_checkpoints() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_layer_that_is_used_several_times_in_checkpoints(reentrant: Any) -> None:
-    """Re-entrant ones give it several gradients in one backward()."""
+    """Re-entrant checkpoints give the layer several gradients in one backward()."""
 
     def loss(model: Any, batch: Batch) -> Tensor:
         x, y = batch
@@ -140,7 +140,7 @@ def test_a_layer_that_is_used_several_times_in_checkpoints(reentrant: Any) -> No
 
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_unused_parameters_that_differ_between_ranks_and_steps(make: Any) -> None:
-    """Use one of four experts per rank and step; some are used by both ranks, some by none."""
+    """Each rank uses one of four experts per step. Both ranks use some experts, no rank uses others."""
     choices = [(0, 1), (1, 1), (2, 0), (0, 0), (1, 2), (2, 2), (0, 1), (1, 0)]
 
     def build() -> Any:
@@ -169,7 +169,7 @@ def test_unused_parameters_that_differ_between_ranks_and_steps(make: Any) -> Non
 @pytest.mark.parametrize("as_dense", [True, False], ids=["as dense", "as sparse"])
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
 def test_sparse_layers_that_some_ranks_do_not_use(kind: Any, as_dense: Any) -> None:
-    """Let both ranks use a table, then rank 1, no rank, rank 0."""
+    """In turn, both ranks use the table, only rank 1, no rank, and only rank 0."""
     users = [(0, 1), (1,), (), (0,)]
 
     def part(table: nn.Module, step: int, rank: int) -> Tensor:
@@ -201,7 +201,7 @@ def test_sparse_layers_that_some_ranks_do_not_use(kind: Any, as_dense: Any) -> N
 
 @pytest.mark.parametrize("passes", [1, 4])
 def test_one_reduction_per_step_however_many_passes(passes: Any) -> None:
-    """Counted by the engine: the whole model is one bucket."""
+    """The engine counts the reductions, and the whole model is one bucket."""
 
     def reductions() -> tuple[int, int]:
         entries = [
@@ -237,7 +237,7 @@ def test_one_reduction_per_step_however_many_passes(passes: Any) -> None:
 
 
 def test_two_optimizers_over_parts_of_one_model() -> None:
-    """Feed both, of different classes, by one backward pass."""
+    """One backward pass computes the gradients for both optimizers, which have different classes."""
 
     def run(distributed: bool) -> Tensor:
         model: Any = MLP.build()
@@ -273,7 +273,7 @@ def test_an_optimizer_that_steps_half_as_often_as_the_other() -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gan_with_three_optimizers(to_none: Any) -> None:
-    """Train an encoder of both networks, a generator, and a discriminator that its own loss and the others' reach."""
+    """Both networks share an encoder, and the discriminator gets gradients of its own loss and of the others' losses."""
 
     def run(distributed: bool) -> Tensor:
         nets = [
@@ -303,7 +303,7 @@ def test_gan_with_three_optimizers(to_none: Any) -> None:
 
 
 def test_a_gradient_penalty() -> None:
-    """Take gradients of gradients, as in a Wasserstein GAN."""
+    """The loss contains gradients, as in a Wasserstein GAN."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         x = batch[0].clone().requires_grad_()
@@ -366,7 +366,7 @@ def test_hooks_that_scale_gradients(when: Any) -> None:
 
 
 def test_hooks_on_accumulated_gradients_that_came_first() -> None:
-    """They see and change this rank's gradient before it is reduced, so a factor has the same effect."""
+    """They change this rank's gradient before the reduction, so a factor has the same effect as in one process."""
 
     def run(distributed: bool) -> Tensor:
         model = MLP.build()
@@ -410,7 +410,7 @@ def test_requires_grad_toggled_between_steps() -> None:
 
 
 def test_gradients_that_the_user_sets() -> None:
-    """Without any backward pass that ends in the parameters."""
+    """No backward pass ends in the parameters."""
 
     def run(distributed: bool) -> Tensor:
         model = MLP.build()
@@ -431,8 +431,6 @@ def test_gradients_that_the_user_sets() -> None:
 def test_a_model_moved_to_another_dtype_is_reduced_in_it_or_is_an_error(
     after_a_step: Any, as_views: Any
 ) -> None:
-    """Never silently in the old one."""
-
     def gradients(distributed: bool) -> Tensor:
         model = MLP.build(torch.float32)
         optimizer = wrap(
@@ -464,7 +462,7 @@ def test_a_model_moved_to_another_dtype_is_reduced_in_it_or_is_an_error(
 
 @pytest.mark.parametrize("as_views", [False, True], ids=["", "views"])
 def test_a_model_moved_to_another_layout_between_steps(as_views: Any) -> None:
-    """torch moves `.grad` with it, within the same tensor."""
+    """torch moves the memory of `.grad` within the same tensor."""
 
     def run(distributed: bool) -> Tensor:
         model = conv_model()
@@ -525,10 +523,10 @@ def test_complex_parameters_are_refused_by_options_for_real_numbers(
 
 @pytest.mark.parametrize("kind", ["owned", "shared"])
 def test_complex_parameters_in_the_rarer_ways_of_sharding(kind: str) -> None:
-    """Train with whole parameters per rank (no dimension, or an optimizer that is not elementwise), and with one copy."""
+    """Each rank owns whole parameters (no dimension, or an optimizer that is not elementwise), or all ranks share one copy."""
 
     class Own(torch.optim.SGD):
-        """May look at anything."""
+        """May read any element."""
 
     def run(distributed: bool) -> Tensor:
         turn = nn.Parameter(torch.linspace(0, 1, 12, dtype=F64).view(6, 2) * (1 + 0.5j))
@@ -604,7 +602,7 @@ def test_a_training_that_is_saved_and_resumed_has_the_same_bits(make: Any, hosts
 
 
 def test_optimizer_state_moves_from_one_process_to_ranks_and_back() -> None:
-    """Load a checkpoint at another number of ranks than wrote it."""
+    """The checkpoint is loaded with another number of ranks than wrote it."""
 
     def go_on(state: Any, steps: range, distributed: bool) -> Any:
         model = MLP.build()
@@ -645,7 +643,7 @@ def test_a_scheduler_made_before_wrapping_lives_on_after(how: Any) -> None:
 
 
 def test_averages_of_weights_are_kept_in_copies() -> None:
-    """Keep a deep copy between the steps, and torch's own average; neither carries hooks."""
+    """Neither a deep copy between the steps nor torch's own average has hooks."""
 
     def run(distributed: bool) -> Tensor:
         model = MLP.build()
@@ -670,7 +668,7 @@ def test_averages_of_weights_are_kept_in_copies() -> None:
 
 
 def conv_model() -> Any:
-    """Convolutions keep the layout of what they get, so a rank's input decides the layout of gradients."""
+    """Make convolutions, which keep the layout of their input, so a rank's input decides the layout of gradients."""
     layers = (nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(16, 2))
     return fill(nn.Sequential(*layers).double())
 
@@ -684,7 +682,7 @@ def conv_loss(model: nn.Module, step: int, rows: slice, layout: torch.memory_for
 @pytest.mark.parametrize("what", ["inputs", "parameters", "gradients"])
 @pytest.mark.parametrize("as_views", [False, True], ids=["", "views"])
 def test_one_rank_in_channels_last(what: Any, as_views: Any) -> None:
-    """Rank 1 has its inputs, its whole model, or gradients that the user makes, in another layout than rank 0."""
+    """On rank 1 the inputs, the whole model, or gradients that the user makes have another layout than on rank 0."""
 
     def run(distributed: bool) -> Tensor:
         model = conv_model()
@@ -709,7 +707,7 @@ def test_one_rank_in_channels_last(what: Any, as_views: Any) -> None:
 
 
 def expanded(like: Tensor, values: Tensor) -> Tensor:
-    """Make one row for all, as in the gradient of a sum."""
+    """Make one row, expanded to all, as in the gradient of a sum."""
     return values.expand_as(like)
 
 
@@ -728,7 +726,7 @@ def with_holes(like: Tensor, values: Tensor) -> Tensor:
 
 
 def transposed(like: Tensor, values: Tensor) -> Tensor:
-    """Column by column."""
+    """Make a transposed tensor."""
     return (values * torch.ones_like(like)).t().contiguous().t()
 
 
@@ -736,7 +734,7 @@ def transposed(like: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("one_rank_only", [False, True])
 @pytest.mark.parametrize("make", [expanded, overlapping, with_holes, transposed])
 def test_gradients_of_any_layout(make: Any, one_rank_only: Any, options: Any) -> None:
-    """Set by the user, because backward itself copies such gradients."""
+    """The user sets the gradients, because backward copies gradients of these layouts."""
 
     def gradient(p: Tensor, step: int, rank: int) -> Tensor:
         values = torch.arange(1.0, 4.0, dtype=F64) * (1 + rank) / (1 + step)
@@ -759,7 +757,7 @@ def test_gradients_of_any_layout(make: Any, one_rank_only: Any, options: Any) ->
 
 
 def test_gradients_that_autograd_expands() -> None:
-    """Reduce the gradient of sum(), which is one element for all."""
+    """The gradient of sum() is one element, expanded to the shape."""
 
     def run(distributed: bool) -> Tensor:
         p = nn.Parameter(torch.ones(5, 3, dtype=F64))
@@ -776,7 +774,7 @@ def test_gradients_that_autograd_expands() -> None:
 
 
 def test_parameters_that_are_views_of_one_flat_tensor() -> None:
-    """And so are their gradients, as in optimizers that keep everything flat."""
+    """Their gradients are such views too, as in optimizers that keep all parameters flat."""
 
     def run(distributed: bool) -> Tensor:
         model = MLP.build()

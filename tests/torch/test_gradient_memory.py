@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(gradient_as_bucket_view=True)`: gradients that live in registered memory."""
+"""`DistributedOptimizer(gradient_as_bucket_view=True)`: gradients in registered memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of `ways.py` trained with DDP and with DistributedOptimizer, all of them in one pair of processes."""
+"""Programs of `ways.py` trained with DDP and with DistributedOptimizer, all in one pair of processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_training(by_rank: Outcomes) -> None:
-    """One test, because two workers would start the processes twice; it names all that differ."""
+    """A test for each behaviour would start the processes in every pytest worker. The message names all that differ."""
     wrong = {}
     for name, entry in BEHAVIOURS.items():
         for options in entry.options:

@@ -1,4 +1,4 @@
-"""`no_sync()`, `detach()`, and wrappers that take an optimizer's class: what Lightning uses of a distributed optimizer."""
+"""`no_sync()`, `detach()`, and wrappers for an optimizer class, as Lightning uses them."""
 
 from __future__ import annotations
 

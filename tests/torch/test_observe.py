@@ -1,4 +1,4 @@
-"""The engine as users see it: `hvd.metrics`, timelines, and tuning that changes no bit."""
+"""The user's view of the engine: `hvd.metrics`, timelines, and tuning that changes no bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_metrics_are_printed_and_returned(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def settled_json(path: Path) -> Any:
-    """Read a file that is being written. Neither a read nor a write is atomic: an invalid text must change soon."""
+    """Read a file that is being written. Neither a read nor a write is atomic, so an invalid text must soon change."""
     text = path.read_text()
     deadline = time.monotonic() + 5
     while True:

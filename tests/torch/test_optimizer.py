@@ -207,7 +207,7 @@ def test_every_bucket_is_reduced_when_backward_returns() -> None:
 
 def test_the_order_of_the_first_backward_becomes_the_order_of_buckets() -> None:
     class Backwards(nn.Module):
-        """Registered in the order of use, so the default order is right; `flip` makes it wrong."""
+        """Layers registered in the order of use, so that the default order is right. `flip` makes it wrong."""
 
         def __init__(self, flip: bool) -> None:
             super().__init__()
@@ -417,7 +417,7 @@ def test_one_backward_too_many_is_an_error_of_sums() -> None:
 
 @pytest.mark.parametrize("drop", ["optimizer", "module"])
 def test_gan_with_two_optimizers_equals_one_process(drop: Any) -> None:
-    """Drop the gradients that the generator's loss leaves in the discriminator."""
+    """The generator's loss leaves gradients in the discriminator, which are dropped."""
 
     def run(distributed: bool) -> torch.Tensor:
         generator, discriminator = mlp(seed=1), mlp(seed=2)

@@ -1,4 +1,4 @@
-"""`hvd.init()` makes the rank's GPU torch's current device; `torch.cuda` is a stand-in that says what was asked of it."""
+"""`hvd.init()` makes the rank's GPU torch's current device. A stand-in for `torch.cuda` records the calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Makes torch see so many GPUs; gives the list of devices that were made current."""
+    """Make torch see this many GPUs, and return the list of devices that were made current."""
 
     def make(count: int, current: int | None = None) -> list[int]:
         chosen: list[int] = []
@@ -32,7 +32,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
 @pytest.fixture
 def launched() -> Iterator[Callable[[int | None], None]]:
-    """Says that a launcher gave this process a GPU."""
+    """Act as if a launcher had given this process a GPU."""
     yield lambda gpu: topology.install_rank_context(RankContext(1, 2, 1, 0, 1, gpu))
     hvd.shutdown()
     topology.install_rank_context(None)

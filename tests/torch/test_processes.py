@@ -1,4 +1,4 @@
-"""The torch API in real processes, as a user's script meets it: all of it in one start of two, which costs seconds."""
+"""The torch API in real processes, as in a user's script. All tests share one start of two processes, which takes seconds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(
     hvd: Any = None,
     **options: Any,
 ) -> list[list[float]]:
-    """Four epochs of 8 steps; with `hvd` this rank's share of every batch."""
+    """Train four epochs of 8 steps. With `hvd`, use this rank's part of every batch."""
     model = build(dtype, seed=hvd.rank() if hvd else 0)
     optimizer = make(model.parameters())
     if hvd:
@@ -76,7 +76,7 @@ def train(
 
 
 def in_a_forked_child(hvd: Any) -> int:
-    """Check that a forked child of a rank can ask, but not communicate; return 0 if so."""
+    """Check that a rank's forked child can query, but not communicate. Return 0 if so."""
     child = os.fork()
     if child == 0:
         try:
@@ -177,7 +177,7 @@ class Tagger(nn.Module):
 
 
 def train_tagger(hvd: Any = None) -> list[list[float]]:
-    """Five steps with sparse gradients; with `hvd` this rank's share of every batch."""
+    """Train five steps with sparse gradients. With `hvd`, use this rank's part of every batch."""
     torch.manual_seed(0)
     model = Tagger().double()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -213,7 +213,7 @@ def losses_with(hvd: Any, compression: Any) -> list[float]:
 
 
 def compiled_weights(hvd: Any = None) -> list[float]:
-    """Three steps of a model that inductor has compiled."""
+    """Train three steps of a model that inductor has compiled."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -236,7 +236,7 @@ def compiled_weights(hvd: Any = None) -> list[float]:
 
 
 def graphs_of(hvd: Any) -> list[tuple[torch.Tensor, int]]:
-    """Train what torch.compile captured, with gradients of its own, with views, and the whole step; return weights and number of graphs."""
+    """Train with torch.compile's captures: its gradients, views, and the whole step. Return weights and number of graphs."""
     found = []
     ways = [(False, False), (True, False)]
     if hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"):

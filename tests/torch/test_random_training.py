@@ -1,4 +1,4 @@
-"""Random training programs on ranks that are stopped for a while, and one of which is killed in the end."""
+"""Random training programs on ranks that are stopped for a while, and one of which is killed at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tcp_only": True}, {"hosts": (0, 0, 
 
 
 def assert_lost(rank: RankProcess, lost: int) -> None:
-    """Run a rank's programs until it notices that another is lost, and names it."""
+    """Run a rank's programs until it notices the loss of another rank, and names it."""
     while "value" in (message := rank.message(DEADLINE_S) or {}):
         pass
     assert message, f"rank {rank.rank} hangs, or ended without a word"
@@ -37,7 +37,7 @@ def assert_lost(rank: RankProcess, lost: int) -> None:
 
 
 def one_round(seed: int, server: ForkServer) -> None:
-    """Programs until a rank is killed; before that, ranks are stopped for a while."""
+    """Run programs until a rank is killed. Before that, ranks are stopped for a while."""
     dice = random.Random(seed)
     size = dice.choice((2, 3, 4)) if SOAK else 2
     layout = dice.choice(LAYOUTS) if SOAK and size == 4 else {}

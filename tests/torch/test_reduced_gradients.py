@@ -1,4 +1,4 @@
-"""`.grad` after `backward()`: reduced, so that what a script of one process does with it is right on every rank."""
+"""`.grad` after `backward()` is reduced, so code of a one-process script that changes it is right on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def clip(model: nn.Module) -> None:
-    """Scale all gradients by their norm; every step, because the bound is below it."""
+    """Scale all gradients by their norm. The bound is below it, so each step is clipped."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     assert norm > 0.05
 
@@ -54,7 +54,7 @@ def train(
     change: Callable[[nn.Module], Any],
     steps: int = STEPS,
 ) -> Tensor:
-    """Weights after steps in which gradients are changed between backward() and step()."""
+    """Return the weights after steps in which gradients are changed between backward() and step()."""
     model = MLP.build()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     passes = options.get("backward_passes_per_step", 1)
@@ -269,7 +269,7 @@ def test_a_parameter_thawed_behind_zero_grad_is_reduced_after_backward() -> None
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
 def test_modules_in_reentrant_checkpoints_alone_are_reduced_after_backward(hosts: Any) -> None:
-    """Give no parameter its gradient in the outermost pass."""
+    """No parameter gets its gradient in the outermost pass."""
 
     def body() -> Any:
         layer = fill(nn.Linear(4, 4)).double()
@@ -357,7 +357,7 @@ def test_backward_raises_a_mismatch_error_if_ranks_differ() -> None:
 
 
 def test_optimizers_work_when_gradient_order_differs_between_ranks() -> None:
-    """Wait for the optimizers in one order on all ranks, also in the first step."""
+    """All ranks wait for the optimizers in the same order, also in the first step."""
 
     def body() -> Any:
         a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
@@ -375,7 +375,7 @@ def test_optimizers_work_when_gradient_order_differs_between_ranks() -> None:
 
 
 def test_a_step_inside_a_backward_pass_ends_the_cycle_there() -> None:
-    """Step as learning to learn does: the outer pass has nothing to wait for at its end."""
+    """Meta-learning does this. The outer pass then has nothing to wait for at its end."""
 
     def body() -> Any:
         p = nn.Parameter(torch.zeros(1))

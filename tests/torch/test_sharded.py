@@ -180,7 +180,7 @@ def test_muon_gets_whole_matrices() -> None:
 
 def test_an_optimizer_of_unknown_kind_gets_whole_parameters() -> None:
     class ByNorm(torch.optim.SGD):
-        """Looks at a whole parameter."""
+        """Reads a whole parameter."""
 
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
@@ -215,7 +215,7 @@ def test_optimizer_memory_is_divided() -> None:
 
 
 class Saved:
-    """State that four ranks saved after three steps, and the state of one process then and later."""
+    """The state that four ranks saved after three steps, and the state of one process then and later."""
 
     def __init__(self) -> None:
         make = OPTIMIZERS["momentum"]
@@ -238,7 +238,7 @@ class Saved:
         self.model = self.by_rank[0][1]
 
     def state(self) -> dict[str, Any]:
-        """Load it on each call, because an optimizer keeps using the tensors that it loads."""
+        """Load it in each call, because an optimizer continues to use the tensors that it loads."""
         loaded: dict[str, Any] = torch.load(io.BytesIO(self.by_rank[3][0]))
         return loaded
 

@@ -46,7 +46,7 @@ def words(step: int, size: int = 24) -> Tensor:
 
 
 def mine(x: Tensor) -> Tensor:
-    """Return this rank's part; parts have different lengths, and the last rank of three has none."""
+    """Return this rank's part. Parts have different lengths, and the last rank of three has no rows."""
     bounds = {1: [24], 2: [7, 17], 3: [15, 9, 0]}[hvd.size()]
     return x.split(bounds)[hvd.rank()]
 
@@ -128,7 +128,7 @@ def test_values_are_compressed(compression: Any) -> None:
 def one_step(
     grads: list[Tensor | None], *, steps: int = 1, set_to_none: bool = True, **options: Any
 ) -> Any:
-    """`.grad` after a step in which rank r has grads[r], as a hand-made backward leaves it."""
+    """Return `.grad` after a step in which rank r has grads[r], as a manual backward leaves it."""
     p = nn.Parameter(torch.zeros(next(g.shape for g in grads if g is not None)))
     used = nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(

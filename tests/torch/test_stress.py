@@ -1,4 +1,4 @@
-"""Random operations of the torch API in real processes, each rank in an order and at a pace of its own."""
+"""Random operations of the torch API in real processes, each rank in its own order and at its own pace."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def expected_of(seed: int, kind: str, ranks: list[int], rank: int) -> list[torch
 
 
 def start(seed: int, kind: str, process_set: Any, memory: torch.Tensor) -> Any:
-    """Start the operation; the handle gives a tensor or several."""
+    """Start the operation. The handle returns a tensor or several."""
     tensors = inputs_of(seed, kind, hvd.rank())
     arguments = {"name": f"{kind} {seed}", "process_set": process_set}
     if kind == "registered":
@@ -112,7 +112,7 @@ def check(result: Any, seed: int, kind: str, process_set: Any) -> None:
 
 
 def work(seconds: float) -> int:
-    """Rounds of operations until rank 0 has had enough; returns how many."""
+    """Run rounds of operations until rank 0 stops, and return their number."""
     hvd.init()
     size, own = hvd.size(), random.Random(hvd.rank())
     sets = [hvd.global_process_set]
@@ -153,7 +153,7 @@ def work(seconds: float) -> int:
 
 
 def uneven(rounds: int) -> None:
-    """Train on a number of batches of this rank's own, then join."""
+    """Train on this rank's own number of batches, then join."""
     batches = [random.Random(1000 * rounds + r).randrange(4) for r in range(hvd.size())]
     for batch in range(batches[hvd.rank()]):
         still = sum(batches[r] > batch for r in range(hvd.size()))

@@ -40,7 +40,7 @@ def sync_layer(**options: Any) -> hvd.SyncBatchNorm:
 
 
 def fill(model: Any, seed: int = 1) -> Any:
-    """Parameters without torch's global generator, which ranks as threads share."""
+    """Set parameters without torch's global generator, which ranks that are threads share."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -78,7 +78,7 @@ def run_layer(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, 
 def assert_equals_one_process(
     parts: Sequence[dict[str, torch.Tensor]], whole: dict[str, torch.Tensor], tolerance: float
 ) -> None:
-    """Compare with one process: the ranks' outputs joined, the sum of their gradients of parameters, and each one's statistics."""
+    """Compare with one process: the joined outputs of the ranks, the sum of their parameter gradients, and each rank's statistics."""
     for key, expected in whole.items():
         if key in ("y", "grad"):
             found = [torch.cat([part[key] for part in parts])]
@@ -265,7 +265,7 @@ def test_every_rank_hears_of_a_single_value_per_channel() -> None:
 
 
 def on_alone(fn: Callable[[], Any]) -> Any:
-    """Run on one rank, whose exception is the caller's."""
+    """Run on one rank, and raise its exception here."""
     (outcome,) = ranks.rank_outcomes(1, lambda _: fn(), using=context.use_engine)
     if isinstance(outcome, BaseException):
         raise outcome
@@ -436,7 +436,7 @@ def test_training_a_cnn_equals_one_process(sizes: Any) -> None:
 
 
 def on_threads(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-    """Both at once: the second starts when the first is on its way on every rank."""
+    """Run both at once. The second starts when the first has started on every rank."""
     outcomes: list[Any] = [None, None]
 
     def run(index: int, fn: Callable[[], Any]) -> None:
@@ -455,7 +455,7 @@ def on_threads(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any
 
 
 def compare_on_threads(make: Callable[[], tuple[nn.Module, nn.Module]]) -> None:
-    """Two layers that every second rank uses in the other order, at once, equal two of one process."""
+    """Check that two concurrent layers, used in the other order on every second rank, equal two layers of one process."""
     shape, sizes = (6, CHANNELS, 4), (3, 3)
     inputs = [(values(shape, seed=seed), values(shape, seed=seed + 50)) for seed in (1, 2)]
 
@@ -528,7 +528,7 @@ def test_one_layer_may_be_used_several_times() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A block whose activations are computed again in the backward pass."""
+    """A block whose activations are recomputed in the backward pass."""
 
     def __init__(self, layers: Sequence[nn.Module], **options: Any) -> None:
         super().__init__()

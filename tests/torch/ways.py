@@ -1,7 +1,7 @@
-"""Training programs as people write them for DDP, each written once and run three ways: DDP, ours, one process.
+"""Training programs as users write them for DDP, each written once and run by DDP, by ours, and by one process.
 
 A program is a function of a `Way`, which wraps its model and its optimizer and gives it this rank's rows. It returns
-what it has trained (and what it has read), which must not depend on the way. Every loss is a mean over rows, so that
+its trained tensors (and those that it has read), which must not depend on the way. Every loss is a mean over rows, so that
 the mean of the ranks' gradients is the gradient of the whole batch.
 
     @behaviour("views", "sharded")
@@ -39,7 +39,7 @@ Result = nn.Module | Tensor | Sequence[Any]
 
 
 class Way:
-    """Way of one process that sees every row; the ways of several ranks override what differs."""
+    """Way of one process that has every row. The ways of several ranks override the differences."""
 
     rank = 0
     size = 1
@@ -49,7 +49,7 @@ class Way:
         self.at_start: list[Tensor] = []
 
     def model(self, model: nn.Module, **of_ddp: Any) -> Any:
-        """Return the module to call; DDP's options mean something to DDP alone."""
+        """Return the module to call. DDP's options affect only DDP."""
         del of_ddp
         self.at_start.append(flat(model))
         return model
@@ -57,7 +57,7 @@ class Way:
     def optimizer(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, **of_ours: Any
     ) -> torch.optim.Optimizer:
-        """Return the optimizer to step; options of `DistributedOptimizer` mean something to it alone."""
+        """Return the optimizer to step. Options of `DistributedOptimizer` affect only it."""
         del model, of_ours
         return optimizer
 
@@ -78,7 +78,7 @@ class Way:
         return tuple(tensor[self.rank :: self.size] for tensor in batch)
 
     def backward(self, loss: Callable[[Batch], Tensor], rows: Batch) -> None:
-        """Compute the gradients of these rows, in as many passes as the way has."""
+        """Compute the gradients of these rows, in this way's number of passes."""
         loss(rows).backward()
 
     def no_sync(self, net: Any) -> AbstractContextManager[Any]:
@@ -220,13 +220,13 @@ class Behaviour:
     """A program, and how it is compared.
 
     Attributes:
-        program: what is run.
-        options: names in OPTIONS that ours is run with.
-        has_ddp: whether DDP can do it.
+        program: the function.
+        options: names in OPTIONS with which ours is run.
+        has_ddp: whether DDP can run it.
         has_one_process: whether it means the same for one process.
-        bound: how far ours may be from DDP, by the largest weight.
-        bound_of_one: how far ours may be from one process, whose sums have another order.
-        refused: what ours says where it refuses the program.
+        bound: allowed distance of ours from DDP, relative to the largest weight.
+        bound_of_one: allowed distance of ours from one process, whose sums have another order.
+        refused: the error of ours if it refuses the program.
     """
 
     program: Callable[[Way], Result]
@@ -245,7 +245,7 @@ ANYHOW = ("views", "accumulated")
 def behaviour(
     *options: str, **how: Any
 ) -> Callable[[Callable[[Way], Result]], Callable[[Way], Result]]:
-    """Enter a program into the table, to be run without options and with these."""
+    """Add a program to the table, to be run without options and with these."""
 
     def enter(program: Callable[[Way], Result]) -> Callable[[Way], Result]:
         name = program.__name__
@@ -272,7 +272,7 @@ def vectors(step: int) -> Batch:
 
 
 def spoiled(step: int) -> Batch:
-    """Return a batch that at times has a row, of one rank, whose gradients are not finite."""
+    """Return a batch in which at times a row of one rank has non-finite gradients."""
     x, y = vectors(step)
     y[step % ROWS] += torch.inf if step % 6 == 5 else 0
     return x, y
@@ -290,13 +290,13 @@ def words(step: int) -> Batch:
 
 
 def mlp(seed: int = 1, width: int = 8) -> nn.Sequential:
-    """Return a model with smooth activations: at a kink, rounding would choose the branch."""
+    """Return a model with smooth activations, because rounding would choose the branch at a kink."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2)).double()
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return a model that has the same weights wherever it is made."""
+    """Return a model that has the same weights on every rank."""
     torch.manual_seed(1)
     return make().double()
 
@@ -331,7 +331,7 @@ def learn(
     ddp: dict[str, Any] | None = None,
     ours: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Train a model; `change` is called between `backward()` and `step()`."""
+    """Train a model. `change` is called between `backward()` and `step()`."""
     net, optimizer = way.pair(model, make, ddp=ddp, ours=ours)
     parameters = list(model.parameters())
     for step in range(STEPS):

@@ -41,7 +41,7 @@ RUN_DIR = "runs/r"
 
 @dataclass
 class Case:
-    """A small fit: `x` (rows, 3) to `y` by a module, with everything that may vary."""
+    """A small fit: `x` (rows, 3) to `y` by a module, with every varying option."""
 
     store: Store
     model: nn.Module
@@ -159,7 +159,7 @@ class Case:
         return TrainSpec(**{**vars(spec), **self.options})
 
     def train(self, size: int, **options: Any) -> TrainResult:
-        """Train with ranks as threads; every rank must report the same history, but for times."""
+        """Train with ranks as threads. Every rank must report the same history, except times."""
         spec = TrainSpec(**{**vars(self.spec()), **options})
         results = run_ranks(size, lambda engine: train(spec), using=use_engine, deadline_s=200)
         for result in results[1:]:
@@ -281,7 +281,7 @@ class Remembered:
     parameters: list[list[torch.Tensor]] = field(default_factory=list)
 
     def assert_alike(self, size: int) -> None:
-        """Assert that the parameters of the last `size` ranks are equal, bit by bit; forget them."""
+        """Assert that the parameters of the last `size` ranks are equal bit by bit, and forget them."""
         last, self.parameters = self.parameters[-size:], []
         assert len(last) == size
         for other in last:

@@ -107,7 +107,7 @@ class Remembers:
 
 
 def hooked() -> nn.Module:
-    """Make a module with attributes, tied parameters, and hooks that refer to what they hang on."""
+    """Make a module with attributes, tied parameters, and hooks that refer to their own parameter or module."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[2].weight = model[0].weight
@@ -125,7 +125,7 @@ def hooked() -> nn.Module:
 
 
 @pytest.mark.parametrize("way", ["copy", "light copy", "copy with", "shell", "getModel"])
-def test_copies_have_hooks_and_attributes_of_their_own(way: str) -> None:
+def test_copies_share_no_hooks_or_attributes(way: str) -> None:
     model = hooked()
     made: nn.Module = {
         "copy": lambda: copied(model),

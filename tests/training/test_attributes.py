@@ -1,4 +1,4 @@
-"""Attributes of modules: values that differ from those of the beginning, through a file, set on another module."""
+"""Attributes of modules: values changed in training are stored in a file and set on another module."""
 
 from __future__ import annotations
 

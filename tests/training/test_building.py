@@ -185,7 +185,7 @@ def test_a_sparse_buffer_is_refused_before_any_job(persistent: bool) -> None:
 
 @pytest.mark.parametrize("name", ["0.weight", "scale"])
 def test_a_model_on_another_device_is_refused_before_any_job(name: str) -> None:
-    """Buffers too: a rank without that device could not even unpickle them."""
+    """A rank without that device could not even unpickle its parameters or buffers."""
     model = linear()
     if name == "scale":
         model.register_buffer("scale", torch.ones(2, device="meta"))

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.pure
 def simulate(
     interval_s: float, step_s: float, write_s: float, seconds: float, slower: float = 1.0
 ) -> tuple[float, int, int]:
-    """(longest loss if killed at the worst moment, questions, checkpoints) of a run; steps get `slower` half way."""
+    """Return (longest loss after a kill at the worst moment, questions, checkpoints) of a run. Steps get `slower` half way."""
     now, until, questions, taken = 0.0, 1, 0, 0
     cadence = Cadence(interval_s, now)
     safe, writing, done, worst = 0.0, None, 0.0, 0.0

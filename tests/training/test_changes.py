@@ -1,4 +1,4 @@
-"""What callbacks change during a run, beside weights, is in the checkpoint: a run that was interrupted equals an undisturbed one bit by bit."""
+"""A checkpoint holds the changes of callbacks besides the weights: an interrupted run equals an undisturbed one bit by bit."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ EPOCHS = 5
 
 
 class Interrupted(Exception):
-    """Of a rank that ends in the middle."""
+    """Raised by a rank that ends in the middle."""
 
 
 class Changing(Callback):
-    """Ends a run where `at` says: at the beginning of an epoch, or behind a step of it."""
+    """Ends a run at `at`: at the beginning of an epoch, or after a step of it."""
 
     at: ClassVar[tuple[int, int] | None] = None
 
@@ -62,7 +62,7 @@ class Changing(Callback):
 
 
 class Thaws(Changing):
-    """Freezes layers at first, thaws them one after the other, one inside an epoch, and freezes the last."""
+    """Freezes layers at first, unfreezes them in turn, one of them inside an epoch, and freezes the last."""
 
     def on_train_begin(self, ctx: Any) -> None:
         ctx.model[0].requires_grad_(False)
@@ -122,7 +122,7 @@ class Groups(Changing):
 
 
 class GroupsAtBegin(Groups):
-    """The same, behind another group that each beginning adds."""
+    """The same, after another group that each beginning adds."""
 
     def on_train_begin(self, ctx: Any) -> None:
         ctx.optimizer.add_param_group({"params": list(ctx.model[5].parameters()), "lr": 0.05})
@@ -160,7 +160,7 @@ class Scaled(nn.Module):
 
 
 class Weakened(nn.Module):
-    """Does what dropout does in the mean: ranks that are threads share random numbers."""
+    """Does the mean of dropout, because ranks that are threads share random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def checkpoints_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_is_interrupted_twice_equals_an_undisturbed_one(
     tmp_path: Path, callbacks: list[Callback], optimizer: Any, size: int
 ) -> None:
-    """Interrupt runs at the beginnings of epochs, and behind steps before and after changes."""
+    """Runs are interrupted at the beginning of an epoch, and after steps before and after a change."""
     expected, whole = outcome(case(tmp_path / "a", size, callbacks, optimizer), size)
     for number, places in enumerate([[(3, 0), (4, 3)], [(2, 2), (3, 4)]]):
         one = case(tmp_path / f"b{number}", size, callbacks, optimizer)
@@ -277,7 +277,7 @@ class Settings:
 
 
 class Configured(nn.Module):
-    """Computes with attributes of every kind; counts its calls."""
+    """Computes with attributes of every kind, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ class Alters(Callback):
 
 
 class Remembers(Alters):
-    """Says that it keeps what it changes."""
+    """States that it keeps its changes."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -554,7 +554,7 @@ def test_a_change_that_no_checkpoint_can_hold_raises_immediately(
 
 
 class MakesItsState(Callback):
-    """Has no state before `on_train_begin`, and swaps weights for the time of `on_checkpoint`."""
+    """Has no state before `on_train_begin`, and swaps weights during `on_checkpoint`."""
 
     found: dict[str, Any] | None = None
 
@@ -591,7 +591,7 @@ def test_a_callback_may_make_its_state_when_training_begins(tmp_path: Path) -> N
 
 
 class Briefly(Callback):
-    """Has a hook for the time of an epoch."""
+    """Has a hook during an epoch."""
 
     def on_epoch_begin(self, ctx: Any) -> None:
         self.handle = ctx.model[0].register_forward_hook(noop)
@@ -643,7 +643,7 @@ def test_a_train_fn_finds_flags_modes_and_groups_as_they_were(tmp_path: Path) ->
 
 
 def test_a_checkpoint_of_before_is_resumed(tmp_path: Path) -> None:
-    """Take away what older checkpoints do not have."""
+    """The test removes the entries that older checkpoints do not have."""
     one = case(tmp_path / "store", 1, [Options()])
     Changing.at = (3, 0)
     assert "Interrupted" in interrupted(one, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints in the store: what stays, what goes, and what a killed writer leaves."""
+"""Checkpoints in the store: which stay, which are deleted, and the files of a killed writer."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_gone_leaves_the_one_before(store: Store) -> None:
 
 def test_a_store_that_cannot_be_read_for_a_moment_hides_no_checkpoint(tmp_path: Path) -> None:
     class Failing(Store):
-        """Reads no checkpoint the first time."""
+        """Fails its first read of a checkpoint."""
 
         failures = 1
 
@@ -178,7 +178,7 @@ def test_a_store_that_cannot_be_read_for_a_moment_hides_no_checkpoint(tmp_path: 
 
 @pytest.mark.parametrize("url", ["{}/large", "memory://large{}"])
 def test_a_checkpoint_is_read_in_pieces(tmp_path: Path, url: str) -> None:
-    """Check that the file's bytes are never in memory beside the tensors."""
+    """The bytes of the file are never in memory together with the tensors."""
     store = Store.create(url.format(tmp_path))
     large = replace(checkpoint(1, 0), model={"weight": torch.arange(16 << 20)})
     Checkpoints(store, RUN).save(large)
@@ -228,12 +228,12 @@ class _HalfWritten:
 
 
 def copy_state(folder: Path, states: Path) -> None:
-    """Copy a folder as it is now: as a writer leaves it that is killed now."""
+    """Copy a folder in its present state, as a writer that is killed now leaves it."""
     shutil.copytree(folder, states / f"{len(os.listdir(states)):04d}")
 
 
 def kill_at(moment: int) -> Callable[[], None]:
-    """Make a function that ends its process with SIGKILL when it is called once more than `moment` times."""
+    """Make a function that kills its process with SIGKILL at the call after `moment` calls."""
     left = itertools.count(moment, -1)
 
     def count() -> None:
@@ -252,7 +252,7 @@ def write_all(store: Store, folder: Path) -> None:
 
 
 def was_killed(store: Store, folder: Path) -> bool:
-    """Call `write_all` in a process of its own; return True if it was killed."""
+    """Call `write_all` in its own process, and return True if it was killed."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -281,7 +281,7 @@ def contents(folder: Path) -> list[tuple[str, int]]:
 
 
 def assert_readable(store: Store, done: Path) -> Position:
-    """Check that the newest checkpoint is the last that was noted or the one behind it; return its position."""
+    """Check that the newest checkpoint is the last noted one or the next one, and return its position."""
     least = eval(done.read_text()) if done.exists() else (0, 0)  # noqa: S307 - written above
     found = Checkpoints(store, RUN).latest()
     position = found.position if found is not None else (0, 0)
@@ -330,7 +330,7 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
 def test_a_kill_at_any_change_of_a_mount_leaves_a_checkpoint_that_can_be_read(
     tmp_path: Path, renames: bool
 ) -> None:
-    """Stop the writer at each folder, file, write, rename and removal that the mount is asked for."""
+    """The writer is killed at each request for a folder, file, write, rename or removal."""
     whole, states, at = tmp_path / "whole", tmp_path / "states", tmp_path / "mount"
     whole.mkdir()
     states.mkdir()
@@ -359,7 +359,7 @@ def test_a_checkpoint_that_is_replaced_can_be_read_at_every_moment(
     tmp_path: Path, failing: str, value: float
 ) -> None:
     class Killed(Store):
-        """Fails to write a kind of file the second time."""
+        """Fails the second write of a kind of file."""
 
         left = 2
 

@@ -1,4 +1,4 @@
-"""Cross-entropy where labels say that rows are left out: N ranks are one process, and nothing becomes NaN."""
+"""Cross-entropy with labels that exclude rows: N ranks equal one process, and no result is NaN."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def data_seed() -> int:
-    """Other data in every run; the seed is printed where a test fails."""
+    """Different data in every run. A failed test shows the seed."""
     seed = int(np.random.default_rng().integers(2**31))
     print(f"data_seed = {seed}")
     return seed

@@ -22,7 +22,7 @@ SIZES = (1, 2, 7, 301)
 
 
 def value(name: str, output: Any, label: Any, link: str = "sigmoid", batch: int = 5) -> float:
-    """Compute a metric over batches, of which the middle one goes through a checkpoint."""
+    """Compute a metric over batches. The state after the middle batch passes through a checkpoint."""
     output, label = torch.as_tensor(output), torch.as_tensor(label)
     metrics = resolve_metrics(name, ["y"], [link])
     totals = Totals(metrics)

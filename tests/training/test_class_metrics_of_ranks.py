@@ -1,4 +1,4 @@
-"""F1 and AUC over ranks equal scikit-learn's over all rows, whatever each rank has of them."""
+"""F1 and AUC over ranks equal scikit-learn's over all rows, for any distribution of the rows."""
 
 from __future__ import annotations
 

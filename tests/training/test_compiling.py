@@ -1,4 +1,4 @@
-"""torch.compile in the ranks: the same training, and an early error where there is no compiler."""
+"""torch.compile in the ranks: the same training, and an early error without a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions of fits: equal in all processes, different in every part that a checkpoint depends on."""
+"""Descriptions of fits: equal in all processes, different for every part on which a checkpoint depends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of a rank, and the moves to it."""
+"""The device of a rank, and moves to it."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_collated_batches_are_on_the_device_in_a_train_step() -> None:
 
 
 def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hold a batch: the reader reuses its page-locked memory as soon as it is released."""
+    """The reader reuses the page-locked memory of a batch as soon as the batch is released."""
     events: list[Any] = []
 
     class Event:
@@ -211,7 +211,7 @@ def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_optimizers_and_losses_move_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`double` stands for a device: the state of an optimizer follows its parameters, the weights of losses the order."""
+    """`double` stands for a device: an optimizer's state follows its parameters."""
     layer = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     layer(torch.ones(1, 2)).sum().backward()
@@ -258,14 +258,21 @@ def test_a_gpu_random_state_is_ignored_without_a_gpu(sees: Any) -> None:
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     words = (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss)
     version, numbers, following = random.getstate()
+    torch_state = torch.get_rng_state()
+
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    drawn = draw()
     load_rng(
         {
-            "torch": torch.get_rng_state(),
+            "torch": torch_state,
             "numpy": words,
             "random": (version, list(numbers), following),
             "cuda": torch.zeros(16, dtype=torch.uint8),
         }
     )
+    assert draw() == drawn
 
 
 class Picture(nn.Module):

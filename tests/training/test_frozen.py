@@ -1,4 +1,4 @@
-"""Frozen parameters: in one file for all checkpoints, broadcast only where ranks differ, and never lost."""
+"""Frozen parameters: in one file for all checkpoints, broadcast only if ranks differ, and never lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FailsAt(Callback):
 
 
 class Changes(Callback):
-    """From the second epoch on trains one layer more; at its end, writes to a frozen one past autograd."""
+    """Trains one more layer from the second epoch on. At its end, it writes to a frozen layer without autograd."""
 
     def on_epoch_begin(self, ctx: Any) -> None:
         ctx.model[2].requires_grad_(ctx.epoch >= 2)
@@ -173,7 +173,7 @@ def test_the_checksum_depends_on_values_signs_and_positions(dtype: torch.dtype) 
 def test_the_history_of_an_epoch_is_written_while_frozen_parameters_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of these writes takes over the folder and deletes unfinished files, but none of its own fit."""
+    """The first of the two writes takes over the folder and deletes unfinished files, except those of its own fit."""
     checkpoints = Checkpoints(Store.create(tmp_path / "store"), "runs/r")
     rename = os.replace
     written = []

@@ -1,4 +1,4 @@
-"""`group_col`: a ranking loss over whole groups, on ranks of unequal batches, against one process."""
+"""`group_col`: a ranking loss over whole groups, on ranks with unequal batches, against one process."""
 
 from __future__ import annotations
 

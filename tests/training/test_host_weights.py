@@ -1,4 +1,4 @@
-"""Frozen parameters that the ranks of a host hold once: real processes, by what the kernel says of their memory."""
+"""Frozen parameters that the ranks of a host hold once: real processes, measured by the kernel's numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def private_mib() -> int:
 
 
 def share() -> dict[str, Any]:
-    """Share the frozen parameters of a module that each rank has made; write to one on rank 1."""
+    """Share the frozen parameters of a module that each rank has made, and write to one on rank 1."""
     hvd.init()
     share_frozen(net())  # what that imports and keeps is no part of the measurement
     model = net()

@@ -1,4 +1,4 @@
-"""Lookups in embeddings beyond their tables: told on the driver where it is certain, and by the error of a rank."""
+"""Lookups in embeddings beyond their tables: an error on the driver if it is certain, else on a rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = 10
 
 
 class Model(nn.Module):
-    """Looks up what a function makes of its arguments."""
+    """Looks up a function of its arguments."""
 
     def __init__(self, index: Callable[..., Tensor], table: nn.Module | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses of rows with sample weights: who takes `reduction`."""
+"""Losses of rows with sample weights: functions that take `reduction`."""
 
 from __future__ import annotations
 

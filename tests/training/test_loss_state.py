@@ -1,4 +1,4 @@
-"""Losses and metrics with parameters, buffers and states: trained, shared, kept and given back."""
+"""Losses and metrics with parameters, buffers and states: trained, shared, kept and returned."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Store:
 
 
 class Uncertain(nn.Module):
-    """A loss with a learned weight of the task, as for several tasks."""
+    """A loss with a learned weight per task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Uncertain(nn.Module):
 
 
 class Centred(nn.Module):
-    """A loss with a buffer that follows the rows of a rank, and a count that state dicts leave out."""
+    """A loss with a buffer that follows the rows of a rank, and a count outside state dicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def batches(used: Case, size: int, epochs: int) -> list[Any]:
 
 
 class OfTensors:
-    """A loss with a tensor that requires a gradient, and one whose gradient is never computed."""
+    """A loss with a tensor that requires a gradient, and one without a computed gradient."""
 
     def __init__(self) -> None:
         self.shift = torch.zeros(1, requires_grad=True)
@@ -241,7 +241,7 @@ def test_warning_names_parameters_missing_from_the_optimizer() -> None:
 
 
 class Beta:
-    """A step of training that counts a weight up, with parts of its own."""
+    """A training step that increases a weight, with its own submodules."""
 
     def __init__(self) -> None:
         self.beta, self.inner, self.counts = 0.0, Counting(), Plain()
@@ -307,7 +307,7 @@ def test_objects_whose_attributes_may_change_are_listed() -> None:
 
 
 class Fails(Callback):
-    """Ends a run in a step behind its first checkpoint inside an epoch."""
+    """Ends a run in a step after its first checkpoint inside an epoch."""
 
     behind: Checkpoints | None = None
 
@@ -319,7 +319,7 @@ class Fails(Callback):
 
 
 class Counting:
-    """A metric that is an object with a state: it counts its calls in all epochs."""
+    """A metric object with a state: it counts its calls in all epochs."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -348,7 +348,7 @@ class Both(nn.Module):
 
 
 class Annealed(Holder):
-    """A loss that is a plain object and counts its weight up."""
+    """A loss object that increases its weight."""
 
     beta = 1.0
 
@@ -410,7 +410,7 @@ def test_a_run_starts_with_the_loss_of_another(store: Store) -> None:
 
 
 class Scaled(nn.Module):
-    """A loss with a buffer that training leaves alone, as weights of classes are."""
+    """A loss with a buffer that training does not change, such as weights of classes."""
 
     def __init__(self, alpha: float) -> None:
         super().__init__()

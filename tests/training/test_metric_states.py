@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics over ranks equal those of one process that saw all rows."""
+"""Metrics of torchmetrics over ranks equal one process with all rows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_class_metrics_over_ranks_equal_one_process(tmp_path: Path, size: int, r
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_values_of_one_column_are_compared_as_such(tmp_path: Path, size: int) -> None:
-    """Check outputs of (rows, 1), which Pearson's coefficient refuses; its state has its own merge."""
+    """Pearson's coefficient refuses outputs of shape (rows, 1), and its state has its own merge."""
     metrics = {
         "r": regression.PearsonCorrCoef(),
         "r2": regression.R2Score(),
@@ -181,7 +181,7 @@ def test_a_saved_metric_state_resumes_exactly() -> None:
 
 
 def curve() -> Any:
-    """Make a metric that gives what no history can hold."""
+    """Make a metric whose value no history can hold."""
 
     class Curve(torchmetrics.Metric):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Modules whose `train` and `eval` return nothing, or do something else."""
+"""Modules whose `train` and `eval` return nothing or do something else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Y = Column("y", "scalar", "float32", (), "double", "float32")
 
 
 class ReturnsNothing(nn.Linear):
-    """Methods without `return self`, as people write them."""
+    """Methods without `return self`, as some users write them."""
 
     def train(self, mode: bool = True) -> None:  # type: ignore[override]
         super().train(mode)
@@ -121,7 +121,7 @@ def test_ranks_train_a_module_whose_mode_methods_return_none(tmp_path: Path) -> 
 
 
 class OwnLoop(nn.Module):
-    """`train` trains, as in scripts with a class that does everything."""
+    """Its `train` trains, as in scripts whose class does everything."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules apart from their weights: descriptions of torch.nn modules, and shells of any module."""
+"""Modules without their weights: descriptions of torch.nn modules, and shells of any module."""
 
 from __future__ import annotations
 

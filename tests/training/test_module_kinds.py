@@ -1,4 +1,4 @@
-"""Modules that torch refuses to copy or pickle: copies, programs and shells of them compute the same, and train."""
+"""Modules that torch refuses to copy or pickle: their copies, programs and shells compute the same, and train."""
 
 from __future__ import annotations
 

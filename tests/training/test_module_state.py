@@ -1,4 +1,4 @@
-"""State of a resumed run besides weights: compression, extra states, buffers that change size."""
+"""State of a resumed run besides weights: compression, extra states, buffers that change their size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = {"batch_size": 4, "epochs": 3, "checkpoint_interval_s": 1e-6}
 
 
 class FailsAt(Callback):
-    """Ends the run at a step, counted over all epochs, or as soon as there is a checkpoint inside an epoch behind it."""
+    """Ends the run at a step, counted over all epochs, or at the first later step with a checkpoint inside an epoch."""
 
     step = 0
     inside: Checkpoints | None = None
@@ -50,7 +50,7 @@ def case(folder: Path, model: nn.Module, **fields: Any) -> Case:
 
 
 def assert_resumes_exactly(whole: Case, parts: Case, fails_at: int) -> None:
-    """Assert that a run that fails at this step and resumes ends as one that did not, bit by bit."""
+    """Assert that a run that fails at this step and resumes ends like an undisturbed run, bit by bit."""
     expected = whole.train(2)
     saved = Checkpoints(parts.store, RUN_DIR)
     # 13 steps per epoch: the 14th fails before anything of its epoch is saved.
@@ -132,7 +132,7 @@ def test_several_optimizers_resume(tmp_path: Path, fails_at: int, is_instance: b
 
 
 class Counts(nn.Module):
-    """Has an extra state, which differs between ranks inside an epoch, and decides what the model gives."""
+    """Has an extra state, which differs between ranks inside an epoch, and affects the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Counts(nn.Module):
 
 
 class Caches(nn.Module):
-    """Fills a buffer as long as what it has seen, another where this rank saw something large."""
+    """Fills a buffer with the length of its input, or another one if this rank saw something large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Caches(nn.Module):
 
 
 class Turns(nn.Module):
-    """Has complex buffers, which change while it trains, on each rank in its own way."""
+    """Has complex buffers, which change during training, on each rank differently."""
 
     def __init__(self) -> None:
         super().__init__()

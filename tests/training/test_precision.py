@@ -1,4 +1,4 @@
-"""Mixed precision: what computes in 16 bits, and the loss scale that all ranks share."""
+"""Mixed precision: which parts compute in 16 bits, and the loss scale that all ranks share."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.pure
 
 
 class Clock:
-    """Seconds that a test sets, in the place of the module `time`."""
+    """Seconds that a test sets, in place of the module `time`."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""What a callable refers to: found once, with names that are equal in every process."""
+"""Objects to which a callable refers: each is found once, with a name that is equal in every process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def weight() -> nn.Parameter:
 
 
 def tensors(root: object) -> dict[str, bool]:
-    """Return whether the root has the tensors that are found, by path."""
+    """Return whether the root has the found tensors, by path."""
     found = list(references(root))
     assert len({id(each.value) for each in found}) == len(found)
     return {each.path: each.is_own for each in found if isinstance(each.value, Tensor)}
 
 
 def same_elsewhere(root: object) -> dict[str, bool]:
-    """Return the tensors, which must be the same behind a pickle."""
+    """Return the tensors, which must be the same after a pickle."""
     found = tensors(root)
     assert list(tensors(pickle.loads(cloudpickle.dumps(root)))) == list(found)
     return found

@@ -1,4 +1,4 @@
-"""Ranks that are processes, killed at random steps: the run resumes inside the epoch and ends as an undisturbed one."""
+"""Rank processes are killed at random steps: the run resumes inside the epoch and ends like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Restless(nn.Module):
 
 
 class Restive(Callback):
-    """Changes at some steps what no state dict of torch holds, and group options."""
+    """At some steps changes values outside of torch's state dicts, and group options."""
 
     def on_train_begin(self, ctx: Any) -> None:
         ctx.model.layers[3].bias.requires_grad_(False)
@@ -218,7 +218,7 @@ def assert_equal(found: Any, expected: Any, where: str) -> None:
 def test_a_checkpoint_after_every_step_does_not_change_the_weights(
     tmp_path: Path, size: int
 ) -> None:
-    """Compare weights with a checkpoint after nearly every step and with none inside the epoch."""
+    """One run writes a checkpoint after nearly every step, the other none inside an epoch."""
 
     def weights(name: str, interval_s: float) -> dict[str, torch.Tensor]:
         model = linear()
@@ -280,7 +280,7 @@ def test_waiting_for_a_hanging_store_times_out(
 
 
 class HangingStore(Store):
-    """Does not answer when a checkpoint is written."""
+    """Does not return from the write of a checkpoint."""
 
     goes_on = threading.Event()
 
@@ -321,7 +321,7 @@ DAMAGED_EPOCHS = 3
 
 
 def fit_again(store: Store, spec: TrainSpec, program: bytes, *, warm_start: bool) -> dict[str, Any]:
-    """Do what a driver and its ranks do with the run in a store; returns the weights of the fit."""
+    """Act as a driver and its ranks on the run in a store, and return the weights of the fit."""
     run = open_run(store, "r", warm_start=warm_start)
     seed = run.seed(7 if warm_start else None)
     fingerprint = json.dumps({"rows": 40, "random_seed": seed})
@@ -343,7 +343,7 @@ def fit_again(store: Store, spec: TrainSpec, program: bytes, *, warm_start: bool
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainSpec, bytes, Any]:
-    """The folder of a run after its second epoch, and the weights that it ends with, also when it is warm-started."""
+    """The folder of a run after its second epoch, and its final weights, also after a warm start."""
     folder = tmp_path_factory.mktemp("damaged") / "store"
     model = linear()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -384,7 +384,7 @@ def damage(path: Path, generator: random.Random) -> str:
 def test_a_damaged_file_of_a_run_is_repaired_or_named(
     tmp_path: Path, interrupted: tuple[Path, TrainSpec, bytes, Any]
 ) -> None:
-    """Any file but the rows themselves: the same weights bit by bit, or an error that names the file."""
+    """Damage to any file except the rows gives the same weights bit by bit, or an error that names the file."""
     folder, spec, program, expected = interrupted
     seed = time.time_ns()
     generator = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Losses and metrics that compare all pairs of rows, found on made-up ones."""
+"""Losses and metrics that compare all pairs of rows, found by made-up rows."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def counted(output: Tensor, label: Tensor) -> Any:
 
 
 class Noisy(nn.Module):
-    """Draws numbers, from each generator, whenever it is called."""
+    """Draws numbers from each generator in each call."""
 
     def forward(self, output: Tensor, label: Tensor) -> Tensor:
         noise = torch.rand_like(output) + np.random.rand() + random.random()
@@ -421,7 +421,7 @@ def test_several_labels_are_checked_separately() -> None:
 
 
 class Focal(nn.Module):
-    """A loss of class indices with state that each call changes."""
+    """A loss of class indices with a state that each call changes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Timelines of runs: what every rank does in the first steps, in one file, whatever happens to it."""
+"""Timelines of runs: one file with the first steps of every rank, whatever happens to a rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def case_of(tmp_path: Path, **options: Any) -> Case:
 
 
 def spans(events: list[dict[str, Any]], rank: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the spans of a rank's own work by name."""
+    """Return the spans of a rank's own work, by name."""
     found: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         if event.get("cat") == "training" and event["pid"] == rank:

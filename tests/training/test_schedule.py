@@ -64,7 +64,7 @@ def test_a_scheduler_moves_after_each_step(store: Store) -> None:
 
 
 def test_a_schedule_is_as_long_whatever_number_of_steps_an_epoch_has() -> None:
-    """Membership changes divide the epoch among other numbers of ranks, and OneCycleLR refuses an extra step."""
+    """A change of ranks divides the epoch into another number of steps, and OneCycleLR refuses an extra step."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     schedule = Schedule(
         one_cycle, optimizer, interval="step", monitor=Monitor(), steps_per_epoch=12, epochs=4

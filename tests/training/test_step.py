@@ -1,4 +1,4 @@
-"""Steps of several batches, clipping and errors: N ranks equal one process on data that no run has seen before."""
+"""Steps of several batches, clipping and errors: N ranks equal one process, on new data in each run."""
 
 from __future__ import annotations
 

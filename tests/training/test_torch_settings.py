@@ -1,4 +1,4 @@
-"""Settings of torch that change results: ranks and workers get the driver's, and no other process does."""
+"""torch settings that change results: ranks and workers get the driver's, and no other process does."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_setting_goes_with_the_work_and_is_put_back(name: str) -> None:
 
 
 def test_the_newer_names_of_a_setting_go_too() -> None:
-    """Torch refuses to return an older setting after its newer form was set."""
+    """torch refuses to return the older form of a setting after the newer form was set."""
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         torch.set_float32_matmul_precision("high")  # what older versions have in its place
     else:

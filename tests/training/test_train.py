@@ -1,4 +1,4 @@
-"""N ranks train as one process: compared with plain PyTorch over the same global batches."""
+"""N ranks train as one process of plain PyTorch over the same global batches."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_ranks_train_as_one_process(
 
 
 def weighted_mean(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy with class weights: not a mean over rows, so it says what its mean counts."""
+    """Cross-entropy with class weights. It is no mean over rows, so it returns the count of its mean."""
     weights = torch.tensor([1.0, 5.0])
     return F.cross_entropy(output, label, weight=weights), weights[label].sum()
 
@@ -192,7 +192,7 @@ class Centred(nn.Module):
 
 
 def test_every_step_starts_from_the_buffers_of_rank_0(store: Store) -> None:
-    """As DistributedDataParallel does: here two replicas, whose gradients are averaged."""
+    """The reference is two replicas with averaged gradients, as with DistributedDataParallel."""
     torch.manual_seed(0)
     model = Centred()
     options = {"batch_size": 8, "epochs": 2, "shuffle": False}
@@ -237,7 +237,7 @@ def test_batch_norm_keeps_rank_0s_statistics_on_all_ranks(store: Store) -> None:
 
 
 class WithDropout(nn.Module):
-    """Random numbers and running statistics: what a resumed run could get wrong."""
+    """Random numbers and running statistics, which a resumed run could get wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ def test_checkpoints_load_without_unpickling_and_old_checkpoints_are_deleted(sto
 def test_short_epochs_share_checkpoints_and_the_best_one_is_there(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_after: int | None
 ) -> None:
-    """Only the first epoch of this run has a checkpoint of its own; it is killed, or not, and is the run of all checkpoints."""
+    """Only the first epoch has its own checkpoint. The run, killed or not, equals a run with all checkpoints."""
 
     class Stops(Callback):
         def on_epoch_begin(self, ctx: Any) -> None:
@@ -370,7 +370,7 @@ def test_short_epochs_share_checkpoints_and_the_best_one_is_there(
 def test_a_slow_store_and_a_pending_best_epoch_cost_two_copies_at_most(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state that is being written, and the best one or that of the next checkpoint."""
+    """One copy is being written. The other is the best epoch or the next checkpoint."""
     monkeypatch.setattr(Budget, "BURST", 1)
     monkeypatch.setattr(Budget, "_SECONDS", 0.05)
     shape, counts = (37, 3), tmp_path / "counts"
@@ -618,7 +618,7 @@ def test_separate_validation_data_may_have_fewer_rows_than_ranks(store: Store) -
 
 
 class LateOnRank1(nn.Module):
-    """A linear model that takes its time on one rank."""
+    """A linear model that is slow on rank 1."""
 
     def __init__(self) -> None:
         super().__init__()

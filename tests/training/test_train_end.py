@@ -1,4 +1,4 @@
-"""Weights that a callback or a loop sets when the training is over: averages of weights, and running statistics for them."""
+"""Weights that a callback or loop sets at the end of the training: averages of weights, and running statistics for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def case(store: Store, callback: Callback | None, **fields: Any) -> Case:
 
 
 def result(store: Store, epoch: int) -> dict[str, Any]:
-    """Load what the driver makes the model of."""
+    """Load the state from which the driver makes the model."""
     checkpoints = Checkpoints(store, RUN_DIR)
     return checkpoints.load_weights(checkpoints.path(epoch))
 
@@ -110,7 +110,7 @@ def test_the_best_epoch_has_the_weights_that_were_validated(store: Store) -> Non
 
 
 class Removes(Callback):
-    """Changes the structure for an export of its own."""
+    """Changes the structure for a user's export."""
 
     def on_train_end(self, ctx: Any, history: list[dict[str, Any]]) -> None:
         ctx.model[1] = nn.Identity()

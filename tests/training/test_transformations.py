@@ -1,4 +1,4 @@
-"""The user's functions between data and tensors: what they may do, and what is said when they do not."""
+"""The user's functions between data and tensors: what they may do, and the errors for other results."""
 
 from __future__ import annotations
 
@@ -216,13 +216,13 @@ def test_invalid_results_of_transformations_are_named(row: Any, batch: Any, mess
         (
             lambda: 1,
             None,
-            "transformation_fn must take one argument, a dict of a row's values (and training=, if it wants to know): "
+            "transformation_fn must take one argument, a dict of a row's values (and optionally training=): "
             "too many positional arguments.",
         ),
         (
             None,
             lambda a, b: 1,
-            "batch_transform_fn must take one argument, a dict of arrays (and training=, if it wants to know): missing "
+            "batch_transform_fn must take one argument, a dict of arrays (and optionally training=): missing "
             "a required argument: 'b'.",
         ),
     ],

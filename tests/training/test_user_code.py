@@ -53,7 +53,7 @@ def failures(case: Case, size: int = 2, **options: Any) -> dict[int, BaseExcepti
 
 
 def cause_of(errors: dict[int, BaseException]) -> BaseException:
-    """Return the error that a rank raised itself: the others may see a collective that ended."""
+    """Return the error that a rank raised itself, because the others may report an ended collective."""
     return next(e for e in errors.values() if not isinstance(e, CollectiveError))
 
 
@@ -174,7 +174,7 @@ def test_a_train_step_that_broadcasts_its_label_raises(store: Store) -> None:
 
 
 class Recorder(Callback):
-    """Writes every call to the store, as user code would."""
+    """Writes every call to the store, like user code."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -240,7 +240,7 @@ def test_callbacks_are_called_in_order_on_their_ranks(store: Store) -> None:
 
 
 class StopAt(Callback):
-    """Stops on one rank only; counts epochs over interruptions."""
+    """Stops on one rank only, and counts epochs over interruptions."""
 
     def __init__(self, epoch: int, rank: int) -> None:
         self.at, self.rank, self.seen = epoch, rank, 0
@@ -269,7 +269,7 @@ def test_one_rank_that_stops_stops_all_and_states_survive(store: Store) -> None:
 
 
 class StopThenFail(Callback):
-    """Asks to stop in the first epoch, on rank 1; fails at a step or when an epoch has been saved."""
+    """Requests a stop in the first epoch on rank 1. Fails at a step or after an epoch has been saved."""
 
     fails_at: Any = None
     saved: Checkpoints
@@ -368,7 +368,7 @@ def test_logging_a_value_outside_of_an_epoch_record_is_refused(
 
 
 class Begins(Callback):
-    """Draws and logs at the beginning of an epoch; may fail when there is a checkpoint of the second one."""
+    """Draws and logs at the beginning of an epoch. May fail when the second epoch has a checkpoint."""
 
     fails_behind: Checkpoints | None = None
 

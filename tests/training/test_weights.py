@@ -1,4 +1,4 @@
-"""Files of weights: one name for equal weights, whole or an error, and mapped if large."""
+"""Files of weights: one name for equal weights, complete or an error, and mapped if large."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_truncated_file_is_rewritten(tmp_path: Path, url: str) -> None:
 def test_a_machine_without_memory_does_not_damage_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 ) -> None:
-    """An intact checkpoint that cannot be read is no reason to repeat the training since an older one."""
+    """A checkpoint that does not fit into memory is intact, so the training must not continue from an older one."""
     store = Store.create(tmp_path / "store")
     checkpoints = Checkpoints(store, "runs/r")
     for epoch in (1, 2):

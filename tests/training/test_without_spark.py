@@ -1,4 +1,4 @@
-"""The training half of the estimator needs neither Spark nor Java: what `make gpu` runs on a machine with a bare Python."""
+"""The training half of the estimator runs without Spark and Java, as `make gpu` needs it with a bare Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that no fit has trained, bound to the columns of a schema: equal to the module on the same rows, or an error before any row."""
+"""Modules without a fit, bound to the columns of a schema: equal to the module on the same rows, or an early error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices of Python workers in transform, and the number that compute on one GPU at a time."""
+"""Devices of Python workers in transform, and the limit of models that compute on one GPU at a time."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_so_many_at_a_time_and_the_others_wait(sees: Any, tmp_path: Path) -> Non
 
 
 def test_models_of_one_task_compute_together(sees: Any, tmp_path: Path) -> None:
-    """Feed one model with the other: if each waited for a place of its own, tasks would wait for each other for ever."""
+    """One model feeds the other. If each needed its own place, tasks would wait for each other without end."""
     sees(1)
     device, options = torch.device("cuda", 0), {"limit": 2, "wait_s": 5, "folder": tmp_path}
     upstream, results = threading.Barrier(2), list[str]()
@@ -166,7 +166,7 @@ def test_a_place_is_taken_until_the_last_worker_of_the_task_has_ended(
 def test_gpus_of_containers_with_a_shared_folder_are_distinguished(
     sees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Number the GPU 0 in each."""
+    """The GPU has index 0 in every container."""
     sees(1)
     device = torch.device("cuda", 0)
     with held(device, limit=1, folder=tmp_path):
@@ -177,7 +177,7 @@ def test_gpus_of_containers_with_a_shared_folder_are_distinguished(
 
 
 def test_a_folder_of_another_user_is_refused_at_once(sees: Any, tmp_path: Path) -> None:
-    """Its owner could hold every lock, which would look like other tasks for a day."""
+    """The owner could hold every lock, which would look like other tasks for a day."""
     sees(1)
     cuda = torch.device("cuda", 0)
     (tmp_path / "elsewhere").mkdir()

@@ -1,4 +1,4 @@
-"""Predictions without Spark: of saved models and of `model.local()`, on data of every kind, and in a process without pyspark."""
+"""Predictions without Spark: saved models and `model.local()`, on data of every kind, and in a process without pyspark."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ X = Column("x", "vector", "float32", (3,), "vector", "float32")
 
 
 class Net(nn.Module):
-    """Of numbers joined from two columns, and of a table's index."""
+    """Takes numbers joined from two columns, and an index into a table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def net(**params: Any) -> TorchModel:
 
 
 def save(model: TorchModel, folder: Path) -> Path:
-    """Write what `save` writes, without Spark."""
+    """Write the files of `save` without Spark."""
     archive = Archive()
     content = {"format_version": FORMAT_VERSION, **encode_model(model, archive)}
     cls = type(model)
@@ -174,7 +174,7 @@ print(json.dumps({
 
 
 class Own(nn.Module):
-    """A class of the user's own, which travels by value."""
+    """A user's class, pickled by value."""
 
     def forward(self, name: Tensor, z: Tensor) -> Tensor:
         return name[:, None] * 100 + z.sum(1, keepdim=True)
@@ -604,7 +604,7 @@ def test_a_module_without_a_fit_is_bound_to_the_data() -> None:
 
 
 class Keeps(nn.Module):
-    """Keeps its input while it computes, as a module with hidden states does."""
+    """Keeps its input during the computation, as a module with hidden states does."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept = x

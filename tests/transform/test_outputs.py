@@ -1,4 +1,4 @@
-"""Columns that a transform adds: which, in which order, and with which attributes of Spark ML."""
+"""Columns that a transform adds: their selection, order, and Spark ML attributes."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ def test_a_decoder_before_a_transformation_is_named(df: DataFrame) -> None:
 
 
 def test_modules_that_no_fit_has_trained(df: DataFrame, tmp_path: Path) -> None:
-    """Check numbers, vectors, arrays and decoders in one Pipeline, before and after it was saved."""
+    """One Pipeline has numbers, vectors, arrays and decoders, and is compared before and after a save."""
     numbers, vectors, table = mlp(2, 2), mlp(2), nn.Embedding(3, 2)
     arrays = nn.Sequential(nn.Flatten(), mlp(4, 3))
     # A worker for each stage and partition.

@@ -1,4 +1,4 @@
-"""Weights of a `TorchModel` when rows are computed: lazily, in a stream, long after the model is gone."""
+"""Weights of a `TorchModel` when rows are computed: lazily, in a stream, long after the model was deleted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCHEMA = StructType([StructField("x", VectorUDT()), StructField("k", IntegerType
 
 
 def large(seed: int = 0) -> nn.Module:
-    """Make a module just above what travels with the program."""
+    """Make a module slightly too large for the plan."""
     torch.manual_seed(seed)
     middle = CLOSURE_BYTES // 4 // 4096 + 1
     module = nn.Sequential(nn.Linear(2, 4096), nn.Linear(4096, middle), nn.Linear(middle, 1))
@@ -172,7 +172,7 @@ def test_planning_starts_no_job(df: DataFrame, tmp_path: Path) -> None:
 
 
 class Counted(nn.Module):
-    """Writes a line whenever it is loaded into a process."""
+    """Writes a line whenever a process loads it."""
 
     def __init__(self, log: str) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_a_worker_loads_a_model_once(df: DataFrame, tmp_path: Path) -> None:
 
 
 def test_streams(spark: SparkSession, df: DataFrame, tmp_path: Path) -> None:
-    """Compute rows of a stream by a model in the plan, and by one whose weights are in the store."""
+    """One model has its weights in the plan, the other in the store."""
     small, stored = mlp(2), large()
     df.limit(10).write.parquet(str(tmp_path / "in"))
     stream = spark.readStream.schema(SCHEMA).parquet(str(tmp_path / "in"))

@@ -1,4 +1,4 @@
-"""Trial of a model on two rows of zeros, and values that a worker of transform cannot give to a model."""
+"""Trial of a model on two rows of zeros, and values that a transform worker cannot give to a model."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_forward_that_rejects_two_zero_rows_is_tried_on_other_rows() -> None:
 
 
 class Energy(nn.Module):
-    """A force field: its output is a gradient with respect to its input, which it keeps."""
+    """A force field: its output is a gradient by its input, which it keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Energy(nn.Module):
 
 
 class Narrow(nn.Module):
-    """Takes its input in 16 bits: with a weight in float32 it works in autocast alone."""
+    """Takes its input in 16 bits. With a float32 weight it works only under autocast."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -420,8 +420,7 @@ def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int
     known = math.prod(d for d in shape if d != -1)
     if column.kind == "sparse":
         raise InvalidArgumentError(
-            f"{param} gives {list(given)} for column {column.name!r}, which is sparse: the model gets it as a sparse "
-            f"tensor (rows, {column.shape[0] if column.shape else 'dimensions'}). Leave {param} out and name the column in inputs."
+            f"Column {column.name!r} is sparse, so {param} cannot set its shape. Leave {param} out and name the column in inputs."
         )
     if column.row_shape is not None:
         elements = math.prod(column.row_shape)
@@ -526,7 +525,6 @@ class Schema:
 
     @property
     def names(self) -> list[str]:
-        """Names of the columns."""
         return [each.name for each in self.fields]
 
     def __iter__(self) -> Iterator[Field]:

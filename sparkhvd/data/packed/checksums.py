@@ -103,7 +103,6 @@ class SummingSink(io.RawIOBase):
         return len(flat)
 
     def flush(self) -> None:
-        """Flush the file."""
         if not self.closed:
             self._sink.flush()
 

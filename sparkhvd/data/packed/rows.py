@@ -57,7 +57,6 @@ class RowSource:
         self._open: OpenFiles[str, PackedFile] = OpenFiles(self._open_file)
 
     def close(self) -> None:
-        """Close every file."""
         self._open.close()
 
     def __enter__(self) -> RowSource:

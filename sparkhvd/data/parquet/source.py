@@ -60,7 +60,6 @@ class ParquetSource:
         return np.unique(np.concatenate([np.zeros(1, np.int64), *ends]))
 
     def close(self) -> None:
-        """Close every file."""
         self._pass = None
         self._open.close()
 
@@ -360,7 +359,6 @@ class OpenFile:
         self._is_local = local is not None
 
     def close(self) -> None:
-        """Close the file."""
         self._source.close()
 
     def span(self, groups: Sequence[int]) -> list[int]:

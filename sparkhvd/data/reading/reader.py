@@ -545,7 +545,7 @@ class ResidentRows:
         return self._values is None
 
     def permutation(self, seed: int, epoch: int) -> Callable[[], Rows]:
-        """Return a thread-safe function that computes the rows' order in an epoch once."""
+        """Make a thread-safe function to compute the rows' order in an epoch once."""
         lock, made = threading.Lock(), list[Rows]()
 
         def permute() -> Rows:

@@ -99,7 +99,6 @@ class Window:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         numbers = self.rows if self.order is None else self.order
         assert numbers is not None
         return len(numbers)

@@ -21,8 +21,7 @@ class Source(Protocol):
     """
 
     @property
-    def block_edges(self) -> Rows | None:
-        """See the class."""
+    def block_edges(self) -> Rows | None: ...
 
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
@@ -40,8 +39,7 @@ class Source(Protocol):
     def examples(self, count: int) -> Rows:
         """Numbers of the first `count` usable rows, or of all if fewer."""
 
-    def close(self) -> None:
-        """Close every file."""
+    def close(self) -> None: ...
 
     def __enter__(self) -> Source: ...
 

@@ -367,7 +367,7 @@ def group_plan(
     per_rank = -(-total // size)
     longest = int(np.diff(edges).max(initial=0))
     if longest > batch_size and size > 1:
-        per_rank += longest  # a rank may get this many rows more, and its batches must not grow
+        per_rank += longest  # plan extra steps, so that no batch exceeds batch_size
     num_steps = -(-per_rank // batch_size)
     order = _Groups(
         rows,

@@ -65,7 +65,6 @@ class AtomicFile(io.RawIOBase):
         return size
 
     def flush(self) -> None:
-        """Flush the file."""
         if not self.closed and not self._file.closed:
             with self._kept():
                 self._file.flush()

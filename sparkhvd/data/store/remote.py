@@ -160,7 +160,6 @@ class RemoteStore(Store):
         self.ask(invoke, "delete", path)
 
     def delete_if_empty(self, path: str) -> None:
-        """Delete an empty folder."""
         self.ask(invoke, "delete_if_empty", path)
 
     def delete_unfinished(self, path: str) -> None:
@@ -305,7 +304,6 @@ def invoke(store: Store, method: str, *arguments: object) -> Answer:
 
 
 def list_paths(store: Store, path: str, recursive: bool) -> Answer:
-    """List a folder."""
     yield store.list(path, recursive=recursive)
 
 

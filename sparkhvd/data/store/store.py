@@ -435,7 +435,7 @@ class StoreFilesystem:
 
     @property
     def fs(self) -> pafs.FileSystem:
-        """Opened file system."""
+        """File system, opened at the first access."""
         if self.address.root is not None:
             if self._filesystem is None:
                 self._filesystem, _ = self._open()
@@ -1008,7 +1008,7 @@ class StoreCleaner:
                 self.failed.append(directory)
 
     def clean_runs(self) -> None:
-        """Delete the folders of all runs without a lock."""
+        """Delete the folders of runs that no process has locked."""
         for folder in ("runs", "keras_runs"):
             for run in self._store.list(folder):
                 self._delete(run, self._is_free)
@@ -1022,8 +1022,8 @@ class StoreCleaner:
             return
         more = ", ..." if len(self.failed) > _NAMED else ""
         warnings.warn(
-            f"Store.clean: {len(self.failed)} folders of {self._store.url} stay, because this user may not list, read or "
-            f"delete them: {', '.join(self.failed[:_NAMED])}{more}. Ask their owners, or a user with permission, to clean them.",
+            f"Store.clean: {len(self.failed)} folders of {self._store.url} could not be deleted, because this user may not list, "
+            f"read or delete them: {', '.join(self.failed[:_NAMED])}{more}. Ask their owners, or a user with permission, to clean them.",
             stacklevel=stacklevel + 1,
         )
 

@@ -219,7 +219,7 @@ def _expression(condition: Condition, types: Mapping[str, pa.DataType]) -> pc.Ex
 
 
 def _compared(field: pc.Expression, test: Test, kind: pa.DataType) -> pc.Expression:
-    """Compare a column with a value. An inexact value lies between two numbers of the type."""
+    """Build the comparison. Round down a value that the column's type cannot represent."""
     value = test.values[0]
     exact = _value_in(value, kind, test.column)
     if exact is not None:

@@ -214,7 +214,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Run id."""
+        """Run id, the name of the folder under `runs/`."""
         return self.run_dir.removeprefix("runs/").partition("/")[0]
 
     def explain_failure(

@@ -61,7 +61,7 @@ class ClusterParams(TorchParams):
 
     num_proc = cluster_param(
         to_ranks,
-        "number of ranks, by default one per GPU or task slot; (least, most) for elastic training",
+        "number of ranks, by default one per GPU or task slot, or (least, most) for elastic training",
         annotation="int | tuple[int, int]",
         aliases=("numTrainWorkers",),
         check=is_number_of_ranks,
@@ -75,7 +75,7 @@ class ClusterParams(TorchParams):
     )
     verbose = cluster_param(
         to_whole,
-        "0 prints nothing; 1 prints a line per epoch; 2 also shows Spark's log of a failed rank",
+        "0 prints nothing, 1 prints a line per epoch, 2 also shows Spark's log of a failed rank",
         default=1,
         check=at_least(0),
         in_conf=True,
@@ -160,7 +160,7 @@ class DataParams(TorchParams):
     )
     val_reader_num_workers = data_param(
         to_whole,
-        "threads per rank that run decoders of validation rows; default num_workers",
+        "threads per rank that run decoders of validation rows, by default num_workers",
         check=at_least(1),
         accessors=("ValReaderNumWorker",),
     )
@@ -206,7 +206,7 @@ class DataParams(TorchParams):
     )
     num_partitions = data_param(
         to_whole,
-        "maximum number of partitions to write, each with a task and a file; default the DataFrame's number",
+        "maximum number of partitions to write, each with a task and a file, by default the DataFrame's number",
         check=at_least(1),
     )
 
@@ -241,22 +241,22 @@ class ModelParams(TorchParams):
     )
     optimizer = model_param(
         to_optimizer,
-        "optimizer of the model's parameters, or a list of them; a function of parameters; or 'adam', 'adamw', 'sgd', ...",
+        "optimizer of the model's parameters, or a list of them, or a function of parameters, or 'adam', 'adamw', 'sgd', ...",
         annotation="Optimizer | Sequence[Optimizer] | Callable[..., Any] | str",
     )
     loss = model_param(
         to_losses,
-        "(output, label) -> mean or (mean, weight), or 'mse', ...; or a list per label; a scalar label is (rows, 1) if its output is",
+        "(output, label) -> mean or (mean, weight), or 'mse', ..., or a list per label. A scalar label is (rows, 1) if its output is",
         annotation="Callable[..., Any] | str | Sequence[Callable[..., Any] | str]",
     )
     loss_constructors = model_param(
         any_value,
-        "function that makes the loss, or a list per label; instead of loss",
+        "function that makes the loss, or a list per label, instead of loss",
         annotation="Callable[..., Any] | Sequence[Callable[..., Any]]",
     )
     learning_rate = model_param(
         to_float,
-        "learning rate of all groups of the optimizer; by default each group keeps its own",
+        "learning rate of all groups of the optimizer, by default each group keeps its own",
         fingerprint=True,
         train_fn=OF_THE_OPTIMIZER,
         aliases=("stepSize",),
@@ -264,7 +264,7 @@ class ModelParams(TorchParams):
     )
     weight_decay = model_param(
         to_float,
-        "weight decay of all groups of the optimizer; by default each group keeps its own",
+        "weight decay of all groups of the optimizer, by default each group keeps its own",
         fingerprint=True,
         train_fn=OF_THE_OPTIMIZER,
         check=not_negative,
@@ -310,7 +310,7 @@ class ModelParams(TorchParams):
     )
     train_step = model_param(
         any_value,
-        "(model, batch, ctx) -> loss of a batch, instead of forward and loss; a scalar label is (rows,)",
+        "(model, batch, ctx) -> loss of a batch, instead of forward and loss. A scalar label is (rows,)",
         annotation="Callable[..., Any]",
         train_fn=NOT_SEEN,
     )
@@ -366,7 +366,7 @@ class TrainingParams(TorchParams):
     )
     random_seed = training_param(
         to_whole,
-        "seed of the validation split, the order of rows and dropout; default random",
+        "seed of the validation split, the order of rows and dropout, by default random",
         aliases=("seed",),
     )
     gradient_clip_norm = training_param(
@@ -411,7 +411,7 @@ class TrainingParams(TorchParams):
     )
     train_steps_per_epoch = training_param(
         to_whole,
-        "maximum of steps per epoch; default all rows",
+        "maximum of steps per epoch, by default all rows",
         check=at_least(1),
         fingerprint=True,
         to_ranks=True,
@@ -419,14 +419,14 @@ class TrainingParams(TorchParams):
     )
     validation_steps_per_epoch = training_param(
         to_whole,
-        "maximum of validation batches per epoch; default all rows",
+        "maximum of validation batches per epoch, by default all rows",
         check=at_least(1),
         to_ranks=True,
         train_fn=NOT_SEEN,
     )
     monitor = training_param(
         TypeConverters.toString,
-        "key of the history that decides the best epoch; default val_loss, else loss",
+        "key of the history that decides the best epoch, by default val_loss, else loss",
     )
     monitor_mode = training_param(
         TypeConverters.toString,
@@ -453,7 +453,7 @@ class TrainingParams(TorchParams):
     )
     run_id = training_param(
         TypeConverters.toString,
-        "name of the run in the store; a fit resumes an unfinished run of this name",
+        "name of the run in the store. A fit resumes an unfinished run of this name",
     )
     warm_start = training_param(
         TypeConverters.toBoolean,
@@ -462,14 +462,14 @@ class TrainingParams(TorchParams):
     )
     checkpoint_interval_s = training_param(
         to_float,
-        "seconds between checkpoints, at most so many are trained again after a failure; also after each epoch of 1 s or more",
+        "seconds between checkpoints, also the most that is trained again after a failure. A checkpoint is also written after each epoch of 1 s or more",
         default=300.0,
         check=above(0),
         to_ranks=True,
     )
     keep_checkpoints = training_param(
         to_whole,
-        "number of last epochs whose checkpoints stay after the fit; 0 deletes the report, too; default 1 with a run_id, else none",
+        "number of last epochs whose checkpoints stay after the fit. 0 also deletes the report. By default 1 with a run_id, else 0",
         check=at_least(0),
     )
 
@@ -506,7 +506,7 @@ class IgnoredParams(TorchParams):
         "give num_proc, and variables as spark.executorEnv.NAME in Spark's configuration"
     )
     partitions_per_process = _no_effect(
-        "rows are divided evenly among ranks for any partitions; give num_partitions to write fewer files, or repartition the DataFrame"
+        "rows are divided evenly among ranks for any partitions. Give num_partitions to write fewer files, or repartition the DataFrame"
     )
     reader_pool_type = _no_effect("data are read by threads")
     mp_start_method = _no_effect("ranks are always separate processes")
@@ -515,7 +515,7 @@ class IgnoredParams(TorchParams):
     continuous_cols = _no_effect("give feature_cols, and inputs={...} to pass columns by name")
     categorical_cols = _no_effect("give feature_cols, and inputs={...} to pass columns by name")
     data_module = _no_effect(
-        "batches come from the materialized data; read them yourself in a function for sparkhvd.runner.run"
+        "batches come from the materialized data. Read them yourself in a function for sparkhvd.runner.run"
     )
     compress_sparse_cols = _no_effect("the column decides how sparse vectors are stored")
     transformation_edit_fields = _no_effect("shapes are found in the data")
@@ -549,7 +549,7 @@ class CompatibilityParams(IgnoredParams):
 
     train_minibatch_fn = param(
         any_value,
-        "an argument of Horovod; give train_step instead",
+        "an argument of Horovod. Give train_step instead",
         refused="is an argument of Horovod. Give train_step instead, a function (model, batch, ctx) that returns the loss: the loop calls "
         "backward() and the optimizer",
     )
@@ -602,7 +602,7 @@ class PredictParams(TorchParams):
     )
     sparse_cols = param(
         to_columns,
-        "vector columns that stay sparse; default vectors of more than 65,536 dimensions",
+        "vector columns that stay sparse, by default vectors of more than 65,536 dimensions",
         group="data",
         annotation="str | Sequence[str]",
     )
@@ -613,22 +613,22 @@ class PredictParams(TorchParams):
         group="data",
         annotation="str | Mapping[str, str | float]",
     )
-    outputCols = param(to_columns, "output columns; default <label>__output", group="data")
+    outputCols = param(to_columns, "output columns, by default <label>__output", group="data")
     predictionCol = param(
         TypeConverters.toString,
-        "column for the predicted class or value as a double; '' omits it; default if the loss defines it",
+        "column for the predicted class or value as a double. '' omits it. By default added if the loss defines it",
         default="prediction",
         group="data",
     )
     probabilityCol = param(
         TypeConverters.toString,
-        "column for the vector of probabilities; '' omits it; default if the loss defines them",
+        "column for the vector of probabilities. '' omits it. By default added if the loss defines them",
         default="probability",
         group="data",
     )
     rawPredictionCol = param(
         TypeConverters.toString,
-        "column for the model's output as a vector; '' omits it; default with probabilityCol",
+        "column for the model's output as a vector. '' omits it. By default added with probabilityCol",
         default="rawPrediction",
         group="data",
     )
@@ -639,7 +639,7 @@ class PredictParams(TorchParams):
     )
     use_gpu = param(
         TypeConverters.toBoolean,
-        "use a GPU per rank, and in transform; default if Spark assigns GPUs to tasks",
+        "use a GPU per rank, and in transform. By default if Spark assigns GPUs to tasks",
         group="cluster",
     )
     output_fn = param(

@@ -63,7 +63,7 @@ class Model(Protocol):
         """Description of the training rows of the fit."""
 
     def getModel(self) -> nn.Module:  # noqa: N802 - Spark's form
-        """Return the trained module."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ def _check_trust(
         )
     if not key.strip():
         raise UntrustedError(
-            f"The key for {url} is empty. TorchModel.run_key is empty for a fit without a recipe: elastic, with warm_start, or with Params "
-            "that cannot be pickled. Give the key of the run's own model."
+            f"The key for {url} is empty. A fit has no run_key if it is elastic, uses warm_start, or has Params that cannot be "
+            "pickled. Give TorchModel.run_key of the run's own model."
         )
     if not _KEY.fullmatch(key.strip()):
         raise UntrustedError(

@@ -224,8 +224,8 @@ def _stored_shape(column: Column, given: Shape) -> Shape:
         if len(shape) == depth:
             return shape
     raise InvalidArgumentError(
-        f"transform: column {column.name!r} is of type {column.source}, but input_shapes gives {list(given)} per row, which does not give "
-        f"the lengths of its {depth} levels of arrays. Flatten the column first: flatten({column.name})."
+        f"transform: column {column.name!r} is of type {column.source}, but input_shapes gives {list(given)} per row: the shape does not "
+        f"match {depth} nested array levels. Flatten the column first: flatten({column.name})."
     )
 
 

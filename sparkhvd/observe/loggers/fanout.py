@@ -96,7 +96,7 @@ class LoggerFanout:
                     self._known_until[rank] = moment
 
     def put(self, metrics: Iterable[Metric]) -> None:
-        """Log numbers."""
+        """Pass numbers to every logger."""
         found = list(metrics)
         for each in self._deliveries:
             each.put(found)

@@ -253,7 +253,7 @@ class _Attempt:
         return JobFailure(error_of(cause, self._limits.first), is_retryable(cause))
 
     def _of_spark(self, future: Future) -> Outcome | None:
-        """Find the cause of the stage's end in Spark's error or the tasks, or None if unknown."""
+        """Find why the stage ended, from Spark's error or the tasks' outcomes. None if unknown."""
         if (error := future.exception()) is not None:
             if isinstance(error, SparkhvdError):  # Spark itself is gone
                 raise error
@@ -337,7 +337,7 @@ class Stages:
                 thread.join(_CANCEL_WAIT_S)
 
     def ended(self) -> Future:
-        """Return a failed stage, or else the first stage."""
+        """Find a failed stage, or else the first stage."""
         failed = [each for each in self._futures if each.done() and each.exception() is not None]
         return (failed or self._futures)[0]
 
@@ -460,7 +460,6 @@ class CoordinatorInDriver:
         return self._made.run()
 
     def dismiss(self) -> None:
-        """Release the tasks."""
         self._made.tasks.dismiss()
 
     def __enter__(self) -> CoordinatorInDriver:

@@ -231,12 +231,12 @@ class ElasticLauncher:
 
     def _record_hosts(self, found: Discovered) -> None:
         if found.hosts is None:
-            self._log(f"{found.problem} The known hosts are kept.")
+            self._log(f"{found.problem} Keeping the last known hosts.")
             return
         self._slots = slots_of(found.hosts)
         if not self._slots:
             self._log(
-                "--host-discovery-script printed no host. The last process that has the training's state stays until another one has it."
+                "--host-discovery-script printed no host. Keeping the last process with the state until another has copied it."
             )
 
     def _record_end(self, ended: RankEnded, how: str = "") -> None:

@@ -91,9 +91,7 @@ class ElasticOptions:
             )
         limit = self.reset_limit
         if limit is not None and (type(limit) is not int or limit < 0):
-            raise InvalidArgumentError(
-                f"{resets} is {limit!r}; it must be 0 or more changes of the ranks, a whole number."
-            )
+            raise InvalidArgumentError(f"{resets} is {limit!r}. Give a whole number of at least 0.")
         check_seconds(timeout, self.timeout_s, 600)
         pair = self.cooldown_s
         if not all(map(is_number, pair)) or not 0 < pair[0] <= pair[1] < math.inf:
@@ -108,12 +106,10 @@ class ElasticOptions:
 
     @property
     def smallest(self) -> int:
-        """Smallest number of ranks."""
         return self.least or self.first
 
     @property
     def largest(self) -> int:
-        """Largest number of ranks."""
         return self.most or max(_MOST, self.first)
 
     @property
@@ -255,7 +251,7 @@ class DiscoveryScript:
         self._thread: threading.Thread | None = None
 
     def first(self) -> tuple[Host, ...]:
-        """Run it once.
+        """Run the script once.
 
         Raises:
             PreflightError: it cannot be started, fails, hangs, or prints anything but hosts.

@@ -47,7 +47,6 @@ class ElasticProcessesHere:
     members: Members | FunctionMembers
 
     def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
-        """Start a process."""
         self.members.start(join_token, slot.number, slots)
 
     def send(self, number: int, member: int | None = None) -> None:

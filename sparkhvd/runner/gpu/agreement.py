@@ -126,7 +126,7 @@ def own_gpu(
 
 
 def check_gpus(mode: str, ranks: Sequence[RankGpus], *, is_required: bool) -> str:
-    """Return the reason why these ranks have no GPUs of their own, or "".
+    """Find why these ranks have no GPUs of their own, or return "".
 
     Depends only on its arguments, so the result is equal on every rank.
     """

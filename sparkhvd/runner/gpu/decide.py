@@ -291,7 +291,7 @@ def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> N
 
 
 def no_profiles() -> str:
-    """Return the reason why stages of this pyspark have no resource profile, or ""."""
+    """Find why stages of this pyspark have no resource profile, or return ""."""
     import pyspark
 
     if int(pyspark.__version__.split(".")[0]) < 4:

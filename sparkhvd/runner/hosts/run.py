@@ -83,7 +83,7 @@ def launch_on_hosts(
     num_proc: int | None,
     options: HostsOptions,
 ) -> list[R]:
-    """See `sparkhvd.runner.run_hosts`."""
+    """Launch ranks on hosts, for `sparkhvd.runner.run_hosts`."""
     hosts = options.hosts_given()
     size = sum(host.slots for host in hosts) if num_proc is None else num_proc
     check_num_proc(size)

@@ -60,7 +60,6 @@ class LiveConnection:
         return since is not None and time.monotonic() - since > _CONNECT_S
 
     def abort(self) -> None:
-        """End `deliver` soon."""
         with self._lock:
             self._is_over.set()
             if self._sock is not None:
@@ -74,7 +73,7 @@ class LiveConnection:
         with socket.socket(family, kind, protocol) as sock:
             with self._lock:
                 if self._is_over.is_set():
-                    raise OSError("over")
+                    raise OSError("connection aborted before it was made")
                 self._sock = sock
             try:
                 sock.settimeout(_CONNECT_S)

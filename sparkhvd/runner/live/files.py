@@ -93,7 +93,6 @@ class ChunkWriter:
         return True
 
     def abort(self) -> None:
-        """End `deliver` soon."""
         self._is_over.set()
 
     @property

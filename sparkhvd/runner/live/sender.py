@@ -352,7 +352,7 @@ class Backlog:
             self._changed.notify_all()
 
     def rest(self) -> list[Record]:
-        """Return the unacknowledged records. Older records beyond an outcome's limit lose their text."""
+        """List the unacknowledged records. Older records beyond an outcome's limit lose their text."""
         with self._changed:
             self._close_record()
             found: deque[Record] = deque()

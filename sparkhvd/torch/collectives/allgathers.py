@@ -141,7 +141,7 @@ def start_grouped_allgather(
     *,
     is_awaited: bool = False,
 ) -> tuple[Handle[tuple[Tensor, ...]], list[tuple[int, ...]]]:
-    """Submit a group. After the handle's wait the list has each rank's number of rows by tensor."""
+    """Start a grouped allgather. The list is filled with each tensor's row counts after wait()."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("grouped_allgather", name, number)

@@ -264,7 +264,7 @@ def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) ->
 def _finish(
     scheme: Scheme, written: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Callable[[], None] | None:
-    """Return a function for the steps after the operation, or None without such steps."""
+    """Make a function for the steps after the operation, or None without such steps."""
     is_converted = scheme.wire != outputs[0].dtype and outputs[0].dtype != torch.bool
     if scheme.after == scheme.divisor == 1.0 and not is_converted:
         return None
@@ -625,7 +625,7 @@ def _numbers(exchange: Work, name: str, members: int, each: int) -> list[list[in
 
 
 def _view(source: Tensor, target: Tensor) -> TensorView:
-    """Replace the address 0 of an empty output: with 0 the engine would allocate the output."""
+    """Replace the null address of an empty output, because the engine would allocate memory for it."""
     return TensorView(source.data_ptr(), target.data_ptr() or 1, source.shape)
 
 

@@ -138,7 +138,6 @@ class ObjectState(State):
         self._keep()
 
     def restore(self) -> None:
-        """Restore the last copies."""
         for name, value in self._saved_state.items():
             setattr(self, name, copy.deepcopy(value))
 
@@ -250,7 +249,6 @@ class TorchState(ObjectState):
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
     def restore(self) -> None:
-        """Restore the last copies."""
         for name, handler in self._handlers.items():
             handler.restore(self._saved[name])
         super().restore()
@@ -410,7 +408,7 @@ class Handler(Protocol):
         """Copy the state, possibly into the memory of the unused copy `former`."""
 
     def restore(self, saved: object) -> None:
-        """Restore a copy."""
+        """Restore the object from a saved copy."""
 
     def sync(self, name: str) -> None:
         """Copy rank 0's object to every rank. Every rank must call this."""

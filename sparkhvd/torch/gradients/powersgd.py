@@ -256,7 +256,7 @@ def _beside(entry: GradientSlot, values: Tensor) -> Tensor:
 
 
 def matrix_shape(entry: GradientSlot) -> tuple[int, int]:
-    """Return the gradient's shape as a matrix: its first dimension, and the product of all others."""
+    """Compute the gradient's shape as a matrix: its first dimension, and the product of all others."""
     rows = entry.shape[0]
     return rows, entry.param.numel() // rows
 

@@ -343,7 +343,7 @@ class Sharded(Distributed):
         return self._configuration.number != 0 or self._configuration.share_parameters
 
     def own_state(self) -> OwnState:
-        """Return this rank's part of the state, without a copy and without communication."""
+        """Collect this rank's part of the state, without a copy and without communication."""
         parts, self.state = self.state, type(self.state)(dict)
         try:
             groups = super().state_dict()["param_groups"]

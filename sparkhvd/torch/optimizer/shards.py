@@ -280,7 +280,7 @@ class DeviceShards:
         self._num_allocations = 0
 
     def cut(self, bucket: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Divide parameters of one type together and return this rank's range of elements of each parameter."""
+        """Shard parameters of one dtype as one flat buffer. Return this rank's range in each parameter."""
         counts = [p.numel() for p in bucket]
         slices = Slices.cut(counts, bucket[0].dtype.itemsize, self._num_ranks)
         self._buckets.append((slices, list(bucket)))

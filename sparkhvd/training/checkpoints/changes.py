@@ -47,7 +47,7 @@ class Changes:
         return owners
 
     def state_dict(self, watch: Watch | None, attributes: Sequence[list[Entry]]) -> dict[str, Any]:
-        """Return the changes as plain values by name.
+        """Encode the changes as plain values by name.
 
         Args:
             watch: watch of the callbacks, or None.

@@ -194,7 +194,7 @@ def _mapped(file: IO[bytes]) -> dict[str, Any]:
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers missing from the model's state dict (`persistent=False`), by name."""
+    """Collect the buffers missing from the model's state dict (`persistent=False`), by name."""
     saved = model.state_dict()
     return {name: value for name, value in model.named_buffers() if name not in saved}
 
@@ -223,7 +223,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def extra_states(model: nn.Module) -> State:
-    """Return the extra states of modules (`get_extra_state`) by module name, with tensors on the CPU."""
+    """Collect the extra states of modules (`get_extra_state`) by module name, with tensors on the CPU."""
     return {
         name: to_cpu(module.get_extra_state())
         for name, module in model.named_modules()

@@ -103,7 +103,7 @@ def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def frozen_sums(model: nn.Module) -> Sums:
-    """Return shape, dtype and checksum of each frozen parameter of the state dict."""
+    """Compute shape, dtype and checksum of each frozen parameter of the state dict."""
     return _sums(
         {
             name: value
@@ -115,7 +115,7 @@ def frozen_sums(model: nn.Module) -> Sums:
 
 
 def weight_sums(model: nn.Module) -> Sums:
-    """Return shape, dtype and checksum of each plain tensor of the state dict."""
+    """Compute shape, dtype and checksum of each plain tensor of the state dict."""
     return _sums({n: t for n, t in _tensors(model.state_dict()).items() if type(t) is Tensor})
 
 

@@ -84,7 +84,7 @@ class _NotPlain(Exception):
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the detached tensors of the state dict by name."""
+    """Collect the detached tensors of the state dict by name."""
     return {n: t.detach() for n, t in module.state_dict().items() if isinstance(t, Tensor)}
 
 

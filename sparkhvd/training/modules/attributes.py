@@ -95,7 +95,7 @@ class Attributes:
         _load(self._owners(), self._first, [])
 
     def changes(self, large: Collection[tuple[str, str]] = ()) -> list[Entry]:
-        """Return the differences from the program's values.
+        """List the attributes that differ from the program's values.
 
         Args:
             large: (owner, attribute) of large values to include.
@@ -234,7 +234,7 @@ def _roots(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
 
 
 def _attributes(owner: object) -> dict[str, object]:
-    """Return the attributes of an object, including slots."""
+    """Collect the attributes of an object, including slots."""
     found: dict[str, object] = dict(getattr(owner, "__dict__", {}))
     if not isinstance(owner, (nn.Module, Tensor)):
         for kind in type(owner).__mro__:
@@ -569,7 +569,7 @@ def _sharing(places: Mapping[Key, Any]) -> dict[Key, set[Key]]:
 
 
 def _get(owners: Mapping[str, object], key: Key) -> Any:
-    """Return the value at a place, or `_ABSENT`."""
+    """Find the value at a place, or `_ABSENT`."""
     value: Any = owners.get(key[0], _ABSENT)
     for kind, name in key[1]:
         try:

@@ -49,7 +49,7 @@ class TrainedState:
         loss: loss of the training with its trained parameters, or a list with one loss per label; None if unknown.
         report: document of the fit's report, see `sparkhvd.observe.report`; {} without a fit in this process.
         data: origin of the training rows, see `TorchModel.training_data`; {} if unknown.
-        run_key: key that seals the recipe of the run; "" without a recipe.
+        run_key: key of the run for `sparkhvd reproduce`, see `TorchModel.run_key`.
     """
 
     module: torch.nn.Module = field(repr=False)

@@ -179,7 +179,6 @@ class HashingWriter:
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write and hash."""
         self._hash.update(data)
         if self._sink is not None:
             self._sink.write(data)

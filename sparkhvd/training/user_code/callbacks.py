@@ -330,7 +330,7 @@ class Callbacks:
             self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
 
     def train_end(self, history: History, saver: Writer) -> None:
-        """Call `on_train_end`, and save its changes of the model. Every rank must call this."""
+        """Call `on_train_end`, and save changes it made to the model. Every rank must call this."""
         if _overrides("on_train_end", self._all):
             with saver.around_train_end(history):
                 self.call("on_train_end", history)
@@ -360,7 +360,7 @@ class Callbacks:
         return self.stopped
 
     def state_dict(self) -> State:
-        """Return the states of the callbacks by position and class, and the reason to stop."""
+        """Collect the states of the callbacks by position and class, and the reason to stop."""
         states = {
             _key(i, c): c.state_dict() for i, c in enumerate(self._all) if hasattr(c, "state_dict")
         }

@@ -169,7 +169,7 @@ def resolve_transformations(row: Any, batch: Any) -> Transformations:
             inspect.signature(function).bind(None, **_keywords(function, True))
         except TypeError as e:
             raise InvalidArgumentError(
-                f"{name} must take one argument, {meaning} (and training=, if it wants to know): {e}."
+                f"{name} must take one argument, {meaning} (and optionally training=): {e}."
             ) from e
         except ValueError:  # a C function without a signature
             continue

@@ -91,7 +91,7 @@ class Spikes(nn.Module):
 
 
 class Tagger(nn.Module):
-    """A conditional random field behind embeddings; returns the best tags, or the loss."""
+    """A conditional random field after embeddings. Returns the best tags, or the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Denoiser(nn.Module):
 
 
 class Sentences(nn.Module):
-    """Two texts by the pooling of sentence-transformers."""
+    """Two texts through the pooling of sentence-transformers."""
 
     def __init__(self) -> None:
         super().__init__()

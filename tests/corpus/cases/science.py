@@ -93,7 +93,7 @@ class Control(nn.Module):
 
 
 class NeuralCde(nn.Module):
-    """A controlled equation over a series."""
+    """A controlled differential equation over a series."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class NeuralCde(nn.Module):
 
 
 class DeepKernel(nn.Module):
-    """Variational Gaussian process behind a network; returns mean and variance."""
+    """Variational Gaussian process after a network. Returns mean and variance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def evidence(model: nn.Module, batch: dict[str, Tensor], ctx: Any) -> Tensor:
 
 
 class Flow(nn.Module):
-    """A flow of any library, which returns logarithms of densities."""
+    """A flow of any library that returns logarithms of densities."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Habits of code that people write around torch: attributes, hooks, state, signatures, own optimizers."""
+"""Habits of users' code around torch: attributes, hooks, state, signatures, own optimizers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Wraps(nn.Module):
-    """A network with something beside it."""
+    """A network with an additional attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Configured(Wraps):
 
 
 class NumpyNoise(Wraps):
-    """Draws from its own generator of numpy."""
+    """Draws from an own numpy generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class NumpyNoise(Wraps):
 
 
 class TorchNoise(Wraps):
-    """Draws from its own generator of torch."""
+    """Draws from an own torch generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Empty(Wraps):
 
 
 class Parent(nn.Module):
-    """Its part knows the whole."""
+    """Its submodule refers to the parent."""
 
     class Part(nn.Module):
         def __init__(self, whole: nn.Module) -> None:
@@ -203,7 +203,7 @@ class Parent(nn.Module):
 
 
 class Weak(Wraps):
-    """Keeps a weak reference to its part."""
+    """Has a weak reference to its submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Weak(Wraps):
 
 
 class Locked(Wraps):
-    """Has a lock that it makes again."""
+    """Has a lock that it recreates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Described(Wraps):
 
 
 class Counts(Wraps):
-    """Counts its steps in a number, and warms up by it."""
+    """Counts its steps in a number that controls its warm-up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ ATTRIBUTES = [
 
 
 class Strided(nn.Module):
-    """Parameters whose memory is not in order."""
+    """Parameters with strided memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ class Buffers(Wraps):
 
 
 class OwnState(Wraps):
-    """Writes its state in its own form, with more than tensors."""
+    """Writes its state in its own form, which has more than tensors."""
 
     def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
         return {"net": self.body.state_dict(*args, **keywords), "version": 3}
@@ -381,7 +381,7 @@ class FrozenNorm(nn.Module):
 
 
 class MonteCarlo(nn.Module):
-    """Drops out in eval mode, too; its mean is returned then."""
+    """Uses dropout in eval mode too, and returns the mean there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,7 +400,7 @@ class MonteCarlo(nn.Module):
 
 
 class Byol(nn.Module):
-    """A student, and a teacher whose weights follow it in forward."""
+    """A student, and a teacher whose weights follow the student's in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -724,7 +724,7 @@ class SignDescent(torch.optim.Optimizer):
 
 
 def lookahead(parameters: Any) -> torch.optim.Optimizer:
-    """Make an optimizer around another one, by a class of each call: torch patches a class when a state is loaded."""
+    """Make an optimizer around another one. Each call makes a class, because torch patches a class when a state is loaded."""
 
     class Lookahead(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer, k: int = 3) -> None:
@@ -755,7 +755,7 @@ def lookahead(parameters: Any) -> torch.optim.Optimizer:
 
 
 def outer(parameters: Any) -> torch.optim.Optimizer:
-    """Make an optimizer that returns the groups of an inner one by a property."""
+    """Make an optimizer with a property that returns the groups of an inner optimizer."""
 
     class Outer(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer) -> None:
@@ -776,7 +776,7 @@ def outer(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware steps, which evaluate the loss at a second point."""
+    """Sharpness-aware steps, which compute the loss at a second point."""
 
     def __init__(self, parameters: Any, lr: float = 0.05, rho: float = 0.05) -> None:
         super().__init__(parameters, {"lr": lr, "rho": rho})
@@ -798,7 +798,7 @@ class Sam(torch.optim.Optimizer):
 
 
 class TwoStepSam(Sam):
-    """Moves by the gradient that is there, and takes a second one."""
+    """Moves by the existing gradient, and computes a second gradient."""
 
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:

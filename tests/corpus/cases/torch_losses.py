@@ -183,7 +183,7 @@ def ctc(model: nn.Module, batch: dict[str, Tensor], ctx: Any) -> Tensor:
 
 
 class Words(nn.Module):
-    """Scores of the next word at each place, classes first as cross-entropy takes them."""
+    """Scores of the next word at each place, with the classes first, as cross-entropy expects them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -241,7 +241,7 @@ class OwnGradient(nn.Module):
 
 
 class Inverse(nn.Module):
-    """Inverts a matrix of the row, for which zeros are no valid input."""
+    """Inverts a matrix from the row. A row of zeros is invalid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Asserts(nn.Module):
 
 
 class FixedBatch(nn.Module):
-    """Keeps a state per row of its batches, of 8 or all rows."""
+    """Keeps a state per row for batches of 8 rows or of all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Distribution(nn.Module):
 
 
 class PhysicsNet(nn.Module):
-    """Returns the derivative of a network by its input, computed inside of forward."""
+    """Returns the derivative of a network by its input, computed in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ class Gan(nn.Module):
 
 
 def adversarial(ctx: Any) -> None:
-    """Train generator and critic by turns, each by its own optimizer."""
+    """Train generator and critic in turn, each with its own optimizer."""
     model = getattr(ctx.model, "module", ctx.model)
     parts = {"generator": model.generator, "critic": model.critic}
     steps = {}
@@ -427,7 +427,7 @@ def adversarial(ctx: Any) -> None:
 
 
 def distributed(optimizer: Any, part: nn.Module, ctx: Any) -> Any:
-    """Return an optimizer that averages over ranks, where there are ranks."""
+    """Return an optimizer that averages over ranks, if there are ranks."""
     if not hasattr(ctx, "store"):  # the plain loop
         return optimizer
     import sparkhvd.torch as hvd
@@ -534,7 +534,7 @@ def any_form(model: nn.Module, batch: dict[str, Tensor], ctx: Any) -> Tensor:
 
 
 class OwnLoss(nn.Module):
-    """Computes its loss if it gets labels, as those of Hugging Face."""
+    """Computes its loss if it gets labels, as Hugging Face's models do."""
 
     def __init__(self) -> None:
         super().__init__()

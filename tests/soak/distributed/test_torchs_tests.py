@@ -1,4 +1,4 @@
-"""What passes of PyTorch's own backend tests on Gloo passes on ours."""
+"""Each of PyTorch's own backend tests that passes on Gloo also passes on our backend."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""PyTorch's own tests of a backend, in processes of this one's forks.
+"""PyTorch's own tests of a backend, in forks of this process.
 
     python -m tests.soak.distributed.torchs_tests BACKEND FILE [TEST...]     writes the outcome of each test as JSON
 
-They are in PyTorch's wheel and written for backends that it knows by name: a test of Gloo's is skipped for another name, and the
-bodies of some ask for it. So they run under the name "gloo", and the groups that they make are BACKEND's.
+The tests are in PyTorch's wheel and written for backends with known names: a Gloo test is skipped for another name, and the
+bodies of some ask for it. So they run under the name "gloo", and make groups of BACKEND.
 """
 
 from __future__ import annotations

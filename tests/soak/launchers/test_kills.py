@@ -1,4 +1,4 @@
-"""Processes of `sparkhvdrun` killed at random moments: whatever is killed, nothing stays."""
+"""Processes of `sparkhvdrun` are killed at random moments, and no process is left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LATEST_S = 2.0
 
 
 def kinds(launcher: int, tag: str) -> dict[str, list[int]]:
-    """Return the processes of a job by what they are."""
+    """Return the processes of a job by their kind."""
     own = children(launcher)
     ranks, guards = [], []
     for pid in own:

@@ -1,4 +1,4 @@
-"""Manifests of examples/kubernetes by the schemas that Kubernetes and Kubeflow publish; Docker files by hadolint."""
+"""Manifests of examples/kubernetes against the schemas of Kubernetes and Kubeflow, and Docker files against hadolint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGES = sorted((ROOT / "examples" / "docker").glob("*.Dockerfile"))
 
 @pytest.fixture(scope="module")
 def tools() -> Path:
-    """Programs of an environment that is made once, and kept."""
+    """Programs in an environment that is made once, and kept."""
     if not (FOLDER / "done").exists():
         venv.create(FOLDER, with_pip=True, clear=True)
         pip = [str(FOLDER / "bin" / "pip"), "install", "-q", *PACKAGES]

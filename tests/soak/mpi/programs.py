@@ -1,4 +1,4 @@
-"""Programs that MPI starts: `python -m tests.soak.mpi.programs <name>`. Each prints `ok <rank>` at its end."""
+"""Programs for MPI: `python -m tests.soak.mpi.programs <name>`. Each prints `ok <rank>` at its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refused(text: str, comm: Any = WORLD) -> None:
 
 
 def jobs() -> None:
-    """One job after the other: the world, parts of it, process sets, lists."""
+    """Run one job after the other: the world, parts of it, process sets, lists."""
     hvd.init()
     assert hvd.mpi_threads_supported()
     assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
@@ -57,7 +57,7 @@ def jobs() -> None:
 
 
 def several() -> None:
-    """Two communicators: one of all processes with sets of others works, two jobs at once are refused."""
+    """Check two communicators: one of all processes with process sets of others works, two jobs at the same time are refused."""
     odd, half = WORLD.Split(RANK % 2, RANK), WORLD.Split(RANK // 2, RANK)
     of_odd, of_half = hvd.ProcessSet(odd), hvd.ProcessSet(half)
     hvd.init(comm=WORLD, process_sets=[of_odd, of_half])
@@ -75,7 +75,7 @@ def several() -> None:
 
 
 def sets() -> None:
-    """Process sets of communicators: of a split, and of a group, which the others have not."""
+    """Check process sets of communicators: from a split, and from a group that the other ranks do not have."""
     part = WORLD.Split(RANK % 2, RANK)
     of_part = hvd.ProcessSet(part)
     hvd.init(comm=WORLD, process_sets=[of_part])
@@ -133,12 +133,12 @@ def mixed() -> None:
 
 
 def unnoticed() -> None:
-    """Refuse an mpi4py whose MPI is not the launcher's; a child of a rank is no rank."""
+    """Check the refusal of an mpi4py whose MPI is not the launcher's. A child of a rank is no rank."""
     refused("MPI's world has 1 process, and ")
 
 
 def children() -> None:
-    """Refuse `init()` in what a rank starts."""
+    """Check that processes that a rank starts cannot call `init()`."""
     hvd.init(comm=WORLD)
     code = "from sparkhvd import launchers; launchers.find()"
     child = subprocess.run(
@@ -148,7 +148,7 @@ def children() -> None:
 
 
 def hosts() -> None:
-    """Be on two hosts."""
+    """Check the ranks on two hosts."""
     names = WORLD.allgather(socket.gethostname())
     assert len(set(names)) == 2, names
     hvd.init(comm=WORLD)
@@ -162,7 +162,7 @@ def hosts() -> None:
 
 
 def alone() -> None:
-    """Wait for a rank that does not come."""
+    """Wait for a rank that never comes."""
     if RANK == 0:
         refused("waited 2 s (start_timeout_s)")
     WORLD.send("end", 1 - RANK)

@@ -1,4 +1,4 @@
-"""`init(comm=...)` with real MPIs and mpi4py: Open MPI's and MPICH's wheels, and Debian's Open MPI where it is installed."""
+"""`init(comm=...)` with real MPIs and mpi4py: the wheels of Open MPI and MPICH, and Debian's Open MPI if it is installed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DEBIAN = "/usr/bin/mpirun.openmpi"
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI in an environment of its own.
+    """An MPI in its own environment.
 
     Attributes:
         name: of its package, or "debian".
         python: with mpi4py.
-        mpirun: its launcher and what that always needs.
+        mpirun: its launcher with the flags that it always needs.
     """
 
     name: str
@@ -55,7 +55,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
 
 
 def installed(name: str, packages: list[str]) -> Path:
-    """Return an environment with packages; made once, and kept."""
+    """Return an environment with packages, which is made once and kept."""
     folder = FOLDER / name
     if not (folder / "done").exists():
         venv.create(folder, with_pip=True, clear=True)
@@ -104,7 +104,7 @@ def test_a_rank_that_does_not_call_init(mpi: Mpi) -> None:
 
 
 def test_no_rank_outlives_a_killed_mpirun(mpi: Mpi, tmp_path: Path) -> None:
-    """The ranks know nothing of MPI, which could end them."""
+    """The ranks do not use MPI, which could end them."""
     script = tmp_path / "train.py"
     script.write_text(STUBBORN)
     check_that_none_is_left([*mpi.mpirun, "-np", "2", sys.executable, str(script)])
@@ -120,7 +120,7 @@ def test_another_mpi_than_the_launchers(mpi: Mpi) -> None:
 
 
 def test_two_hosts(mpi: Mpi, tmp_path: Path) -> None:
-    """Two network namespaces with host names of their own, between which `mpirun` starts ranks by what it takes for ssh."""
+    """Two network namespaces have their own host names, and a script replaces the ssh by which `mpirun` starts ranks."""
     if (reason := netns.why_not()) is not None:
         pytest.skip(f"two hosts on one machine: {reason}")
     if shutil.which("unshare") is None:

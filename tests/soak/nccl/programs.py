@@ -1,4 +1,4 @@
-"""Runs the conformity program of native/tests as tests of its functions do."""
+"""Run the conformity program of native/tests from tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 60
 
 
 def conformity(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the program to its end. It sees no GPU, not even on a machine that has one."""
+    """Run the program to its end. It sees no GPU, even on a machine with one."""
     return subprocess.run(
         [_program(), *arguments],
         capture_output=True,
@@ -35,7 +35,7 @@ def conformity(*arguments: str, **environment: str) -> subprocess.CompletedProce
 def started(
     *arguments: str, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """Start the program; yield it and the processes of its two ranks, which are in the middle of an operation."""
+    """Start the program. Yield it and the processes of its two ranks, which are in an operation."""
     program = subprocess.Popen(
         [_program(), *arguments],
         stdout=subprocess.PIPE,

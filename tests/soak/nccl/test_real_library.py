@@ -1,4 +1,4 @@
-"""The real libnccl without a GPU: what it exports, its configuration, its errors, and which copy is taken."""
+"""The real libnccl without a GPU: its exports, configuration, errors, and the copy that is loaded."""
 
 from __future__ import annotations
 

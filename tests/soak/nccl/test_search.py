@@ -1,4 +1,4 @@
-"""Messages to the user where CUDA or NCCL cannot be used."""
+"""Messages to the user if CUDA or NCCL cannot be used."""
 
 from __future__ import annotations
 

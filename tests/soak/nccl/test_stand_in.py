@@ -1,4 +1,4 @@
-"""The stand-in takes its rules from the environment, too, because tests give them to processes that they start."""
+"""The stand-in also reads its rules from the environment, because tests set them for processes that they start."""
 
 from __future__ import annotations
 

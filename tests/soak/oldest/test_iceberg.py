@@ -33,7 +33,7 @@ _JARS = ("iceberg-spark-runtime-3.5_2.12", "iceberg-spark-extensions-3.5_2.12")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Run the program in a session of its own; return its folder and what it prints."""
+    """Run the program in its own session, and return its folder and its output."""
     folder = tmp_path_factory.mktemp("iceberg")
     jackson = folder / "jackson.jar"
     subprocess.run([sys.executable, "-m", "tools.relocated_jackson", jackson], check=True, cwd=ROOT)
@@ -62,7 +62,7 @@ def test_data_are_reused_by_snapshot(results: tuple[Path, dict[str, Any]]) -> No
 
 
 def test_tables_of_spark_are_read_in_place(results: tuple[Path, dict[str, Any]]) -> None:
-    """Position deletes, deletion vectors, branches, tags and hidden partitions that Spark wrote, by the main environment."""
+    """The main environment reads position deletes, deletion vectors, branches, tags and hidden partitions that Spark wrote."""
     folder, found = results
     (folder / "results.json").write_text(json.dumps(found))
     python = ROOT / ".venv" / "bin" / "python"

@@ -1,4 +1,4 @@
-"""The wheel and the tools: one wheel for every Python, and one clear sentence where something is missing."""
+"""The wheel and the tools: one wheel for every Python, and one clear error for each missing tool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOURCES = (
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the build reads, without anything built."""
+    """A copy of the files that the build reads, without build outputs."""
     folder = tmp_path / "checkout"
     ignore = shutil.ignore_patterns("*.so", "__pycache__", "build")
     folder.mkdir()

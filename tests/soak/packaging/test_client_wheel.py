@@ -1,4 +1,4 @@
-"""The wheel without the library: everything imports, and only what needs the engine says what to install."""
+"""The wheel without the library: all modules import, and only functions that need the engine say what to install."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ except EngineUnavailableError as error:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The contents of the wheel, as they would lie in site-packages."""
+    """The contents of the wheel, as in site-packages."""
     folder = tmp_path_factory.mktemp("client")
     tree = folder / "tree"
     tree.mkdir()

@@ -1,4 +1,4 @@
-"""A client of Spark Connect that has the package pyspark-client alone: no pyspark, no py4j, no Java."""
+"""A client of Spark Connect with only the package pyspark-client: no pyspark, no py4j, no Java."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ sys.meta_path.insert(0, Absent())
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with pyspark-client; everything else is this one's, behind it on the path."""
+    """The Python of an environment with pyspark-client. The other packages come from this environment, later on the path."""
     folder = tmp_path_factory.mktemp("client") / "env"
     make = "import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])"
     subprocess.run([sys.executable, "-c", make, folder], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Data sets that petastorm wrote, in an environment that has it (`make test-oldest`): pyspark 3.5, pyarrow 14, numpy 1.26."""
+"""Data sets written by petastorm, in an environment that has it (`make test-oldest`): pyspark 3.5, pyarrow 14, numpy 1.26."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def encoded(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 class Everything(nn.Module):
-    """Checks that what it gets is what the row was, and predicts from all of it."""
+    """Checks that its inputs equal the row, and predicts from all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_plain_data_need_no_unischema(spark: SparkSession, tmp_path: Path) -> No
 def test_fit_and_transform_of_a_dataframe_work_in_this_environment(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Fit and transform with the oldest pyspark, pyarrow and numpy that are supported."""
+    """The environment has the oldest supported pyspark, pyarrow and numpy."""
     frame = spark.range(40).selectExpr("array(id / 40, 1.0D) AS x", "cast(id AS double) AS y")
     fit = estimator(
         nn.Linear(2, 1),

@@ -1,4 +1,4 @@
-"""The pages of the API: each name of them has a docstring."""
+"""The API pages: each name has a docstring."""
 
 from __future__ import annotations
 

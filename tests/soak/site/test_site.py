@@ -1,4 +1,4 @@
-"""Pages of the site, as `make docs` has built it, on a wide and on a narrow screen."""
+"""Pages of the site from `make docs`, on a wide and on a narrow screen."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Handler(SimpleHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

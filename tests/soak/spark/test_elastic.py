@@ -1,4 +1,4 @@
-"""`run_elastic` on executors that Spark takes away with a notice, allocates by itself, or uses twice."""
+"""`run_elastic` on executors that Spark decommissions, allocates dynamically, or uses for two copies of a task."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ print("RANKS", sorted(rank for rank, *_ in results))
 
 
 def test_an_aborted_spark_stage_is_relaunched(tmp_path: Path) -> None:
-    """Spark ends a stage in which a task has failed as often as it allows: all ranks are lost."""
+    """Spark aborts a stage after the allowed number of failures of a task, and all ranks are lost."""
     output = run_on(
         "local-cluster[2,1,1024]",
         with_folder(PROGRAM + GIVEN_UP, tmp_path),

@@ -1,6 +1,6 @@
 """Fits whose processes are killed or stopped at random moments: the same weights bit by bit, or a named error in time.
 
-After each life the store is used by a next fit of the run, and no process is left. A seed gives the same lives.
+After each life, a next fit of the run uses the store, and no process is left. A seed gives the same lives.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ for line in sys.stdin:
 
 
 class Driver:
-    """Process of a user: fits one run after the other, by names from its standard input."""
+    """A user's process: fits one run after the other, by names from its standard input."""
 
     def __init__(self, script: Path, on: Host | None = None) -> None:
         words = [sys.executable, str(script)]
@@ -128,7 +128,7 @@ class Driver:
         self.process.stdin.flush()
 
     def wait_for(self, beginning: str, within_s: float) -> str | None:
-        """Return the next line with this beginning, or one of a failure; None if the process ends or time is over."""
+        """Return the next line with this beginning, or a line of a failure. None if the process ends or the time is over."""
         end = time.monotonic() + within_s
         while (left := end - time.monotonic()) > 0:
             try:
@@ -175,8 +175,8 @@ class Lives:
     Attributes:
         start: makes a driver.
         victims: by name, the processes that a fault may choose.
-        idle_s: time for which zygotes stay behind the last driver, because their application goes on.
-        cable: of a host, whose pulled cable is a fault, too.
+        idle_s: time for which zygotes stay after the last driver, because their application continues.
+        cable: of a host. Pulling it is a fault too.
         found: outcomes, counted.
     """
 
@@ -274,7 +274,7 @@ class Lives:
         return found
 
     def left(self, *, ends: bool = False) -> set[int]:
-        """Wait for trainers, and at the end of the application for zygotes; return what is left."""
+        """Wait for trainers and, at the end of the application, for zygotes. Return the remaining processes."""
         if not ends:
             return wait_until_gone(find(TRAINER), LEFT_S)
         return wait_until_gone(find(TRAINER) | find(ZYGOTE), self.idle_s + LEFT_S)
@@ -301,13 +301,13 @@ def scripts(folder: Path) -> Iterator[Callable[..., Callable[[], Driver]]]:
     yield starts
 
 
-def test_local_cluster(tmp_path: Path) -> None:
+def test_killed_fits_recover_on_a_local_cluster(tmp_path: Path) -> None:
     with scripts(tmp_path) as starts:
         start = starts("local-cluster[2,1,1024]", conf=CLUSTER_CONF)
         Lives(start, {**VICTIMS, "jvm": Driver.jvm}).run("local-cluster")
 
 
-def test_standalone(tmp_path: Path) -> None:
+def test_killed_fits_recover_on_a_standalone_cluster(tmp_path: Path) -> None:
     with standalone_cluster(tmp_path) as master, scripts(tmp_path) as starts:
         start = starts(master, conf=CLUSTER_CONF)
         Lives(start, {**VICTIMS, "jvm": Driver.jvm}).run("standalone")
@@ -315,7 +315,7 @@ def test_standalone(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")
 def test_standalone_cluster_of_two_hosts(tmp_path: Path) -> None:
-    """The driver, the master and one executor are on one host, the other executor behind a cable that is pulled."""
+    """The driver, the master and one executor share a host. The cable to the other executor's host is pulled."""
     with (
         two_hosts() as (here, there),
         cluster_of_hosts(tmp_path, (here, there)) as master,

@@ -1,4 +1,4 @@
-"""`run_elastic` while executors are killed and come at random moments: every row is trained on once per epoch."""
+"""`run_elastic` while executors are killed and added at random moments: each epoch has every row once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONF = {
 
 
 def live(master: str, folder: Path, act: Callable[[random.Random], str]) -> None:
-    """Run the program; act every few seconds until it ends."""
+    """Run the program, and disturb it every few seconds until it ends."""
     dice, done = random.Random(SEED), []
     script = write_script(folder / "driver.py", PROGRAM, master=master, conf=CONF)
     with started_script(script) as driver:
@@ -54,7 +54,7 @@ def live(master: str, folder: Path, act: Callable[[random.Random], str]) -> None
 
 
 def kill_an_executor(dice: random.Random) -> str:
-    """Kill one of several; the cluster starts another one."""
+    """Kill one of several executors. The cluster starts another one."""
     executors = sorted(find("CoarseGrainedExecutorBackend"))
     if len(executors) < 2:
         return "nothing"

@@ -1,7 +1,7 @@
-"""Fits on machines that are small, full or badly set up: they train, or an error says what is missing.
+"""Fits on machines that are small, full or badly configured: they train, or an error names what is missing.
 
-Not tried: a jump of the wall clock. This process could only make it for the whole machine, and with libfaketime 0.9.10 neither Python's sleep nor
-the JVM works.
+A jump of the wall clock is not tried. This process could only make it for the whole machine, and with libfaketime 0.9.10 neither Python's
+sleep nor the JVM works.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ for model in models:
 
 
 def test_two_drivers_of_one_run_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """One holds the run; the other is refused by name, or comes behind it and gets the finished run's error."""
+    """One driver holds the run. The other is refused with the run's name, or comes later and gets the error of a finished run."""
     body = f"""{PROGRAM}
 try:
     print("WEIGHTS", digest(estimator(store={str(tmp_path / "store")!r}, run_id="one", epochs=30).fit(table())))
@@ -101,7 +101,7 @@ except SparkhvdError as error:
 
 @pytest.mark.usefixtures("mounts")
 def test_a_store_that_fills_keeps_the_run(tmp_path: Path) -> None:
-    """Weights of 8 MB and Adam's state do not fit often into 64 MB with another file of 40."""
+    """Weights of 8 MB and Adam's state rarely fit into 64 MB beside a file of 40 MB."""
     with tmpfs(tmp_path / "small", 64 << 20) as place:
         output = run_on(
             "local[2]",
@@ -126,7 +126,7 @@ print("WEIGHTS", digest(estimator(**wide).fit(table())))
 
 @pytest.mark.usefixtures("mounts")
 def test_shared_memory_of_64_mb_suffices(tmp_path: Path) -> None:
-    """Containers have a small /dev/shm; ranks share memory without it."""
+    """Containers have a small /dev/shm, which ranks do not need for their shared memory."""
     prefix = [
         "unshare",
         "-m",
@@ -144,7 +144,7 @@ print("WEIGHTS", digest(estimator(hidden=1 << 23, store={str(tmp_path / "store")
 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
-    """A control group of 3 GB of memory; processes join it by its `cgroup.procs`."""
+    """A control group with 3 GB of memory. Processes join it by its `cgroup.procs`."""
     place = Path("/sys/fs/cgroup/memory")
     if not (place / "memory.limit_in_bytes").exists() or not os.access(place, os.W_OK):
         pytest.skip("a control group of memory (version 1) cannot be made here")
@@ -159,7 +159,7 @@ def memory_group() -> Iterator[Path]:
 def test_a_rank_beyond_the_memory_of_its_container_is_relaunched_or_named(
     memory_group: Path, tmp_path: Path
 ) -> None:
-    """The kernel kills the largest process of the group: the rank."""
+    """The kernel kills the largest process of the control group, which is the rank."""
     body = f"""{PROGRAM}
 class Greedy(nn.Module):
     def __init__(self, flag):
@@ -228,7 +228,7 @@ print("WEIGHTS", digest(model))
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can start an ordinary user's process")
 def test_a_limit_on_processes_is_named(tmp_path: Path) -> None:
-    """An ordinary user without Spark: root is not limited, and a JVM needs more threads than ranks do."""
+    """The test uses an ordinary user, because root has no limit, and no Spark, because a JVM has more threads than ranks."""
     if shutil.which("setpriv") is None or shutil.which("prlimit") is None:
         pytest.skip("setpriv and prlimit of util-linux are not installed")
     folder = tmp_path / "home"

@@ -1,4 +1,4 @@
-"""A script of `accelerate.test_utils.scripts`, unmodified; what each of its functions ends with is recorded.
+"""An unmodified script of `accelerate.test_utils.scripts`, and the recorded outcome of each of its functions.
 
 torchrun ... -m tests.soak.users.accelerate_program BACKEND FOLDER SCRIPT     each rank writes FOLDER/<rank>.json
 """
@@ -34,7 +34,7 @@ PASSED = "passed"
 
 
 class Recorder:
-    """Lets the script continue after a function that fails, in a new default group, as the ranks may be out of step.
+    """Lets the script continue after a failed function, with a new default group, because the ranks may be out of step.
 
     Attributes:
         outcomes: by function and arguments: `PASSED`, or the end of the traceback.
@@ -54,7 +54,7 @@ class Recorder:
         self._running = False
 
     def join(self) -> None:
-        """Make the default group, in place of one that there is."""
+        """Make the default group, and replace an existing one."""
         if dist.is_initialized():
             dist.destroy_process_group()
         store = PrefixStore(f"group{next(self._groups)}", self._store)
@@ -63,7 +63,7 @@ class Recorder:
         )
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a function of the script, and record how it ends; calls inside it are its own."""
+        """Call a function of the script, and record its outcome. Calls inside it belong to it."""
         if self._running:
             return function(*args, **options)
         name, self._running, result = self._label(name, args, options), True, None
@@ -105,7 +105,7 @@ class Recorder:
 
 
 class OnCPU(DistributedDataParallel):
-    """DDP where Accelerate or a script names GPUs."""
+    """DDP for Accelerate and scripts that name GPUs."""
 
     def __init__(
         self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **options: Any

@@ -139,7 +139,7 @@ def folds(package: Any, strategy: str) -> Found:
 
 
 def gan(package: Any, strategy: str) -> Found:
-    """Train two networks in turn; the generator's loss goes through the discriminator."""
+    """Train two networks in turn. The generator's loss passes through the discriminator."""
     f = fabric(package, strategy)
     torch.manual_seed(1)
     maker = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 64))
@@ -175,7 +175,7 @@ def tasks(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def meta_learning(package: Any, strategy: str) -> Found:
-    """Adapt copies of a model to each rank's tasks; the ranks' gradients are averaged by hand."""
+    """Adapt copies of a model to each rank's tasks. The script averages the ranks' gradients."""
     f = fabric(package, strategy)
     torch.manual_seed(1)
     model = f.to_device(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)))
@@ -221,7 +221,7 @@ def lbfgs(package: Any, strategy: str) -> Found:
 
 
 def collectives(package: Any, strategy: str) -> Found:
-    """Ask what a program asks of Fabric."""
+    """Call Fabric's functions as a program does."""
     f = fabric(package, strategy)
     own = torch.tensor([f.global_rank + 1.0])
     grads = own.clone().requires_grad_()
@@ -257,7 +257,7 @@ def results(package: str, strategy: str, names: Iterable[str]) -> dict[str, Foun
 
 
 def refused(package: str) -> list[str]:
-    """Return the messages for a Fabric that is not the job's, and for options that the job has decided."""
+    """Return the messages for a Fabric that does not match the job, and for options that the job determines."""
     import sparkhvd.lightning
     from sparkhvd.errors import InvalidArgumentError
 

@@ -1,4 +1,4 @@
-"""Subclasses of Horovod's Lightning estimator and of its model, written for Horovod: hooks, Params, backends and columns of their own."""
+"""Subclasses of Horovod's Lightning estimator and its model, written for Horovod: hooks, Params, backends, columns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIDE = 8
 
 
 class OwnBackend(SparkBackend):  # type: ignore[misc]  # untyped
-    """Runs ranks itself, and notes that it was asked."""
+    """Runs ranks itself, and records its calls."""
 
     asked = 0
 
@@ -262,7 +262,7 @@ WORDS = 6
 
 
 class BareBackend:
-    """Has what a backend must have."""
+    """Has only the required methods of a backend."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -335,7 +335,7 @@ class TextModel(TorchModel):  # type: ignore[misc]  # untyped
 
 
 def pictures(spark: SparkSession, folder: Path) -> DataFrame:
-    """Pictures that are dark or bright, by their paths."""
+    """Dark or bright pictures by their paths."""
     folder.mkdir()
     rows = []
     for number in range(40):

@@ -1,4 +1,4 @@
-"""Trainings by Keras, the same on any number of ranks: the global batch is divided among them.
+"""Trainings by Keras that give the same result on any number of ranks, because they divide the global batch.
 
 sparkhvdrun -np 2 python -m tests.soak.users.keras_program FILE CASE...     rank 0 writes the file
 """
@@ -38,7 +38,7 @@ def rows() -> tuple[Any, Any]:
 
 
 def network(seed: int | None = None) -> Any:
-    """Return a model; its weights are another rank's where ranks do not share rank 0's."""
+    """Return a model. If ranks do not share rank 0's weights, each rank's weights differ."""
     keras.utils.set_random_seed(hvd.rank() if seed is None else seed)
     layers = keras.layers
     return keras.Sequential(
@@ -108,7 +108,7 @@ def half() -> Row:
 
 
 def scaled() -> Row:
-    """The gradients of a step overflow on one rank: all leave it out, and halve the scale."""
+    """The gradients of a step overflow on one rank. All ranks skip the step, and halve the scale."""
     return overflowing(lambda adam: hvd.DistributedOptimizer(scaling(adam)))
 
 
@@ -144,7 +144,7 @@ def passes() -> Row:
 
 
 def unused() -> Row:
-    """A layer that no loss needs, and one that only rank 0 uses in its step."""
+    """A layer that no loss needs, and a layer that only rank 0 uses in its step."""
     keras.utils.set_random_seed(hvd.rank())
 
     class Model(keras.Model):  # type: ignore[misc]
@@ -161,7 +161,7 @@ def unused() -> Row:
 
 
 def own_loop() -> Row:
-    """A loop of the user, whose gradients come from autograd itself and from backward."""
+    """A user's loop with gradients from autograd itself and from backward."""
     x, y = (torch.from_numpy(each) for each in rows())
     model, loss_of = network(), keras.losses.MeanSquaredError()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
@@ -183,7 +183,7 @@ def own_loop() -> Row:
 
 
 def saved() -> Row:
-    """A model that is saved after one epoch continues with its optimizer's state."""
+    """A model is saved after one epoch and continues with its optimizer's state."""
     model = network()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", metrics=["mae"])
     trained(model, epochs=1)
@@ -199,7 +199,7 @@ def saved() -> Row:
 
 
 def whole() -> Row:
-    """What `saved` must equal at its end."""
+    """The expected result of `saved`."""
     model = network()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", metrics=["mae"])
     return {"numbers": trained(model)["numbers"]}
@@ -212,7 +212,7 @@ class Halved(keras.optimizers.SGD):  # type: ignore[misc]
 
 
 def own_class() -> Row:
-    """An optimizer of the user, registered and saved."""
+    """A user's optimizer, registered and saved."""
     model = network()
     model.compile(hvd.DistributedOptimizer(Halved(0.1)), "mse", metrics=["mae"])
     trained(model, epochs=1)
@@ -255,7 +255,7 @@ class Rates(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def rates(callback: str, options: dict[str, Any], momentum_correction: bool) -> Row:
-    """Train with a callback of rates; return each step's, and what is logged."""
+    """Train with a callback of rates, and return each step's rate and the logged rates."""
     hvd.init()
     kind, seen = getattr(hvd.callbacks, callback), Rates()
     schedule = kind(initial_lr=0.1, momentum_correction=momentum_correction, **options)
@@ -268,7 +268,7 @@ def rates(callback: str, options: dict[str, Any], momentum_correction: bool) -> 
 
 
 def stopped() -> Row:
-    """All ranks stop together, by metrics that differ on each."""
+    """All ranks stop together, by metrics that differ between ranks."""
     hvd.init()
     x, y = rows()
     model = network()
@@ -290,7 +290,7 @@ def stopped() -> Row:
 
 
 def fails(how: str, folder: str) -> None:
-    """Train until rank 1 fails in its third step; rank 0 writes what it learned."""
+    """Train until rank 1 fails in its third step. Rank 0 writes the error that it gets."""
     hvd.init()
 
     class Failing(keras.callbacks.Callback):  # type: ignore[misc]

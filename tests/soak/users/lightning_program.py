@@ -1,4 +1,4 @@
-"""Trainings by Lightning with `strategy="sparkhvd"`, the same on any number of ranks: the global batch is divided among them.
+"""Trainings by Lightning with `strategy="sparkhvd"` that give the same result on any number of ranks, because they divide the global batch.
 
 sparkhvdrun -np 2 python -m tests.soak.users.lightning_program FILE CASE...     rank 0 writes the file
 """
@@ -75,7 +75,7 @@ class Runs:
         return DataLoader(rows(dtype), BATCH // trainer.world_size)
 
     def regression(self, optimizers: Callable[[Any], Any] | None = None, **options: Any) -> Any:
-        """Return a module; its weights are another rank's where ranks do not share rank 0's."""
+        """Return a module. If ranks do not share rank 0's weights, each rank's weights differ."""
         import sparkhvd.torch as hvd
 
         class Regression(self.pl.LightningModule):  # type: ignore[name-defined,misc]
@@ -163,7 +163,7 @@ def buffers(runs: Runs) -> Row:
 
 
 class Scaled(torch.optim.SGD):
-    """Its step has an argument of its own."""
+    """Its training step has an additional argument."""
 
     def step(self, closure: Any = None, *, factor: float = 0.0) -> Any:
         for group in self.param_groups:
@@ -172,7 +172,7 @@ class Scaled(torch.optim.SGD):
 
 
 def manual(runs: Runs) -> Row:
-    """Two networks against each other, with an optimizer each, clipping by hand, and an argument of a step."""
+    """Two adversarial networks with an optimizer each, clipping in the module, and an argument of a step."""
 
     class Two(runs.pl.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -214,7 +214,7 @@ def double(runs: Runs) -> Row:
 
 
 def mixed(runs: Runs) -> Row:
-    """Half precision of forward and backward, and of gradients on their way."""
+    """Half precision of forward and backward, and of gradients in transit."""
     import sparkhvd.torch as hvd
 
     trainer = runs.trainer(of(runs, compression=hvd.Compression.bf16), precision="bf16-mixed")
@@ -222,7 +222,7 @@ def mixed(runs: Runs) -> Row:
 
 
 def scaled(runs: Runs) -> Row:
-    """Learning rates divided by the number of ranks, which the strategy multiplies; two schedulers in a row."""
+    """Learning rates divided by the number of ranks, by which the strategy multiplies them, and two schedulers in a row."""
     ranks = len(gathered(0))
 
     def optimizers(model: Any) -> Any:
@@ -250,7 +250,7 @@ def of(runs: Runs, **options: Any) -> Any:
 
 
 def sharded(runs: Runs) -> Row:
-    """Sharded AdamW, its checkpoint loaded by a second run."""
+    """Sharded AdamW, whose checkpoint a second run loads."""
 
     def optimizers(model: Any) -> Any:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -273,7 +273,7 @@ def lbfgs(runs: Runs) -> Row:
 
 
 def goes_on(runs: Runs) -> Row:
-    """A run that ends after an epoch and resumes from the checkpoint; the best one; early stopping."""
+    """A run that ends after an epoch and resumes from the checkpoint, with the best checkpoint and early stopping."""
     callbacks = runs.pl.callbacks
     folder = Path(gathered(str(runs.folder))[0]) / "kept"
     keeps = callbacks.ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_last=True)
@@ -297,7 +297,7 @@ def goes_on(runs: Runs) -> Row:
 
 
 def collectives(runs: Runs) -> Row:
-    """Answers to what a module may ask of the strategy, from numbers that name the rank."""
+    """Results of the strategy's collectives, from numbers that identify the rank."""
     trainer = runs.trainer()
     found: Row = {}
 
@@ -338,7 +338,7 @@ def collectives(runs: Runs) -> Row:
 
 
 def frozen(package: str, folder: str) -> list[tuple[int, float]]:
-    """Train one layer beside a large frozen one that differs on rank 1 in the second fit; return bytes that were broadcast, and the layer's sum."""
+    """Train one layer beside a large frozen one that differs on rank 1 in the second fit. Return the broadcast bytes and the layer's sum."""
     torch.set_num_threads(1)
     import sparkhvd.torch as hvd
 
@@ -360,7 +360,7 @@ def broadcast_bytes(hvd: Any) -> int:
 
 
 def fails(package: str, how: str, folder: str) -> str:
-    """Fail on rank 1 in the third step; return on the others how they learned of it, and after how many seconds."""
+    """Fail on rank 1 in the third step. Return the others' error, and its seconds."""
     torch.set_num_threads(1)
     runs = Runs(packages(package), Path(folder))
     # A callback that saves, and waits for all ranks, when a run ends in an exception.
@@ -393,7 +393,7 @@ def fails(package: str, how: str, folder: str) -> str:
 
 
 def refused(package: str) -> str:
-    """Ask for more devices than there are ranks."""
+    """Request more devices than ranks."""
     runs = Runs(packages(package), Path())
     try:
         runs.trainer(devices=4)
@@ -403,7 +403,7 @@ def refused(package: str) -> str:
 
 
 def caught(package: str, folder: str) -> list[bool]:
-    """Fail on every rank, catch it, and train again: with the same trainer, and with another one."""
+    """Fail on every rank, catch it, and train again: with the same trainer, and with a new one."""
     torch.set_num_threads(1)
     runs = Runs(packages(package), Path(folder))
     model, trainer = runs.regression(), runs.trainer()
@@ -428,7 +428,7 @@ def caught(package: str, folder: str) -> list[bool]:
 
 
 def on_host(rendezvous: Any, talk: Any) -> list[float]:
-    """Train on a host of its own."""
+    """Train on a host with one rank."""
     from sparkhvd.rendezvous import install_rendezvous
 
     install_rendezvous(rendezvous)  # as a launcher does

@@ -1,4 +1,4 @@
-"""Trainings by libraries that know nothing of this package but the word "sparkhvd".
+"""Trainings by libraries that know only the name "sparkhvd" of this package.
 
 torchrun ... -m tests.soak.users.program BACKEND FILE USER...     rank 0 writes the file
 """
@@ -142,7 +142,7 @@ def trainer(backend: str) -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Forget the group, and what Accelerate keeps of it for the life of the process."""
+    """Delete the group, and Accelerate's state of it, which stays for the life of the process."""
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state()

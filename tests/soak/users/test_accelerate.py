@@ -1,4 +1,4 @@
-"""Test scripts of Accelerate's wheel on this backend: what passes over Gloo passes, function by function."""
+"""Test scripts of Accelerate's wheel on this backend: each function that passes over Gloo passes here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS = 2
 
 
 def outcomes(script: str, backend: str, folder: Path) -> dict[str, list[str]]:
-    """Return how each function of the script ended, on each rank."""
+    """Return the outcome of each function of the script, on each rank."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     program = ("-m", "tests.soak.users.accelerate_program", backend, str(folder), script)
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Lightning Fabric with `strategy="sparkhvd"`: loops on two ranks have the numbers of Fabric's DDP over Gloo."""
+"""Lightning Fabric with `strategy="sparkhvd"`: loops on two ranks give the numbers of Fabric's DDP over Gloo."""
 
 from __future__ import annotations
 

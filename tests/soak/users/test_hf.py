@@ -72,7 +72,7 @@ class Regression(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two texts, each as the dict that its tokenizer has made."""
+    """Two texts, each as its tokenizer's dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_two_ranks_train_texts_as_one(df: DataFrame) -> None:
 
 
 def eval_bert() -> nn.Module:
-    """A BERT without dropout, which draws on each rank."""
+    """A BERT without dropout, because dropout differs between ranks."""
     body = bert()
     for part in body.modules():
         if isinstance(part, nn.Dropout):
@@ -212,7 +212,7 @@ def test_groups_have_all_rows_once() -> None:
 
 
 class CountsBytes(Callback):
-    """Puts the bytes of broadcasts at the begin, and of allreduces of an epoch, in the records."""
+    """Records the bytes of broadcasts at the beginning, and of allreduces of an epoch."""
 
     def on_train_begin(self, ctx: Any) -> None:
         self.begin = self.counted("broadcast")

@@ -1,4 +1,4 @@
-"""A data module written for Horovod's Lightning estimator: it opens plain Parquet, its rank's share of it."""
+"""A data module written for Horovod's Lightning estimator reads its rank's part of plain Parquet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ travels_by_value = by_value(__name__)
 
 
 class Rows(pl.LightningDataModule):  # type: ignore[misc]  # untyped
-    """Reads Parquet by pyarrow, as a program's own module does."""
+    """Reads Parquet by pyarrow, like a user's data module."""
 
     def __init__(
         self, train_dir: str, val_dir: str, num_train_epochs: int = 1, has_val: bool = True, train_batch_size: int = 32,
@@ -123,7 +123,7 @@ def arguments(store: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_its_ranks_get_plain_parquet(df: DataFrame, tmp_path: Path) -> None:
-    """Which is written once: the second fit reads the same files, and fit_on_parquet, too."""
+    """The first fit writes it, and the second fit and fit_on_parquet read the same files."""
     given = arguments(tmp_path)
     held_out = sum(range(0, 40, 5))
     models = [TorchEstimator(model=Sees(), **given).fit(df) for _ in range(2)]

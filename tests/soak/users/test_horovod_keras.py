@@ -41,7 +41,7 @@ def network() -> Any:
 
 
 class Ranks:
-    """Has what a backend must have."""
+    """Has the required methods of a backend."""
 
     asked = 0
 
@@ -78,7 +78,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 
 def estimator(kind: Any, store: Any, **options: Any) -> Any:
-    """Return an estimator whose Params are set as Horovod's users set them."""
+    """Return an estimator with Params set as Horovod's users set them."""
     made = kind(model=network(), optimizer=keras.optimizers.SGD(0.05), loss="mse", store=store)
     made.setFeatureCols(["x"]).setLabelCols(["y"]).setBatchSize(6).setEpochs(2).setVerbose(0)
     made.setShuffle(False).setRandomSeed(3)
@@ -141,7 +141,7 @@ def test_a_data_module_is_refused(df: DataFrame, tmp_path: Path) -> None:
 
 
 def fit_in(spark: SparkSession, folder: Path) -> None:
-    """Fit and transform with a subclass and its backend, and fit the files that the fit leaves."""
+    """Fit and transform with a subclass and its backend, and fit on the files that the fit leaves."""
     df = rows_in(spark)
     store = LocalStore(str(folder / "store"))
     made = estimator(Own, store, backend=Ranks(), validation="held_out")

@@ -1,4 +1,4 @@
-"""`horovod.spark.lightning.TorchEstimator` of a module that is no LightningModule: Lightning trains it on 2 ranks."""
+"""`horovod.spark.lightning.TorchEstimator` with a module that is no LightningModule: Lightning trains it on 2 ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Seen(pl.Callback):  # type: ignore[misc]  # untyped
-    """Writes what it has seen of the training, and may kill a rank in it."""
+    """Records the training, and may kill a rank."""
 
     def __init__(self, folder: Path, killed: tuple[int, int] | None = None) -> None:
         self.folder, self.killed = folder, killed
@@ -106,7 +106,7 @@ def of_lightning(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_a_plain_module_is_trained_by_lightning(df: DataFrame, tmp_path: Path) -> None:
-    """With callbacks, profiler, logger and trainer_args; weights are those of sparkhvd's own loop, and the model is the plain module."""
+    """The fit has callbacks, a profiler, a logger and trainer_args. The weights equal those of sparkhvd's own loop."""
     net = Net()
     given = arguments(net, metrics=["mse"], **of_lightning(tmp_path / "a"))
     model = TorchEstimator(**given).fit(df)
@@ -137,7 +137,7 @@ def test_a_plain_module_is_trained_by_lightning(df: DataFrame, tmp_path: Path) -
 
 
 def test_a_fit_with_a_killed_rank_equals_an_undisturbed_fit(df: DataFrame, tmp_path: Path) -> None:
-    """Also with sample weights."""
+    """The rows have sample weights."""
 
     def fitted(folder: Path, **options: Any) -> Any:
         given = arguments(

@@ -1,4 +1,4 @@
-"""Keras 3 with `sparkhvd.keras`: every training on 2 and on 3 ranks is that of one process with the whole batch."""
+"""Keras 3 with `sparkhvd.keras`: each training on 2 and on 3 ranks equals one process with the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sparkhvd.keras.KerasEstimator`: a model of Keras from a DataFrame, on 2 ranks as on one."""
+"""`sparkhvd.keras.KerasEstimator`: a Keras model trained from a DataFrame, equal on 2 ranks and on one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 
 def frame(spark: SparkSession, number: int) -> DataFrame:
-    """Return rows, of which one in four is held out."""
+    """Return rows, one in four for validation."""
     rows = [
         ([n / number, n % 7 / 7], n % 5 / 5, n / number + n % 7, n % 3, 0.5 + n % 2, n % 4 == 0)
         for n in range(number)
@@ -128,7 +128,7 @@ def test_validation_rows_are_a_fraction_or_a_dataframe_of_their_own(
 
 
 class Rows(keras.callbacks.Callback):  # type: ignore[misc]
-    """Writes down the factor of the loss of each batch."""
+    """Records the factor of the loss for each batch."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_params_set_steps_and_learning_rates(df: DataFrame, tmp_path: Path) -> N
 
 
 class Doubled(keras.layers.Layer):  # type: ignore[misc]
-    """A layer of the user, which is registered nowhere."""
+    """A user's layer without registration."""
 
     def call(self, x: Any) -> Any:
         return 2.0 * x
@@ -256,7 +256,7 @@ def test_callbacks_see_all_rows_and_the_best_model_is_kept(df: DataFrame) -> Non
 
 
 class Kill(keras.callbacks.Callback):  # type: ignore[misc]
-    """Kills rank 1 in its third epoch: always, or as long as a file is not there."""
+    """Kills rank 1 in its third epoch: always, or while a file does not exist."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Kill(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class Kept(Logger):
-    """Logger that keeps what it gets."""
+    """Logger that keeps all entries."""
 
     def __init__(self) -> None:
         self.sinks: list[KeptSink] = []
@@ -301,7 +301,7 @@ class KeptSink(Sink):
 
 
 class Slow(keras.callbacks.Callback):  # type: ignore[misc]
-    """Makes an epoch take longer than a second, and may fail in the last one."""
+    """Makes an epoch longer than a second, and may fail in the last one."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
@@ -466,7 +466,7 @@ class PressingSink(Sink):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from 3.11 on")
 def test_a_failure_behind_training_names_the_state(df: DataFrame, tmp_path: Path) -> None:
-    """The model is there, and the state goes when the next fit has it."""
+    """The training has finished, so the next fit with this run_id gives the trained model."""
     with pytest.raises(KeyboardInterrupt) as failed:
         estimator(1, tmp_path, loggers=[Presses()]).fit(df)
     (note,) = failed.value.__notes__

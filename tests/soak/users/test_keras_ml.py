@@ -1,4 +1,4 @@
-"""`KerasEstimator` as one of Spark ML's: param maps, CrossValidator, Pipelines, saved estimators; the user's functions on rows."""
+"""`KerasEstimator` as a stage of Spark ML: param maps, CrossValidator, Pipelines, saved estimators, the user's functions of rows."""
 
 from __future__ import annotations
 

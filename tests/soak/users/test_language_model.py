@@ -1,4 +1,4 @@
-"""examples/recipes/language_model.py: Hugging Face's Trainer and TRL's SFTTrainer over this backend, with the losses of Gloo."""
+"""examples/recipes/language_model.py: Hugging Face's Trainer and TRL's SFTTrainer on this backend give Gloo's losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FINDS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables with which torch finds the backend as in an installed package; the tests' own may be older than its entry point."""
+    """Variables with which torch finds the backend as in an installed package. The test environment may be older than its entry point."""
     facts = tmp_path_factory.mktemp("installed") / "named-0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: named\nVersion: 0\n")
@@ -42,7 +42,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def losses(
     launcher: tuple[str, ...], backend: str, environment: dict[str, str], *options: str
 ) -> list[float]:
-    """Run the recipe in two processes; return the loss before and after the training."""
+    """Run the recipe in two processes, and return the loss before and after the training."""
     ended = subprocess.run(
         [sys.executable, *launcher, RECIPE, "--backend", backend, *options],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Lightning with `strategy="sparkhvd"`: every training on 2 and on 3 ranks is that of one process with the whole batch."""
+"""Lightning with `strategy="sparkhvd"`: each training on 2 and on 3 ranks equals one process with the whole batch."""
 
 from __future__ import annotations
 

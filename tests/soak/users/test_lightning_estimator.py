@@ -1,4 +1,4 @@
-"""`sparkhvd.lightning.TorchEstimator`: a LightningModule from a DataFrame, on 2 ranks as on one."""
+"""`sparkhvd.lightning.TorchEstimator`: a LightningModule trained from a DataFrame, equal on 2 ranks and on one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Regression(pl.LightningModule):  # type: ignore[misc]  # untyped
 
 
 class KilledOnce(pl.Callback):  # type: ignore[misc]  # untyped
-    """Rank 1 is killed at a batch, by an attempt that finds no file."""
+    """Rank 1 is killed at a batch if a file does not exist yet."""
 
     def __init__(self, file: Path, epoch: int, batch: int) -> None:
         self.file, self.at = file, (epoch, batch)
@@ -115,7 +115,7 @@ def weights_of(model: TorchModel) -> dict[str, torch.Tensor]:
 
 
 def test_two_ranks_give_the_model_of_one(df: DataFrame, tmp_path: Path) -> None:
-    """Also with a last step whose rows the ranks have in unequal parts."""
+    """In the last step, the ranks have unequal numbers of rows."""
     two = estimator(tmp_path).fit(df)
     one = estimator(tmp_path, 1, batch_format="tuple").fit(df)
     for name, weights in weights_of(one).items():
@@ -212,7 +212,7 @@ def test_params_that_lightning_has_under_other_names(df: DataFrame, tmp_path: Pa
 
 
 class OwnData(pl.LightningDataModule):  # type: ignore[misc]  # untyped
-    """Takes all arguments of Horovod's data modules."""
+    """Accepts all arguments of Horovod's data modules."""
 
     def __init__(
         self, *, train_dir: str, val_dir: str, num_train_epochs: int, has_val: bool, train_batch_size: int, val_batch_size: int,

@@ -1,4 +1,4 @@
-"""Fits that log to MLflow's own server on loopback, and to TensorBoard: Params, numbers, models, a server that is down, no secrets."""
+"""Fits that log to a real MLflow server on loopback and to TensorBoard: Params, numbers, models, a server that is down, no secrets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ travels_by_value = by_value(__name__)
 
 
 class Server:
-    """MLflow's server in a process of its own, which can go and come back."""
+    """MLflow's server in its own process, which can stop and start again."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as found:
@@ -172,7 +172,7 @@ def _scalars(folder: Path, name: str) -> list[float]:
 def test_no_entry_is_lost_when_the_server_is_down_for_a_minute(
     df: DataFrame, store: Store, server: Server, experiment: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The server goes after the first epoch and comes back a minute later, when the training has ended."""
+    """The server stops after the first epoch and starts again a minute later, after the training."""
     seen = threading.Event()
 
     def progress(record: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ def test_an_active_run_gets_the_fit_and_a_grid_gets_runs_below_it(
 
 
 class StopsOnce(Callback):
-    """Fails in the third epoch, if it has not done so before."""
+    """Fails once, in the third epoch."""
 
     ranks = 0
 
@@ -332,7 +332,7 @@ print("RUN", fitted.getRunId())
 def test_a_client_of_spark_connect_logs_as_any_other(
     server: Server, spark: SparkSession, tmp_path: Path
 ) -> None:
-    """The client writes the model in Spark's flavour, without a JVM; a classic session loads it."""
+    """The client writes the model in Spark's flavour without a JVM, and a classic session loads it."""
     with connect_server(tmp_path / "connect") as remote:
         body = f"URI = {server.uri!r}\n{with_folder(CLIENT, tmp_path)}"
         output = run_client(remote, body, tmp_path)

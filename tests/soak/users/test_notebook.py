@@ -1,4 +1,4 @@
-"""notebooks/text.ipynb: a tokenizer of Hugging Face and adapters of PEFT, in a kernel."""
+"""notebooks/text.ipynb in a kernel: a tokenizer of Hugging Face and adapters of PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models as files of ONNX, run by onnxruntime: the columns of `transform`, for any number of rows."""
+"""Models as ONNX files, run by onnxruntime: the columns of `transform`, for any number of rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 
 def computed(path: Path, inputs: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-    """Run a file; the outputs of its first row, first two and all together must be the same."""
+    """Run a file. Outputs of its first row, of its first two rows and of all rows must agree."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     assert {each.name for each in session.get_inputs()} == set(inputs)
     names = [each.name for each in session.get_outputs()]

@@ -1,4 +1,4 @@
-"""torchft drives groups of the engine, unmodified: its own test of native groups, and the program of the page."""
+"""Unmodified torchft drives groups of the engine: its own test of native groups, and the program of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning, Accelerate and Hugging Face's Trainer on this backend, unmodified, in an environment that has them (`make test-users`)."""
+"""Unmodified Lightning, Accelerate and Hugging Face's Trainer on this backend, in an environment that has them (`make test-users`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def by_torchrun(backend: str, folder: Path, *users: str) -> Any:
-    """Run the trainings in two processes of torchrun; return rank 0's results."""
+    """Run the trainings in two processes of torchrun, and return rank 0's results."""
     file = folder / f"{backend}.json"
     command = [*TORCHRUN, "-m", program.__name__, backend, str(file), *users]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
@@ -36,7 +36,7 @@ def by_torchrun(backend: str, folder: Path, *users: str) -> Any:
 
 @pytest.fixture(scope="module")
 def with_gloo(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Results over Gloo; of two ranks a sum is rounded once, so the engine's must be the same numbers."""
+    """Results over Gloo. A sum of two ranks is rounded once, so the engine's results must be the same numbers."""
     folder, found = tmp_path_factory.mktemp("gloo"), {}
     for (
         user

@@ -75,7 +75,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return self._own_class.getModel(self) if module is None else module
 
     def getHistory(self) -> Any:  # noqa: N802
-        """Records of the epochs."""
+        """Records of the epochs, set as a Param or recorded by the fit."""
         records = self._get("history")
         return self._own_class.getHistory(self) if records is None else records
 
@@ -124,7 +124,6 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return self.get_prediction_fn(), self.getModel()
 
     def _output_names(self) -> list[str]:
-        """Columns that `transform` adds."""
         return list(
             self._get("outputCols")
             or [f"{name}__output" for name in self._get("label_cols") or ["prediction"]]
@@ -167,7 +166,7 @@ def _by_rows(
 
 
 def _row_outputs(carried: bytes | Broadcast[bytes]) -> Callable[[Any], list[list[float]]]:
-    """Return a function that calls the user's function for a row.
+    """Make a function to call the user's function for a row.
 
     A task unpickles the user's function at its first row.
 

@@ -156,7 +156,7 @@ class Store(StoreWithRuns):
         return place.full_url(relative)
 
     def get_full_path_fn(self) -> Callable[[str], str]:
-        """Return `get_full_path` as a function for ranks."""
+        """Make a function for ranks that computes `get_full_path`."""
         return functools.partial(Store.get_full_path, self)
 
     def get_localized_path(self, path: str) -> str:
@@ -206,7 +206,7 @@ class Store(StoreWithRuns):
         return place.read_bytes(relative)
 
     def write_text(self, path: str, text: str) -> None:
-        """Write a file."""
+        """Write a text file in UTF-8."""
         place, relative = self._writable(path)
         place.write_bytes(relative, text.encode())
 
@@ -222,11 +222,11 @@ class Store(StoreWithRuns):
                 shutil.copyfileobj(content, sink)
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """Return a function, also for ranks, to copy the content of a local folder to a run's folder."""
+        """Make a function, also for ranks, to copy the content of a local folder to a run's folder."""
         return functools.partial(Store.copy, self, rpath=self.get_run_path(run_id), recursive=True)
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], AbstractContextManager[str]]:
-        """Return a function to make a local folder, deleted at the end of its `with`."""
+        """Make a function to make a local folder, deleted at the end of its `with`."""
         del run_id
         return tempfile.TemporaryDirectory
 

@@ -69,7 +69,7 @@ class PlainModule:
     metrics: tuple[Metric, ...]
 
     def __call__(self, ctx: TrainFnContext) -> Any:
-        """Make the module."""
+        """Make the LightningModule of this rank."""
         package = importlib.import_module(self.package)
         move_losses(self.losses, ctx.device)
         step = _Step(self, ctx)

@@ -1,4 +1,4 @@
-"""States of Keras' metrics over ranks: results are those of one process that has seen the rows of all."""
+"""States of Keras' metrics over ranks: results equal those of one process with the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 3
 
 
 class Largest(keras.metrics.Metric):  # type: ignore[misc]
-    """A metric whose state is rank 0's."""
+    """A metric with rank 0's state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Messages between processes: frames of any size and cut, and what of another process is refused."""
+"""Messages between processes: frames of any size and cut, and refused messages of another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrow arrays of plain values, and what making them imports."""
+"""Arrow arrays of plain values, and the imports that they need."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.mark.parametrize("values", [(), (0,), (-1, 2**31 - 1, -(2**31))])
-def test_numbers(values: tuple[int, ...]) -> None:
+def test_int32_array_equals_arrow(values: tuple[int, ...]) -> None:
     found = int32_array(*values)
     found.validate(full=True)
     assert found.equals(pa.array(list(values), pa.int32()))
 
 
 @pytest.mark.parametrize("values", [(), (b"",), (b"one",), (b"", b"ab", b"", b"c")])
-def test_bytes(values: tuple[bytes, ...]) -> None:
+def test_binary_array_equals_arrow(values: tuple[bytes, ...]) -> None:
     found = binary_array(*values)
     found.validate(full=True)
     assert found.equals(pa.array(list(values), pa.binary()))
 
 
 def test_no_pandas_is_imported() -> None:
-    """It takes a second of CPU in every Python worker of Spark that has not done so."""
+    """An import of pandas costs each Python worker of Spark a second of CPU."""
     code = (
         "import sys, pyarrow as pa; from sparkhvd.arrow_buffers import *;"
         "pa.RecordBatch.from_arrays([int32_array(3), binary_array(b'ab')], names=['a', 'b']);"

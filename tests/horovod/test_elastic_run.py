@@ -1,4 +1,4 @@
-"""An elastic function on processes of this host, by Horovod's `horovod.run(min_np=...)`."""
+"""An elastic function on processes of this host, called by `horovod.run(min_np=...)`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def no_trainer_is_left() -> Iterator[None]:
     assert wait_for_no_trainers() == set()
 
 
-@pytest.mark.usefixtures("torch_in_the_zygote")
+@pytest.mark.usefixtures("zygote_has_torch")
 def test_a_killed_process_is_replaced_and_no_step_is_lost(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""torch's compiler is imported only by what compiles, and torch is as ever once it is."""
+"""torch's compiler is imported only by code that compiles, and torch is unchanged after that."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
 
 
 def test_no_compiler_is_imported_by_what_trains(outputs: Outputs) -> None:
-    """Run an estimator, the training loop, a worker, a rank's optimizer and a process group."""
+    """The program imports the estimator, the training loop and a worker, and uses an optimizer and a process group."""
     status, output = outputs["no compiler"]
     assert status == 0, output
     assert output.splitlines()[-1] == "[]"
@@ -261,6 +261,6 @@ def test_every_optimizer_of_torch_gives_the_same_bits(outputs: Outputs) -> None:
         *left_to_soak("decorators and an optimizer's step, here", "step", "error"),
     ],
 )
-def test_torch_is_as_ever_once_something_compiles(outputs: Outputs, program: str) -> None:
+def test_compiling_restores_the_real_compiler(outputs: Outputs, program: str) -> None:
     status, output = outputs[program]
     assert status == 0, output

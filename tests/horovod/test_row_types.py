@@ -1,4 +1,4 @@
-"""Types of the values that `transformation_fn` gets of columns of every type, and of the tensors behind it."""
+"""Types that `transformation_fn` gets for columns of every type, and of the tensors after it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def shown(value: Any) -> str:
 
 
 class Noting:
-    """Writes the types of a row; makes a class of the label, and fields of its own."""
+    """Records the types of a row, makes a class from the label, and adds its own fields."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ def step(folder: Path, model: nn.Module, batch: dict[str, torch.Tensor]) -> torc
 
 
 class FirstTwo(nn.Module):
-    """Takes all columns as one tensor, and uses two of its numbers."""
+    """Takes all columns as one tensor, and uses its first two numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_rows_have_column_types_and_batches_have_model_types(
 
 @pytest.fixture(scope="module")
 def lightning() -> None:
-    """Load Lightning before the check for what a test leaves: it sets an environment variable."""
+    """Load Lightning before the leak check, because it sets an environment variable."""
     pytest.importorskip("lightning", reason="Lightning is not installed")
 
 
