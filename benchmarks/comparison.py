@@ -17,7 +17,6 @@ import argparse
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -317,8 +316,10 @@ def main() -> None:
     rows = [
         [
             name,
-            *(spread([one[what] for one in rounds]) for what in ("session", "first", "later")),
-            f"{statistics.median(one['error'] for one in rounds):.3f}",
+            *(
+                spread([one[what] for one in rounds])
+                for what in ("session", "first", "later", "error")
+            ),
         ]
         for name, rounds in found.items()
     ]

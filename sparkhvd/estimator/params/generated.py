@@ -66,18 +66,8 @@ class EstimatorKeywords(TypedDict, total=False):
     optimizer: Optimizer | Sequence[Optimizer] | Callable[..., Any] | str | None
     loss: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None
     loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None
-    learning_rate: float | None
-    weight_decay: float | None
-    lr_scaling: str | None
-    gradient_compression: Any | None
     loss_weights: Sequence[float] | None
-    metrics: Any | None
     pairs_rows: bool | None
-    compile: bool | None
-    train_step: Callable[..., Any] | None
-    validation_step: Callable[..., Any] | None
-    train_fn: Callable[..., Any] | None
-    callbacks: Sequence[Callback] | None
 
     # data
     feature_cols: str | Sequence[str] | None
@@ -120,15 +110,25 @@ class EstimatorKeywords(TypedDict, total=False):
     gradient_clip_norm: float | None
     gradient_clip_value: float | None
     accumulate: int | None
+    learning_rate: float | None
+    weight_decay: float | None
+    lr_scaling: str | None
     lr_scheduler: Callable[..., Any] | None
     lr_scheduler_interval: str | None
     train_steps_per_epoch: int | None
     validation_steps_per_epoch: int | None
+    metrics: Any | None
     monitor: str | None
     monitor_mode: str | None
     return_model: str | None
     early_stopping: Mapping[str, Any] | None
     terminate_on_nan: bool | None
+    gradient_compression: Any | None
+    compile: bool | None
+    train_step: Callable[..., Any] | None
+    validation_step: Callable[..., Any] | None
+    train_fn: Callable[..., Any] | None
+    callbacks: Sequence[Callback] | None
     run_id: str | None
     warm_start: bool | None
     checkpoint_interval_s: float | None
@@ -153,13 +153,13 @@ class EstimatorKeywords(TypedDict, total=False):
     feature_columns: str | Sequence[str] | None
     labelCol: str | Sequence[str] | None
     label_columns: str | Sequence[str] | None
-    stepSize: float | None
     weightCol: str | None
     validationIndicatorCol: float | str | DataFrame | None
     train_reader_num_workers: int | None
     maxIter: int | None
     seed: int | None
     backward_passes_per_step: int | None
+    stepSize: float | None
     numTrainWorkers: int | tuple[int, int] | None
 
 
@@ -203,18 +203,8 @@ class FitOptions(PredictOptions):
     optimizer: Optimizer | Sequence[Optimizer] | Callable[..., Any] | None = None
     loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
     loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
-    learning_rate: float | None = None
-    weight_decay: float | None = None
-    lr_scaling: str | None = None
-    gradient_compression: Any | None = None
     loss_weights: list[float] | None = None
-    metrics: Any = field(default_factory=list)
     pairs_rows: bool = True
-    compile: bool = False
-    train_step: Callable[..., Any] | None = None
-    validation_step: Callable[..., Any] | None = None
-    train_fn: Callable[..., Any] | None = None
-    callbacks: Sequence[Callback] | None = None
 
     # data
     sample_weight_col: str | None = None
@@ -242,15 +232,25 @@ class FitOptions(PredictOptions):
     gradient_clip_norm: float | None = None
     gradient_clip_value: float | None = None
     accumulate: int = 1
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    lr_scaling: str | None = None
     lr_scheduler: Callable[..., Any] | None = None
     lr_scheduler_interval: str = "epoch"
     train_steps_per_epoch: int | None = None
     validation_steps_per_epoch: int | None = None
+    metrics: Any = field(default_factory=list)
     monitor: str | None = None
     monitor_mode: str = "min"
     return_model: str | None = None
     early_stopping: dict[str, Any] | None = None
     terminate_on_nan: bool = False
+    gradient_compression: Any | None = None
+    compile: bool = False
+    train_step: Callable[..., Any] | None = None
+    validation_step: Callable[..., Any] | None = None
+    train_fn: Callable[..., Any] | None = None
+    callbacks: Sequence[Callback] | None = None
     run_id: str | None = None
     warm_start: bool = False
     checkpoint_interval_s: float = 300.0

@@ -254,81 +254,16 @@ class ModelParams(TorchParams):
         "function that makes the loss, or a list per label, instead of loss",
         annotation="Callable[..., Any] | Sequence[Callable[..., Any]]",
     )
-    learning_rate = model_param(
-        to_float,
-        "learning rate of all groups of the optimizer, by default each group keeps its own",
-        fingerprint=True,
-        train_fn=OF_THE_OPTIMIZER,
-        aliases=("stepSize",),
-        check=not_negative,
-    )
-    weight_decay = model_param(
-        to_float,
-        "weight decay of all groups of the optimizer, by default each group keeps its own",
-        fingerprint=True,
-        train_fn=OF_THE_OPTIMIZER,
-        check=not_negative,
-    )
-    lr_scaling = model_param(
-        TypeConverters.toString,
-        "'linear' multiplies learning rates by num_proc",
-        fingerprint=True,
-        train_fn=OF_THE_OPTIMIZER,
-        check=is_scaling,
-    )
-    gradient_compression = model_param(
-        any_value,
-        "member of hvd.Compression that compresses gradients for the network",
-        train_fn=OF_THE_OPTIMIZER,
-    )
     loss_weights = model_param(
         TypeConverters.toListFloat,
         "factor of each label's loss in the total loss",
         fingerprint=True,
         train_fn=NOT_SEEN,
     )
-    metrics = model_param(
-        any_value,
-        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions (output, label) as for loss, torchmetrics (labels (rows,)), or a dict of them",
-        default=[],
-        annotation="Any",
-        train_fn=NOT_SEEN,
-    )
     pairs_rows = model_param(
         TypeConverters.toBoolean,
         "False: do not warn if loss or metrics do not compare each row's output with its label",
         default=True,
-        train_fn=NOT_SEEN,
-    )
-    compile = model_param(
-        TypeConverters.toBoolean,
-        "run the model through torch.compile",
-        default=False,
-        fingerprint=True,
-        to_ranks=True,
-        train_fn=NOT_SEEN,
-    )
-    train_step = model_param(
-        any_value,
-        "(model, batch, ctx) -> loss of a batch, instead of forward and loss. A scalar label is (rows,)",
-        annotation="Callable[..., Any]",
-        train_fn=NOT_SEEN,
-    )
-    validation_step = model_param(
-        any_value,
-        "(model, batch, ctx) -> loss of a validation batch",
-        annotation="Callable[..., Any]",
-        train_fn=NOT_SEEN,
-    )
-    train_fn = model_param(
-        any_value,
-        "function of ctx that runs the whole training loop",
-        annotation="Callable[..., Any]",
-    )
-    callbacks = model_param(
-        any_value,
-        "sparkhvd.estimator.Callback objects",
-        annotation="Sequence[Callback]",
         train_fn=NOT_SEEN,
     )
 
@@ -395,6 +330,28 @@ class TrainingParams(TorchParams):
         train_fn=NOT_SEEN,
         aliases=("backward_passes_per_step",),
     )
+    learning_rate = training_param(
+        to_float,
+        "learning rate of all groups of the optimizer, by default each group keeps its own",
+        fingerprint=True,
+        train_fn=OF_THE_OPTIMIZER,
+        aliases=("stepSize",),
+        check=not_negative,
+    )
+    weight_decay = training_param(
+        to_float,
+        "weight decay of all groups of the optimizer, by default each group keeps its own",
+        fingerprint=True,
+        train_fn=OF_THE_OPTIMIZER,
+        check=not_negative,
+    )
+    lr_scaling = training_param(
+        TypeConverters.toString,
+        "'linear' multiplies learning rates by num_proc",
+        fingerprint=True,
+        train_fn=OF_THE_OPTIMIZER,
+        check=is_scaling,
+    )
     lr_scheduler = training_param(
         to_scheduler,
         "(optimizer) or (optimizer, total_steps) -> scheduler",
@@ -424,6 +381,13 @@ class TrainingParams(TorchParams):
         to_ranks=True,
         train_fn=NOT_SEEN,
     )
+    metrics = training_param(
+        any_value,
+        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions (output, label) as for loss, torchmetrics (labels (rows,)), or a dict of them",
+        default=[],
+        annotation="Any",
+        train_fn=NOT_SEEN,
+    )
     monitor = training_param(
         TypeConverters.toString,
         "key of the history that decides the best epoch, by default val_loss, else loss",
@@ -449,6 +413,42 @@ class TrainingParams(TorchParams):
         "end the fit with an error at a non-finite loss",
         default=False,
         to_ranks=True,
+        train_fn=NOT_SEEN,
+    )
+    gradient_compression = training_param(
+        any_value,
+        "member of hvd.Compression that compresses gradients for the network",
+        train_fn=OF_THE_OPTIMIZER,
+    )
+    compile = training_param(
+        TypeConverters.toBoolean,
+        "run the model through torch.compile",
+        default=False,
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
+    )
+    train_step = training_param(
+        any_value,
+        "(model, batch, ctx) -> loss of a batch, instead of forward and loss. A scalar label is (rows,)",
+        annotation="Callable[..., Any]",
+        train_fn=NOT_SEEN,
+    )
+    validation_step = training_param(
+        any_value,
+        "(model, batch, ctx) -> loss of a validation batch",
+        annotation="Callable[..., Any]",
+        train_fn=NOT_SEEN,
+    )
+    train_fn = training_param(
+        any_value,
+        "function of ctx that runs the whole training loop",
+        annotation="Callable[..., Any]",
+    )
+    callbacks = training_param(
+        any_value,
+        "sparkhvd.estimator.Callback objects",
+        annotation="Sequence[Callback]",
         train_fn=NOT_SEEN,
     )
     run_id = training_param(
