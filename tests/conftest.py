@@ -23,7 +23,7 @@ import pytest
 
 from sparkhvd.runner import zygote_client
 
-# Every harness module is a plugin: its fixtures are known everywhere. Some import others, so all are named before.
+# Every harness module is a plugin, so its fixtures are known everywhere. Some import others, so all are registered first.
 pytest.register_assert_rewrite("tests.harness")
 HARNESS = sorted(
     f"tests.harness.{path.stem}"
@@ -31,10 +31,10 @@ HARNESS = sorted(
     if path.stem != "__init__"
 )
 
-# How long a test's leftovers may take to end: a thread that was asked to stop needs a moment, and so does a garbage
+# Seconds that a test's leftovers may take to end: a thread that was asked to stop needs a moment, and so does a garbage
 # collection on a busy machine (it frees the engines of ranks that were threads).
 SETTLE_S = 10.0
-# A test's call on a quiet machine, outside of tiers whose tests start JVMs or other environments.
+# Limit of a test's call on an idle machine, outside of tiers whose tests start JVMs or other environments.
 LONG_S = 10.0
 LONG_TIERS = ("spark", "soak")
 MANY_MODULES = 100
@@ -66,7 +66,7 @@ collect_ignore = ["soak"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    # The process that only distributes tests would import torch for seconds, before the others begin.
+    # The process that only distributes tests would import torch for seconds before the others begin.
     if os.environ.get("PYTEST_XDIST_WORKER") or not config.getoption("numprocesses", None):
         for name in HARNESS:
             config.pluginmanager.import_plugin(name)
@@ -75,13 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "leaks(reason): the leak check lets this test leave resources behind"
     )
-    # Of a shell's background job that ignores it, so that what tests start would ignore it too.
+    # A shell's background job ignores it, and so would the processes that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Test files run side by side; each process has temporary files of its own, for tests that count them.
+    # Test files run in parallel. Each process has its own temporary files, because some tests count them.
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"{worker}-")
-        os.chmod(os.environ["TMPDIR"], 0o1777)  # as /tmp: some tests are about other users
+        os.chmod(os.environ["TMPDIR"], 0o1777)  # like /tmp, for tests about other users
         tempfile.tempdir = None
         config.add_cleanup(
             functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
@@ -117,10 +117,10 @@ def pytest_make_collect_report(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order tests by their tiers, without those of `make soak`."""
-    from tests.harness.soak import SOAK  # a plugin: not before it is registered
+    from tests.harness.soak import SOAK  # a plugin, which must be registered first
 
-    # The longest tests start whole clusters. First, because at the end the other workers would wait for them. The rest of Spark's
-    # next, and so all on one worker: each that has such tests starts a session of its own.
+    # The longest tests start whole clusters. They run first, because at the end the other workers would wait for them. The other
+    # Spark tests follow, all on one worker, because each worker with Spark tests starts its own session.
     order = list(reversed(TIERS))
     items.sort(key=lambda item: ("cluster" not in item.path.parts, order.index(tier(item))))
     if SOAK:
@@ -176,7 +176,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Warn of long tests outside of Spark's tiers. A sweep belongs to `make soak`, and a start to a fixture of the module."""
-    from tests.harness.soak import SOAK  # a plugin: not before it is registered
+    from tests.harness.soak import SOAK  # a plugin, which must be registered first
 
     reports = [
         report
@@ -228,7 +228,7 @@ def resources() -> Resources:
         if name.startswith("sparkhvd") and int(task.name) != os.getpid():
             threads.add(f"{name} (native {task.name})")
     descriptors = set()
-    kept = str(zygote_client.of_this_process.descriptor())  # by design for later launches
+    kept = str(zygote_client.of_this_process.descriptor())  # kept for later launches
     for entry in os.listdir("/proc/self/fd"):
         if entry == kept:
             continue
@@ -255,9 +255,9 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("leaks"):
         return
-    from tests.harness.descriptors import gateway_port  # a plugin: not before it is registered
+    from tests.harness.descriptors import gateway_port  # a plugin, which must be registered first
 
-    # The JVM gateway opens sockets whenever it likes, also in later tests: when Java objects are collected.
+    # The JVM gateway may open sockets at any time, also in later tests, when Java objects are collected.
     uses_spark = (
         gateway_port() is not None
         or request.node.get_closest_marker("spark") is not None
@@ -265,11 +265,11 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
         or any("spark" in name or "cluster" in name for name in request.fixturenames)
     )
     deadline = time.monotonic() + SETTLE_S
-    pause_s = 0.001  # mostly a collection is enough
+    pause_s = 0.001  # a collection is usually enough
     while leaks := resources().beyond(before, sockets=not uses_spark):
         if time.monotonic() > deadline:
             pytest.fail("The test left behind: " + "; ".join(leaks))
-        LASTING.collect()  # may itself take seconds on a busy machine: what is there is looked at once more behind it
+        LASTING.collect()  # may take seconds on a busy machine, so the resources are read once more after it
         time.sleep(pause_s)
         pause_s = 0.02
     LASTING.freeze()

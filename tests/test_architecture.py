@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sparkhvd"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Who reads or writes the environment, and why. Settings themselves are read in settings.py only.
+# Files that read or write the environment, and why. Only settings.py reads settings.
 ENVIRONMENT = {
     "sparkhvd/as_horovod.py": "whether processes have the name horovod, for those that this one starts",
     "sparkhvd/import_path/horovod.py": "whether this process has the name horovod",
@@ -54,7 +54,7 @@ ENVIRONMENT = {
     "sparkhvd/runner/zygote.py": "a fork gets the environment that a fresh process would have",
 }
 
-# Every place that turns bytes into Python objects, and where those bytes come from.
+# Every place that turns bytes into Python objects, and the origin of the bytes.
 # docs/security.md describes the same list.
 UNPICKLING = {
     "sparkhvd/runner/child.py": "a rank: the driver's closure, through its parent process",
@@ -73,7 +73,7 @@ UNPICKLING = {
     "sparkhvd/lightning/loop.py": "a rank: files of Lightning whose SHA-256 this run has written down",
 }
 
-# Who may look below the DataFrame API, and why.
+# Files that may use Spark below the DataFrame API, and why.
 BELOW_DATAFRAMES = {
     "sparkhvd/spark.py": "the key of a classic session, and its context for Spark ML; tags, slots and the name of a classic application",
     "sparkhvd/horovod/spark/common/backend.py": "the default parallelism of a classic application, as Horovod takes it",
@@ -83,7 +83,7 @@ BELOW_DATAFRAMES = {
     "sparkhvd/data/tables.py": "the analyzed plan of a classic DataFrame, for the key of reuse and the paths of its scans",
 }
 
-# Which files import modules of this package inside functions, how many, and why: nothing but the cost of starting, and functions that
+# Files that import modules of this package inside functions, how many, and why: only the cost of starting, and functions that
 # travel to other processes.
 LAZY = {
     "sparkhvd/data/reading/source.py": (1, "packed data need no dataset reader of pyarrow"),
@@ -109,7 +109,7 @@ LAZY = {
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }
 
-# Other packages that functions import, how often, and why: nothing but the cost of starting, and packages that may be missing.
+# Other packages that functions import, how often, and why: only the cost of starting, and packages that may be missing.
 LAZY_PACKAGES = {
     "IPython": (1, "a kernel of Jupyter has imported it, and no other process uses it"),
     "PIL": (1, "optional: columns of images"),
@@ -330,7 +330,7 @@ def test_only_listed_files_touch_the_environment() -> None:
     assert uses == []
 
 
-# Names in folders that all users share, which any of them may have made first. Other temporary files have random names.
+# Names in folders that all users share, where any user may have made them first. Other temporary files have random names.
 SHARED_NAMES = {
     "sparkhvd/estimator/transform/worker.py": "locks of GPUs, in a folder whose owner and mode are checked",
     "sparkhvd/data/store/temporary.py": "lists its own random names, and looks at their owner",

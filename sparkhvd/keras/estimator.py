@@ -42,7 +42,6 @@ from sparkhvd.estimator.params.groups import (
     ClusterParams,
     DataParams,
     IgnoredParams,
-    ModelParams,
     PredictParams,
     TrainingParams,
 )
@@ -86,6 +85,7 @@ _NOT_HERE = {
 }
 
 model_param = functools.partial(param, group="model")
+training_param = functools.partial(param, group="training")
 
 
 def to_model(value: object) -> Any:
@@ -103,17 +103,17 @@ class KerasParams(IgnoredParams, PredictParams):
     )
     loss = model_param(any_value, "as of compile; default likewise")
     loss_weights = model_param(any_value, "as of compile; default likewise")
-    metrics = model_param(any_value, "as of compile; default likewise")
-    learning_rate = model_param(
+    metrics = training_param(any_value, "as of compile; default likewise")
+    learning_rate = training_param(
         to_float,
         "learning rate of the optimizer; default its own",
         aliases=("stepSize",),
         check=above(0),
     )
-    lr_scaling = ModelParams.lr_scaling
-    gradient_compression = ModelParams.gradient_compression
-    callbacks = model_param(any_value, "keras.callbacks.Callback objects, copied to every rank")
-    checkpoint_callback = model_param(
+    lr_scaling = TrainingParams.lr_scaling
+    gradient_compression = TrainingParams.gradient_compression
+    callbacks = training_param(any_value, "keras.callbacks.Callback objects, copied to every rank")
+    checkpoint_callback = training_param(
         any_value, "a ModelCheckpoint, run by rank 0: fit returns what it has kept"
     )
     custom_objects = model_param(

@@ -79,7 +79,7 @@ def test_errors_are_caught_by_their_builtin_bases() -> None:
     assert HorovodInternalError is CollectiveError
     assert issubclass(
         NotInitializedError, HorovodInternalError
-    )  # as Horovod's operations before init()
+    )  # like Horovod's operations before init()
     # A retry loop on CollectiveError never retries a wrong call.
     assert not issubclass(InvalidArgumentError, CollectiveError)
 

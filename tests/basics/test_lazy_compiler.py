@@ -16,7 +16,7 @@ from tests.harness.soak import SOAK, left_to_soak
 
 pytestmark = pytest.mark.processes
 
-# Runs programs in forks of a process that has imported torch, as each would for seconds: [status, output] by name.
+# Runs programs in forks of a process that has imported torch, because each import takes seconds: [status, output] by name.
 FORKS = """
 import json, os, sys, traceback, torch
 
@@ -120,7 +120,7 @@ def digest():
 """
 
 
-# What loads the compiler.
+# Code that loads the compiler.
 SUBMODULE = """
 from pytest import raises as pytest_raises
 
@@ -180,7 +180,7 @@ kept = vars(torch.optim.Optimizer.add_param_group.__wrapped__)["__dynamo_disable
 assert "lazy_compiler" not in kept.__code__.co_filename, kept
 """
 
-# The same bits before a submodule has loaded the compiler, and after.
+# The same bits before and after a submodule loads the compiler.
 OPTIMIZERS = (
     f"{TRAINING}{SUBMODULE}{BEFORE}\nlazy = digest(), lazy_compiler.is_loaded()\nsubmodule()\n{AFTER}\n"
     "print(*lazy, digest(), lazy_compiler.is_loaded())"

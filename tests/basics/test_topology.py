@@ -44,7 +44,7 @@ def test_rank_out_of_range_is_refused() -> None:
     assert str(caught.value) == "topology(rank=2): there are 2 ranks. Give a rank from 0 to 1."
 
 
-@settings(deadline=None)  # the machine may do other things, too
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_ranks_are_consistent(hosts: list[int]) -> None:
     places = [topology(r, hosts) for r in range(len(hosts))]

@@ -31,7 +31,7 @@ def unseen_store(
         cluster: Cluster = request.getfixturevalue("cluster")
         yield Unseen(cluster.remote, folder, cluster.printed)
         return
-    # The folder is one below the working directory, which executors of a cluster do not have in common.
+    # The folder is below the working directory, which the executors of a cluster do not share.
     with connect_server(directory / "server") as remote:
         log = directory / "server" / "server.log"
         yield Unseen(remote, folder, lambda: log.read_text(errors="replace"))

@@ -12,7 +12,7 @@ from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.spark import with_folder
 
-# Executors are killed and come again; on a machine that does other things too this may take long.
+# Executors are killed and replaced, which may take long on a busy machine.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 LOSS = """
@@ -37,7 +37,7 @@ def test_a_lost_executor_leaves_and_its_successor_joins(cluster: Cluster, tmp_pa
     assert wait_for_no_trainers() == set()
 
 
-# A client of Spark Connect that no executor reaches: behind NAT, say.
+# A client of Spark Connect that no executor reaches, for example behind NAT.
 BEHIND_NAT = """
 from sparkhvd import Store
 from sparkhvd.runner import run_elastic
@@ -95,7 +95,7 @@ def test_a_coordinator_in_a_task_is_found_through_the_store_and_its_loss_survive
     assert "ALL WELL" in output
     lost = "The elastic job cannot continue: its coordinator was lost with its Spark task"
     assert output.count(lost) == output.count("Relaunching (1 of 2)") == 1, output
-    # Lines of changes come through the store, too.
+    # Lines about changes also arrive through the store.
     assert re.search(r"^sparkhvd: 2 -> 1 rank in .* ended with signal SIGKILL", output, re.M), (
         output
     )

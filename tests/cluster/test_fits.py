@@ -21,7 +21,7 @@ from tests.harness.spark import run_here, run_on, with_folder
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Several JVMs start; on a machine that does other things too this may take long.
+# The start of several JVMs may take long on a busy machine.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 PRELUDE = """
@@ -58,7 +58,7 @@ print("LOSSES", [record["val_loss"] for record in model.history])
 print("WEIGHTS", digest(model.getModel()))
 """
 
-# A summary of classes, of a model that no fit has trained; files of a pipeline that Spark only reads, as MLflow has them.
+# A summary of classes for a model without a fit. Files of a pipeline that Spark only reads, as MLflow has them.
 CLASSES = """
 from pyspark.ml import PipelineModel
 from sparkhvd.estimator.saving.local_pipeline import LocalPipeline
@@ -98,7 +98,7 @@ from sparkhvd.runner.zygote_client import of_this_process
 of_this_process._useful.add("torch")  # imported once, where each rank would
 assert sparkhvd.run_local(average, num_proc=2) == [2.0, 2.0]
 """
-# As `python -W error`, in ranks too.
+# Like `python -W error`, in ranks too.
 STRICT = ("env", "PYTHONWARNINGS=error")
 
 
@@ -120,7 +120,7 @@ def check(output: str) -> None:
 def test_fit_transform_save_load_and_ranks_over_connect(cluster: Cluster, tmp_path: Path) -> None:
     program = with_folder(PRELUDE + PROGRAM + CLASSES + RANKS, tmp_path)
     output = run_client(cluster.remote, program, tmp_path, timeout_s=600, prefix=STRICT)
-    # Python prints what it finds when it frees objects, such as unclosed files, and continues.
+    # Python prints a warning when it frees objects such as unclosed files, and continues.
     assert "Warning" not in output
     check(output)
 
@@ -316,7 +316,7 @@ def of_a_client(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
 def test_the_conf_reaches_a_client_of_connect(of_a_client: tuple[Path, str]) -> None:
     """The conf of the server's application applies, and the conf of the client's session."""
     _, output = of_a_client
-    assert "FOUND 1 3 112.5 9" in output  # the last one is the application's
+    assert "FOUND 1 3 112.5 9" in output  # the last value is the application's
     assert "ASKED 1\n" in output  # a request takes milliseconds, and there are dozens of keys
     assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output
 

@@ -34,7 +34,7 @@ def search_after(output: str, folder: Path) -> None:
 
 def test_job_key_never_leaks_on_a_cluster(cluster: Cluster) -> None:
     output = cluster.run(SCRIPT)
-    assert " INFO " in output  # Spark's log is in it
+    assert " INFO " in output  # it includes Spark's log
     search_after(output, cluster.directory)
 
 

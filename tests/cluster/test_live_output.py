@@ -64,7 +64,7 @@ assert not [path for path in store.list("runs/r/attempts", recursive=True) if "l
 print("ALL WELL")
 """
 
-# The same without a store: through a port of the client, where executors reach it.
+# The same without a store, through a port of the client that executors reach.
 RUN = """
 import io, os, threading
 from pyspark.sql.connect.client import DefaultChannelBuilder
@@ -126,7 +126,7 @@ nameless.stop()
 print("ALL WELL")
 """
 
-# A rank prints as fast as it can, in an executor of its own.
+# A rank in a separate executor prints as fast as it can.
 FLOOD = """
 import io, os, re
 from sparkhvd import run

@@ -12,7 +12,7 @@ from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.spark import run_on, standalone_cluster, with_folder
 
-# Executors are killed and come again; on a machine that does other things too this may take long.
+# Executors are killed and replaced, which may take long on a busy machine.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 # `fault` runs once per partition and fault, when a writer has written everything but has not closed its file.
@@ -178,7 +178,7 @@ def test_an_outrun_attempt_does_not_count(tmp_path: Path) -> None:
         "spark.speculation.quantile": "0.5",
         "spark.speculation.minTaskRuntime": "500ms",
     }
-    # Spark starts no copy on the host that has the first.
+    # Spark starts no copy on the host of the first task.
     with standalone_cluster(tmp_path, are_hosts=True) as master:
         output = run_on(master, _program(body, tmp_path), tmp_path, conf=conf, timeout_s=400)
     assert "DONE" in output
@@ -219,7 +219,7 @@ def test_a_writer_that_outlives_its_materialization_takes_its_file_back(tmp_path
     """
     conf = {
         "spark.task.maxFailures": "1",
-        # Spark tells a cancelled task to stop, and kills its Python worker only after this.
+        # Spark asks a cancelled task to stop, and kills its Python worker only after this time.
         "spark.python.task.killTimeout": "20s",
     }
     output = run_on(

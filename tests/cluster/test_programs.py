@@ -14,7 +14,7 @@ from tests.harness.spark import run_on
 
 pytestmark = pytest.mark.spark
 
-# Several JVMs start; on a machine that does other things too this may take long.
+# The start of several JVMs may take long on a busy machine.
 SLOW = pytest.mark.timeout(450)
 
 # Values by rank, a function of __main__, an exception with its rank, too many ranks, two runs side by side, lines while
@@ -154,7 +154,7 @@ def test_results_errors_and_interrupts_on_a_local_cluster(tmp_path: Path, remote
 
 @soak("test_results_errors_and_interrupts_on_a_standalone_cluster, here")
 def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
-    # As a user writes it: Spark then names the host, and the name must become an address.
+    # As a user writes it. Spark then names the host, and the name must be resolved.
     program = """
     from sparkhvd.runner import run
 
@@ -169,7 +169,7 @@ def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
     conf = {"spark.driver.host": None, "spark.driver.bindAddress": None}
     output = run_on("local[2]", program, tmp_path, conf=conf, env={"SPARK_LOCAL_IP": ""})
     assert "['ALL WELL', 'ALL WELL']" in output, output
-    # The executor is this program, so what the ranks print is on its terminal.
+    # The executor is this program, so the ranks' output is on its terminal.
     lines = output.splitlines()
     assert lines.count("[0] rank 0 is here") == 1, output
     assert lines.count("[1] rank 1 is here") == 1, output

@@ -195,7 +195,7 @@ def test_credentials_are_not_in_the_log_of_the_server(
     assert "REFUSED" in printed["s3"]
     assert SECRET not in "".join(printed.values())
     log = unseen_store.printed()
-    assert "map_partitions" in log  # plans are in it
+    assert "map_partitions" in log  # it includes plans
     assert SECRET not in log
 
 
@@ -214,11 +214,11 @@ def test_clients_resume_runs_of_other_clients_in_an_unseen_store(
     third = unseen_store.run(f'GIVEN = ""\nNUM_PROC = 1\n{FIT}', tmp_path)
     assert "Epochs and lines of ranks are printed when the training ends" not in third
     print(*(line for out in (first, second, third) for line in out.splitlines() if "ASKED" in line))
-    # Without a mount namespace the folder is named relative to who looks, and every session has one of its own.
+    # Without a mount namespace, the folder is relative to the process that looks, and every session has its own.
     if hiding(unseen_store.folder) is not None:
         assert "warm-1" in second
         assert (unseen_store.folder / "runs-of-others/runs/r/warm-1/finished.json").exists()
-        # What was materialized went with the clients.
+        # Prepared data was deleted with the clients.
         assert list((unseen_store.folder / "runs-of-others").glob("data/*")) == []
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-# Divisible by the rows of a step of two ranks, so that all steps are full: an average over ranks is then one over rows, and a
+# Divisible by the rows of a step of two ranks, so that all steps are full: an average over ranks is then an average over rows, and a
 # share of one half is exact.
 ROWS, BATCH, EPOCHS, SEED = 48, 8, 2, 7
 
@@ -26,7 +26,7 @@ class Data:
     Attributes:
         features: in the order of the model's arguments.
         labels: compared with the outputs by the loss, or read by a step.
-        by_name: the names of the features are those of the model's arguments; else each is one argument by position.
+        by_name: the names of the features are the names of the model's arguments. Otherwise each is a positional argument.
         is_dict: the model's one argument is a dict of them.
         is_joined: all features together are the model's one argument, (rows, their widths).
     """
@@ -50,24 +50,24 @@ class Case:
         name: unique in its table.
         model: makes the module.
         data: the rows.
-        loss: makes the loss; None if the model or `step` computes it.
+        loss: makes the loss, or None if the model or `step` computes it.
         optimizer: a function of the parameters.
         step: `train_step(model, batch, ctx)`, for the plain loop, too.
         loop: `train_fn(ctx)`, for the plain loop, too.
         scheduler: a function of the optimizer.
         is_per_step: the scheduler moves after each step.
-        options: further Params; the plain loop knows `precision`, `gradient_clip_norm`, `gradient_clip_value` and `accumulate`.
+        options: further Params. The plain loop knows `precision`, `gradient_clip_norm`, `gradient_clip_value` and `accumulate`.
         has_closure: the optimizer evaluates the loss itself, as LBFGS does.
         is_function: `fit` gets the function that makes the module instead of a module.
         has_own_optimizer: `fit` gets an optimizer over the module's parameters instead of the function.
         label_arguments: features that are labels of the model's own loss.
-        tolerance: 0 if all bits must be equal; else of the relative difference, with the reason.
-        ddp_tolerance: of the comparison with DistributedDataParallel, if larger.
-        because: the reason of both.
-        apart: why two ranks differ from one rank with twice the batch; dropout and statistics of batches are found by themselves.
-        twice_tolerance: of that comparison: the order of its sums differs, and an optimizer may magnify the difference.
+        tolerance: 0 if all bits must be equal, else the relative difference, with the reason.
+        ddp_tolerance: for the comparison with DistributedDataParallel, if larger.
+        because: the reason for both.
+        apart: why two ranks differ from one rank with twice the batch. Dropout and batch statistics are found automatically.
+        twice_tolerance: for that comparison: the order of its sums differs, and an optimizer may magnify the difference.
         no_ddp: why DistributedDataParallel is no reference.
-        resumes: a run whose rank is killed is compared, too; else for one case in sixteen.
+        resumes: a run whose rank is killed is compared too. Otherwise this is done for one case in sixteen.
     """
 
     name: str

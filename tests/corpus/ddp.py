@@ -16,7 +16,7 @@ import torch
 from tests.corpus.plain import Trained
 
 SIZE = 2
-# Of the longest case on a busy machine.
+# Limit of the longest case on a busy machine.
 TIMEOUT_S = 120.0
 
 
@@ -41,7 +41,7 @@ def _serve(rank: int, address: str, pipe: Connection) -> None:
     while (name := pipe.recv()) is not None:
         try:
             found: Any = train(find(name), rank=rank, size=SIZE)
-            # By value: a tensor through a pipe is shared memory of a process that may end.
+            # By value, because a tensor in a pipe is shared memory of a process that may end.
             found = Trained({n: v.clone() for n, v in found.state.items()}, found.outputs)
             pipe.send((_plain(found), ""))
         except Exception as e:
@@ -92,7 +92,7 @@ class Ddp:
                 self.close()
                 raise DdpFailed(f"rank {rank} ended") from None
             if problem:
-                self.close()  # the other may wait for it
+                self.close()  # the other rank may wait for it
                 raise DdpFailed(problem)
             results.append(_loaded(found))
         return results[0]

@@ -117,7 +117,7 @@ def result_of(case: Case, fitted: TorchModel) -> Trained:
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
-    # Cloned, because a forward may change them, as that of a quantizer's observer.
+    # Cloned, because a forward may change them, like a quantizer's observer.
     tensors = {n: v for n, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     return {n: v.detach().clone() for n, v in tensors.items()}
 

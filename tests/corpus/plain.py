@@ -43,7 +43,7 @@ def train(case: Case, *, rank: int = 0, size: int = 1, batch: int = BATCH) -> Tr
         call = DistributedDataParallel(model, find_unused_parameters=True)
     program = Program(case, call, loss, dtype, rank, size, batch)
     program.run()
-    # Like what `fit` returns: in eval mode, which merges the weights of some layers.
+    # In eval mode, like the result of `fit`, because it merges the weights of some layers.
     module = getattr(model, "_orig_mod", model).eval()  # of torch.compile
     state = {
         name: value.detach().clone()

@@ -36,7 +36,7 @@ from tests.corpus.plain import Trained, train
 from tests.harness import jvm
 from tests.harness.paths import ROOT
 
-# Of one fit on a busy machine.
+# Limit of one fit on a busy machine.
 FIT_TIMEOUT_S = 240
 TOLERANCE = 1e-5
 
@@ -232,7 +232,7 @@ class Checks:
         def twice() -> dict[str, Any]:
             expected = train(case, batch=2 * BATCH)
             value = difference(found[0], expected)
-            # Adam turns the rounding of a gradient that is 0, as of the bias of an attention's keys, into steps of its rate.
+            # Adam turns the rounding error of a zero gradient, such as that of an attention's key bias, into steps of its rate.
             outputs = rows_apart(found[0].outputs, expected.outputs)
             return outcome(min(value, outputs), case.twice_tolerance)
 

@@ -237,7 +237,7 @@ def test_invalid_numbers_are_skipped_or_filled() -> None:
     values, found = column_to_numpy(pa.array([5, 2**24 + 1]), joined)
     assert found.is_clean
     np.testing.assert_array_equal(values, [5, 0])
-    # A fraction in place of nulls makes doubles of the rest, which are integers still.
+    # A fraction in place of nulls converts the integers to doubles with the same values.
     half = replace(column("scalar", "float32"), source="bigint", invalid=("fill", 0.5))
     values, _ = column_to_numpy(pa.array([None, 2**24 + 1, 3]), half)
     np.testing.assert_array_equal(values, [0.5, 0.5, 3])

@@ -85,7 +85,7 @@ def test_the_users_bounds_are_restored(spark: SparkSession, key: str, given: str
         assert spark.conf.get(key, None) == given
     finally:
         spark.conf.unset(key)
-    # 1,000 rows of 16 bytes. The user's bound in bytes stays, theirs on records too if it is smaller.
+    # 1,000 rows of 16 bytes. The user's limit in bytes stays, and the user's limit on records if it is smaller.
     ours = str(2**31 - 1) if key == BYTES_KEY else "1000"
     is_theirs = given is not None and (key == BYTES_KEY or given == "7")
     assert inside == (given if is_theirs else ours)

@@ -188,7 +188,7 @@ def test_integers_are_cast_only_when_joined_with_floats(
     binding = bind_inputs(One(), schema)
     (x,), _ = binding.apply(batch_of(schema))
     assert x.dtype == expected
-    # What materialize and transform look at.
+    # The parts that materialize and transform read.
     is_cast = [expected.is_floating_point and not c.is_floating for c in columns]
     casts = [c.cast_to for c in binding.with_casts(columns)]
     assert casts == ["float32" if cast else "" for cast in is_cast]

@@ -146,4 +146,4 @@ def test_the_first_epoch_beyond_memory_reads_the_data_once(
         reader.close()
     assert (
         epochs[1] <= epochs[0] < 1.5
-    )  # such blocks are a few times as large as the blocks of checksums
+    )  # such blocks are several times larger than the blocks of checksums

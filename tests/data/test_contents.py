@@ -121,7 +121,7 @@ def test_data_are_listed_and_deleted_unless_in_use(store: Store) -> None:
     store.delete_data("data/key/left")
     with pytest.raises(InvalidArgumentError, match="belongs to the application app-2"):
         store.delete_data("data/key/used")
-    # A path that a file system shortens would name all data, or those of a key.
+    # A path that a file system shortens would name all data, or the data of a key.
     wrongs = (
         "data//",
         "data/./.",
@@ -211,7 +211,7 @@ def test_a_holder_renews_and_notices_that_it_was_taken_over(
         wait_until(lambda: holder(store).renewed > first, "the holder has renewed its file")
 
         def has_stopped() -> bool:
-            # Once is not enough: a renewal that had read its own file before this one was written replaces it.
+            # Once is not enough: a renewal that read its own file before this one was written would replace it.
             held_elsewhere(store, "r")
             return not held._thread.is_alive()  # type: ignore[union-attr]
 
@@ -243,7 +243,7 @@ def test_a_sealed_file_is_read_or_known_to_be_damaged() -> None:
             flipped = bytearray(data)
             flipped[position] ^= 1 << bit
             assert load_sealed(bytes(flipped), required=False) in (None, expected) or (
-                # Only the name of the checksum has changed: an entry that no reader looks for.
+                # Only the name of the checksum has changed, to an entry that no reader looks for.
                 expected.items() <= (load_sealed(bytes(flipped), required=False) or {}).items()
             )
         assert load_sealed(data[:position]) is None

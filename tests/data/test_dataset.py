@@ -92,7 +92,7 @@ def test_other_processes_read_data_prepared_by_a_driver(df: DataFrame, tmp_path:
         timeout=120,
     ).stdout
     assert 0 < mine < mine + int(theirs) == sum(range(ROWS))
-    # In ranks on Spark the dataset itself travels, and rank and size are theirs.
+    # In ranks on Spark the dataset itself is sent, with the ranks' own rank and size.
     assert run(total, (again,), num_proc=2, spark=df.sparkSession) == [mine, int(theirs)]
     again.delete()
     with pytest.raises(InvalidArgumentError, match="There is no data set"):

@@ -30,7 +30,7 @@ def test_the_files_used_last_stay_open() -> None:
     assert files.get(0) is made[0]
     with pytest.raises(FileNotFoundError):
         files.get(-1)
-    files.get(LIMIT)  # one too many: the oldest that was not used since goes
+    files.get(LIMIT)  # one too many: the least recently used one is removed
     assert [f.number for f in made if f.is_closed] == [1]
     assert files.get(1) is not made[1]
     assert [f.number for f in made if f.is_closed] == [1, 2]

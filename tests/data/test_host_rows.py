@@ -34,7 +34,7 @@ pytestmark = pytest.mark.processes
 
 travels_by_value = by_value(__name__)
 
-# What is read, and whether its rows are shared.
+# The files that are read, and whether their rows are shared.
 Key = tuple[str, bool]
 DATA_DIR = "data/k/app"
 ROWS = 60_000
@@ -86,7 +86,7 @@ def digest_of(batch: Batch) -> bytes:
 
 
 def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> dict[str, Any]:
-    """Read two epochs on one rank; return digests of the batches, bytes read and bytes of shared memory."""
+    """Read two epochs on one rank, and return digests of the batches, bytes read and bytes of shared memory."""
     import sparkhvd.torch as hvd
     from sparkhvd.training.host_memory import HostRows
 
@@ -123,7 +123,7 @@ def in_turns(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def by_call(calls: dict[Key, Callable[[], Any]], size: int, **options: Any) -> dict[Key, list[Any]]:
-    """Make calls on ranks; return the results of each, by rank."""
+    """Make calls on ranks, and return the results of each, by rank."""
     ranks = run_local(in_turns, (list(calls.values()),), num_proc=size, **options)
     return dict(zip(calls, map(list, zip(*ranks, strict=True)), strict=True))
 

@@ -155,7 +155,7 @@ def read_all(store: Store, manifest: Manifest, num_workers: int = 1, **keywords:
 
 
 def some_broken(tmp_path: Path, count: int, broken: set[int]) -> tuple[Store, Manifest]:
-    """Make images whose red is their number. In turn, some are missing, truncated or not images."""
+    """Make images whose red is their number. The broken ones are missing, truncated or not images, in turn."""
     paths = []
     for number in range(count):
         path = tmp_path / f"{number}.png"

@@ -127,7 +127,7 @@ def test_an_epoch_beyond_memory_resumes_with_other_ranks(dataset: Dataset, shuff
     for each in loaders:
         each.load_state_dict(state)
     assert steps(loaders) == wanted[3:]
-    # Also where the place is one of whole steps of theirs.
+    # This holds even where the position is a whole step of theirs.
     for size, batch_size in ((1, 7), (1, 20), (1, 60), (3, 10), (5, 2)):
         seen = [row for step in wanted[:3] for row in step]
         others = ranks(dataset, size, batch_size, **options)
@@ -138,7 +138,7 @@ def test_an_epoch_beyond_memory_resumes_with_other_ranks(dataset: Dataset, shuff
         ):
             seen += [int(row) for batch in rows for row in batch["id"]]
             between = others[0].state_dict()
-        # And once more with others.
+        # Once more with other ranks.
         third = ranks(dataset, 2, 9, **options)
         for each in third:
             each.load_state_dict(json.loads(json.dumps(between)))
@@ -173,12 +173,12 @@ def test_an_epoch_resumes_only_in_its_original_order(
     other.load_state_dict(state)
     with pytest.raises(InvalidArgumentError, match="The epoch began with .*, but this loader has "):
         next(iter(other))
-    # A state that is passed on, before anything was read, is the same.
+    # A state saved again before any read is the same.
     again = dataset.loader(0, 2, 10, **before)
     again.load_state_dict(state)
     assert again.state_dict() == state
     next(iter(again))
-    # An epoch that begins has any order.
+    # A new epoch may have any order.
     other.load_state_dict(fresh)
     next(iter(other))
     other.load_state_dict(state)

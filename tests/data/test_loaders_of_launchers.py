@@ -32,7 +32,7 @@ ROWS = 2003
 # Rows of a step over all ranks.
 STEP = 24
 
-# Writes what `read` returns for its rank.
+# Writes the result of `read` for its rank.
 SCRIPT = """
 import json, os, sys
 from tests.data.test_loaders_of_launchers import read

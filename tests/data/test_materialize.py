@@ -182,7 +182,7 @@ def test_empty_partitions_have_no_file(spark: SparkSession, store: Store) -> Non
     manifest = materialize(df, schema_of(df, ["id"]), store, DATA_DIR)
     assert [f.rows for f in manifest.files] == [2, 1]
     np.testing.assert_array_equal(rows_of(store, manifest)["id"], [2, 3, 8])
-    # Other readers of the folder see Parquet with binary values, and nothing else.
+    # Other readers of the folder see only Parquet with binary values.
     by_spark = spark.read.parquet(store.full_url(DATA_DIR))
     assert by_spark.dtypes == [("id", "binary"), ("label", "binary")]
     assert by_spark.count() == 3
@@ -252,7 +252,7 @@ def test_a_writer_keeps_only_part_of_its_data_in_memory(
     manifest = materialize(df, schema_of(df, ["x"]), store, DATA_DIR, row_group_bytes=8 << 20)
     assert manifest.num_bytes > rows * 40_000
     grown = int((tmp_path / "measured" / "grown").read_text())
-    # A batch of 32 MiB in its forms, those before it that the allocator keeps, and a row group.
+    # A batch of 32 MiB in several forms, earlier batches that the allocator keeps, and a row group.
     assert 20 << 20 < grown < 256 << 20, f"{grown >> 20} MiB"
 
 

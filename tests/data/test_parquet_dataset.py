@@ -244,7 +244,7 @@ def test_footers_give_the_ranges_of_integers(tmp_path: Path) -> None:
 
     expected = {"k": (3, 12), "words": (-4, 9), "y": (0, 4), "day": (30, 31)}
     assert ranges(handle_invalid={"k": 0}) == expected
-    # The row with the largest may be left out, and floats have no range.
+    # The row with the largest value may be excluded, and floats have no range.
     assert ranges(handle_invalid={"k": "skip"}) == {}
     floats = ranges(handle_invalid={"k": 0}, class_labels=[])
     assert floats == {name: expected[name] for name in ("k", "words", "day")}

@@ -510,5 +510,5 @@ def test_memory_is_bounded_whatever_the_size_of_a_row_group(tmp_path: Path) -> N
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # The row group takes 128 MB; read are windows of 8 MiB, from pieces and buffers of some megabytes per column.
+    # The row group takes 128 MB. Windows of 8 MiB are read, from pieces and buffers of some megabytes per column.
     assert 0 < int(done.stdout) < 80 << 20

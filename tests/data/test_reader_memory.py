@@ -65,7 +65,7 @@ def make(folder: Path, rows: int, columns: tuple[Column, ...]) -> Manifest:
 
 def run(folder: Path, body: str) -> str:
     program = f"FOLDER = {str(folder)!r}\n{PROGRAM}{textwrap.dedent(body)}"
-    # One arena, so that threads do not each keep some memory of their own.
+    # One arena, because otherwise each thread keeps some memory.
     command = [sys.executable, "-c", program]
     environ = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=100)
@@ -114,10 +114,10 @@ def test_memory_stays_flat_over_20_epochs(
     print(*seen, status("VmHWM") - before)
     """
     *seen, peak = map(int, run(tmp_path, body).split())
-    # Windows, the next one's rows, what is prefetched, and what the allocator keeps; or all of the data and that.
+    # Windows, the next window's rows, prefetched batches, and memory that the allocator keeps, or all of the data and this memory.
     data = manifest.num_bytes
     assert peak < (data if shuffle_bytes > data else 3 * shuffle_bytes) + 24 * MEBIBYTE
-    # An allocator breathes; what leaks stays.
+    # An allocator's memory goes up and down, but leaked memory stays.
     assert median(seen[15:]) - median(seen[2:7]) < 3 * MEBIBYTE, seen
 
 

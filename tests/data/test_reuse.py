@@ -125,7 +125,7 @@ def test_another_plan_type_time_zone_or_data_key_is_another_key(spark: SparkSess
 )
 def test_plans_with_inline_rows_have_no_key(spark: SparkSession, rows: str, others: str) -> None:
     both = [spark.sql(f"SELECT * FROM VALUES {v} AS t(id, c, label)") for v in (rows, others)]
-    assert both[0].semanticHash() == both[1].semanticHash()  # else this test shows nothing
+    assert both[0].semanticHash() == both[1].semanticHash()  # otherwise this test shows nothing
     for df in both:
         key, reason = plan_key(df, schema_of(df), None)
         assert key is None
@@ -343,7 +343,7 @@ def test_a_cached_source_is_its_cache(spark: SparkSession, store: Store, tmp_pat
     held = spark.read.parquet(path).cache()
     assert held.count() == 3
     try:
-        # Rows of the cache, whatever becomes of the files.
+        # Rows of the cache, whatever happens to the files.
         assert not prepared(held, store).reused
         assert prepared(held, store).reused
     finally:
@@ -453,7 +453,7 @@ def test_data_without_a_key_are_shared_in_a_scope_and_go_with_it(
             assert not prepared(df, store, scope=beside).reused
             assert len(store.data_directories()) == 5
         assert len(store.data_directories()) == 4
-        # What the plan names outlives the scope.
+        # Objects that the plan names outlive the scope.
         named = prepared(numbers(spark), store, scope=scope)
     assert store.data_directories() == sorted([kept.data_dir, named.data_dir])
     assert prepared(numbers(spark), store).reused
@@ -471,7 +471,7 @@ def test_release_deletes_all_but_kept_data(spark: SparkSession, store: Store) ->
     release()
     assert store.data_directories() == [kept.data_dir]
     assert not store.exists(gone.data_dir.rpartition("/")[0])
-    # Another application reuses what was kept, and only that.
+    # Another application reuses only the kept data.
     assert prepared(numbers(spark, 6), store, app_id="other").reused
     assert store.clean() == [kept.data_dir]
 

@@ -92,14 +92,14 @@ def test_numbers_keep_their_types_for_a_function_of_rows(model: str) -> None:
     schema = check([*names], **options)
     assert {c.name: c.dtype for c in schema.features} == names
     assert schema.labels[0].dtype == "int64"
-    # What the model takes is as without the function; numbers need not fit it before.
+    # The model takes the same as without the function, but numbers need not fit before it.
     plain = check([*names], model_dtype=model)
     assert [c.for_model() for c in schema.features] == list(plain.features)
     raw = check(["raw"], decoders=["raw"], keeps_types=True).features[0]
     assert raw.for_model() is raw
     assert [c.tensor_dtype for c in schema.columns] == [c.tensor_dtype for c in plain.columns]
     assert [c.number_type for c in schema.features if c.dtype == "float64"] == ["float64"] * 6
-    # A dtype of the user's own counts.
+    # The user's dtype has priority.
     chosen = check(["int"], feature_dtypes={"int": "float32"}, keeps_types=True).features[0]
     assert chosen.dtype == "float32"
     weighted = check(["int"], sample_weight_col="double", model_dtype=model, keeps_types=True)
@@ -394,13 +394,13 @@ def test_nan_is_kept_only_in_float_columns() -> None:
     keep = {"double": "keep", "label": "keep"}
     columns = check(["double", "int"], handle_invalid=keep, label_dtypes={"label": "float64"})
     assert [c.invalid for c in columns.columns] == [("keep",), ("error",), ("keep",)]
-    # For all columns it means those of floats, and no weights.
+    # For all columns, it applies to columns of floats, but not to weights.
     names = ["double", "int", "doubles", "vector", "flag", "text"]
     every = check(
         names, handle_invalid="keep", decoders=["text"], sample_weight_col="float"
     ).columns
     assert [c.name for c in every if c.invalid == ("keep",)] == ["double", "doubles", "vector"]
-    # A function of rows gets the double, whatever it makes of it.
+    # A function of rows gets the double.
     raw = check(["double"], keeps_types=True, handle_invalid="keep", class_labels=["label"])
     assert [c.invalid for c in raw.columns] == [("keep",), ("error",)]
 

@@ -123,7 +123,7 @@ def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> 
         found = Checkpoints(store, "runs/r").latest()
         assert found is not None
         assert found.epoch == 1
-        # What could not be written is gone, so that there is room again.
+        # Incomplete files are deleted, so that there is room again.
         save(2, 2000)
         assert os.listdir(place / "store" / "runs/r/checkpoints") != []
         assert checkpoints.latest_position() == (2, 0)
@@ -147,9 +147,9 @@ def test_an_unmounted_store_is_not_recreated(tmp_path: Path, below: str) -> None
         ):
             store.write_bytes("runs/r/b", b"y")
         assert os.listdir(place) == []
-        # A process that comes later looks for what must be there.
+        # A later process checks that the store's files exist.
         late = pickle.loads(pickle.dumps(store))
-        # (A mount point that is empty now may as well be an empty store.)
+        # (An empty mount point may also be an empty store.)
         for given in (store, late) if below else (store,):
             with pytest.raises(StoreError, match="does not exist|is not mounted any more"):
                 default_store(classic_session(), given).write_bytes("runs/r/b", b"y")

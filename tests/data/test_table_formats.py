@@ -126,7 +126,7 @@ EVERY_TYPE = pa.schema(
         ("z", pa.timestamp("us", "UTC")),
     ]
 )
-# Filters, and of the rows 1, 2, 3 those that they select: values that the column's type lacks, and exact ones.
+# Filters, and the rows among 1, 2, 3 that they select: values that the column's type cannot represent, and exact ones.
 EVERY_LITERAL = {
     "i > 1.5": [2, 3],
     "i != 2.5": [1, 2, 3],
@@ -332,7 +332,7 @@ def test_every_snapshot_of_an_iceberg_table(catalog: Any, version: str) -> None:
         change.update_column("id", LongType())
         change.rename_column("x", "z")
     with table.update_schema() as change:
-        change.add_column("x", LongType())  # the old name with a new meaning
+        change.add_column("x", LongType())  # the old name has a new meaning
     more = rows(40, 6).rename_columns(["id", "z", "p"]).append_column("x", pa.array(range(6)))
     table.append(more)
     with table.update_schema() as change:
@@ -380,7 +380,7 @@ def test_the_newest_version_has_the_columns_of_the_table(catalog: Any) -> None:
         change.delete_column("x")
     with table.update_schema() as change:
         change.rename_column("y", "z")
-        change.add_column("x", DoubleType())  # the old name with a new meaning
+        change.add_column("x", DoubleType())  # the old name has a new meaning
     columns = ["x", "z"]
     assert rows_of("db.t", columns, catalog=catalog) == iceberg_rows(table, columns)
     assert rows_of("db.t", columns, catalog=catalog, where="x IS NULL AND z > 5") == [

@@ -64,7 +64,7 @@ def monitored_barriers() -> list[str]:
     group: Any = dist.group.WORLD
     size, rank = dist.get_world_size(), dist.get_rank()
     last, wrong = size - 1, []
-    # The last of those that are named; on a busy machine others may be late, too.
+    # The last of the named ranks. On a busy machine others may be late too.
     wanted = f"{last} failed to pass" if rank == 0 else "successfully reached monitoredBarrier"
     for wait_all_ranks in (True, False) if size > 1 else ():
         if rank != last:

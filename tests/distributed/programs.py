@@ -82,7 +82,7 @@ class Program:
         return dist.all_to_all_single(self.own[slot], source, group=group, async_op=True)
 
     def message(self, slot: int, group: Any, ranks: list[int], root: int) -> Any:
-        """The root's slot is sent to the next rank."""
+        """Send the root's slot to the next rank."""
         after = ranks[(ranks.index(root) + 1) % len(ranks)]
         rows, tag = self.slots[slot], self.random.randrange(3)
         if after == root:

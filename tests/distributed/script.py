@@ -31,7 +31,7 @@ def start(rank: int, method: str, size: int = 2) -> None:
 
 
 def meet(rank: int, method: str) -> None:
-    """Meet through a store, several times; `hvd` has the same engine before, between and after."""
+    """Meet through a store several times. `hvd` has the same engine before, between and after."""
     start(rank, method)
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -14,13 +14,13 @@ from sparkhvd.distributed.process_group import FORMS
 
 pytestmark = pytest.mark.pure
 
-# Of torch's object itself, which every group of ours is; they ask nothing of a backend.
+# Methods of torch's own object, which each of our groups is. They need no backend.
 OF_THE_OBJECT = {
     *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"),
     *("_backend_id", "_id", "_pybind11_conduit_v1_", "boxed", "unbox", "bound_device_id"),
     *("_register_backend", "_set_default_backend"),
 }
-# Torch's own answer is right for us: it does nothing, says that there is nothing, or raises an error that names the backend.
+# torch's own behaviour is right for us: it does nothing, returns nothing, or raises an error that names the backend.
 TORCHS_ANSWER = {
     "_add_ephemeral_timeout": "does nothing, as its documentation allows",
     "_has_hooks": "False",
@@ -37,7 +37,7 @@ TORCHS_ANSWER = {
     "unregister_post_hook": "does nothing: there is no hook",
     "unregister_pre_hook": "does nothing: there is no hook",
 }
-# What torch has on backends alone. `get_backend` of our group returns the group; these are of GPUs or of torch's own makers.
+# Methods that torch has only on backends. `get_backend` of our group returns the group. These belong to GPUs or to torch's own constructors.
 OF_BACKENDS = {
     *("Options", "_end_time_estimate", "_set_group_uid", "_start_time_estimate"),
     *("allocate_tensor", "eager_connect_single_device", "mem_allocator", "memory_stats", "merge"),

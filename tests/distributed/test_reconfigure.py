@@ -244,7 +244,7 @@ def test_ddp_with_changing_ranks_equals_one_process_on_all_rows(job: Job) -> Non
     def train(who: Sequence[int], hook: str) -> None:
         """Train some processes, and process 3 alone on the rows of all. Afterwards all have equal parameters."""
         for seed in itertools.islice(steps, 3):
-            # A gradient that PowerSGD approximates depends on the number of ranks, unless all have the same rows.
+            # PowerSGD's approximation of a gradient depends on the number of ranks, unless all have the same rows.
             is_same = hook == "powersgd_hook"
             calls = [(seed, 0, 1) if is_same else (seed, n, len(who)) for n in range(len(who))]
             *found, wanted = job.some([*who, 3], "step", [*calls, (seed, 0, 1)])
@@ -357,7 +357,7 @@ def test_random_histories_have_right_sums(seed: int, fork_server: ForkServer, st
                 processes[lost].kill()
                 processes[lost].wait()
             who = draw.sample(sorted(alive), draw.randint(1, len(alive)))
-            if what == "stop" and len(who) > 1:  # it comes back, and may join again
+            if what == "stop" and len(who) > 1:  # it continues, and may join again
                 processes[who[0]].kill(signal.SIGSTOP)
                 job.join(who[1:])
                 processes[who[0]].kill(signal.SIGCONT)

@@ -143,7 +143,7 @@ def backward_passes() -> list[str]:
     except KeyError:
         start()  # outside
         in_backward(start)
-    # Only this waits for the last pass's work; the failed pass had no wait at its end.
+    # Only this call waits for the last pass's work, because the failed pass had no wait at its end.
     for work in works:
         work.wait()
     wrong = [f"work {n}" for n, tensor in enumerate(tensors) if tensor[0] != size]
@@ -295,7 +295,7 @@ def powersgd() -> list[str]:
         ),
     }
     wrong, losses = [], {}
-    for rows in (2, 32):  # of rank 2 in all, and of full rank
+    for rows in (2, 32):  # of rank 2 over all ranks, and of full rank
         weights = {}
         for name, hook in hooks.items():
             torch.manual_seed(1)

@@ -72,14 +72,14 @@ def file_of(parts: list[str]) -> Path:
 
 
 def exists(name: str) -> bool:
-    """Return whether a dotted name is a module, a name of one, or an attribute of such a name; nothing is imported."""
+    """Return whether a dotted name is a module, a name of one, or an attribute of such a name, without an import."""
     parts = name.split(".")
     depth = next((i for i in range(len(parts), 0, -1) if file_of(parts[:i]).exists()), 0)
     return depth == len(parts) or (depth > 0 and parts[depth] in names(file_of(parts[:depth])))
 
 
 def test_names_of_the_package_exist() -> None:
-    # Not the conf spark.sparkhvd.*, paths, or a word behind the package's name at the end of a sentence.
+    # Not the conf spark.sparkhvd.*, paths, or a word after the package's name at the end of a sentence.
     pattern = re.compile(r"(?<![\w./-])sparkhvd(?:\.[A-Za-z_]\w*)+")
     named = {
         name: page for page in DOCUMENTS for name in pattern.findall((ROOT / page).read_text())

@@ -34,11 +34,11 @@ pytestmark = pytest.mark.spark
 
 travels_by_value = by_value(__name__)
 
-# Not in the extra `test`: skipped without them.
+# Not in the extra `test`, so programs that need them may be skipped.
 LIBRARIES = {"fastapi", "mlflow", "onnxruntime", "peft", "tensorboard", "transformers", "uvicorn"}
-# Programs that take long enough to be left to `make soak`, but for these.
+# Programs that run only in `make soak` because they take long, except these.
 ALWAYS = ("README.md", "docs/quickstart.md", "docs/datasets.md:petastorm")
-# Programs without Spark that only `make soak` runs, each with what runs instead.
+# Programs without Spark that only `make soak` runs, each with the tests that run instead.
 LEFT_TO_SOAK = {
     "docs/coming_from_ddp.md:before": "plain torch without sparkhvd; each rank would import the compiler",
     "docs/lightning.md:trainer": "lightning/test_page: this very program",
@@ -57,7 +57,7 @@ IN_SESSION = [program for program in WITH_SPARK if program.title.startswith(ALWA
 OF_LIBRARIES = [program for program in ALL if not plain(program)]
 
 
-# --- What programs print. ---
+# --- Output of programs. ---
 
 
 def check_readme(output: str) -> None:
@@ -160,7 +160,7 @@ def test_program_runs_in_a_session(program: Program, spark: SparkSession, tmp_pa
 
 
 def run_in_turn(programs: list[tuple[str, str]], folder: str) -> dict[str, str]:
-    """Run programs one after the other on a rank; returns the tracebacks of those that failed."""
+    """Run programs one after the other on a rank, and return the tracebacks of those that failed."""
     import torch.distributed as dist
 
     import sparkhvd.torch as hvd
@@ -168,7 +168,7 @@ def run_in_turn(programs: list[tuple[str, str]], folder: str) -> dict[str, str]:
     faulthandler.dump_traceback_later(RANK_TIMEOUT_S, exit=True)
     failed = {}
     for number, (name, text) in enumerate(programs):
-        # `start.py` looks at its arguments, and each program needs a port of its own.
+        # `start.py` reads its arguments, and each program needs its own port.
         sys.argv[:] = [name]
         here = Path(folder, str(number))
         here.mkdir(exist_ok=True)

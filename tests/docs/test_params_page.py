@@ -18,7 +18,7 @@ ALIASES = {alias: name for name, row in ROWS.items() for alias in row.aliases}
 ACCESSORS = {camel: name for name, row in ROWS.items() for camel in row.accessors}
 NO_EFFECT = {name: row.no_effect for name, row in ROWS.items() if row.no_effect}
 
-# Params of horovod.spark.torch.TorchEstimator 0.28, and of horovod.spark.lightning what is here too.
+# Params of horovod.spark.torch.TorchEstimator 0.28, and those of horovod.spark.lightning that exist here.
 HOROVODS = set(
     re.findall(
         r"\w+",

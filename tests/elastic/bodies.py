@@ -1,4 +1,4 @@
-"""Functions of members of an elastic job; each is called as fn(rendezvous, talk)."""
+"""Functions of members of an elastic job. Each is called as fn(rendezvous, talk)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 SEED = secrets.randbelow(2**32)
 SECONDS = float(os.environ.get("SPARKHVD_TEST_LIFE_S", "1800"))
-# Changes before anything is compared: caches fill, malloc takes what it keeps.
+# Changes before the comparison: caches fill, and malloc gets the memory that it keeps.
 FIRST = 40
 GROWTH_KB = 8 << 10
 
@@ -81,7 +81,7 @@ def test_half_an_hour_of_changes_leaks_nothing(tmp_path: Path) -> None:
         assert result["weights"] == [float(result["epochs"])], (SEED, len(done))
     tenth = max(1, len(seen) // 10)
     for name in seen[0]:
-        # The least of many looks: what is there for a moment does not count.
+        # The minimum of many samples, because temporary resources do not count.
         before, after = (min(each[name] for each in part) for part in (seen[:tenth], seen[-tenth:]))
         allowed = GROWTH_KB if name in ("memory", "shared") else 4
         print(f"{len(done)} changes: {name} {before} to {after}")

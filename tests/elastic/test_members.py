@@ -16,7 +16,7 @@ from tests.harness.rank_process import RankProcess
 pytestmark = pytest.mark.processes
 
 BODIES = "tests.elastic.bodies"
-# For a machine that is busy with other tests; a quiet one needs a tenth of it.
+# For a machine that is busy with other tests. An idle machine needs a tenth of it.
 WITHIN_S = 3.0
 
 
@@ -52,7 +52,7 @@ def test_survivors_of_a_kill_continue_in_their_processes(tcp_only: bool) -> None
             assert {each["members"][each["rank"]]: each["pid"] for each in said} == {
                 number: pid for number, pid in pids.items() if number not in killed
             }
-            # A rank whose last operation had ended before the kill has the newest state, and comes first.
+            # A rank whose last operation ended before the kill has the newest state, and becomes the first.
             survivors = {n for n in first[0]["members"] if n not in killed}
             assert set(said[0]["members"]) == survivors
             killed.append(said[0]["members"][-1])
@@ -86,7 +86,7 @@ def test_a_death_during_the_rendezvous_causes_another_change() -> None:
         (late,) = job.start(1, f"{BODIES}:die_when_it_meets")
         generation = last_generation(job, {0, 1})
         assert generation == 1
-        # It is decided on for the second generation, and gone before that has met.
+        # It is a member of the second generation by decision, and gone before that generation has met.
         generation = last_generation(job, {0, 1})
         assert generation == 3
         said = generation_of(job.members[:2], 3)

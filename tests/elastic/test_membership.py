@@ -80,7 +80,7 @@ def test_a_new_process_learns_whether_a_generation_runs() -> None:
     assert job.messages() == {2: Running(2)}  # and members get no message
     job.membership.end(1, "has died", 2.0)
     job.membership.receive(0, ask(0, 1, state=True), 2.0)
-    assert job.decided().members == (0,)  # without the one that is not ready
+    assert job.decided().members == (0,)  # without the process that is not ready
     job.membership.receive(2, ask(2), 3.0)
     assert job.messages() == {0: Update(only_removals=False)}
 
@@ -102,7 +102,7 @@ def test_the_last_holder_of_the_state_leaves_when_others_have_it(most: int) -> N
         assert isinstance(messages[0], Decision)
         assert messages[0].members == (0,)
         job.change()
-    assert job.messages() == {}  # the one that is left trains on
+    assert job.messages() == {}  # the remaining one continues to train
     job.membership.receive(2, ask(2), 3.0)
     assert job.messages() == {0: Update(only_removals=False)}
     job.membership.receive(0, ask(0, job.membership.generation, state=True), 4.0)
@@ -317,7 +317,7 @@ def test_no_process_joins_after_a_function_returned() -> None:
     job.begin()
     job.membership.receive(0, MemberReport("finished", 1), 1.0)
     job.membership.receive(5, ask(5), 1.0)
-    job.membership.receive(1, ask(1, 1, state=True), 2.0)  # its last steps, alone
+    job.membership.receive(1, ask(1, 1, state=True), 2.0)  # its last steps, without other ranks
     messages = job.messages()
     assert messages[5] == Refusal("over", "the others have finished")
     assert isinstance(messages[1], Decision)
@@ -394,17 +394,17 @@ def test_random_lives_agree(seed: int) -> None:
     world = World(seed)
     for _ in range(world.dice.randint(5, 60)):
         world.step()
-    # At the end all processes that live and answer ask, and a generation consists of exactly these.
+    # At the end, all processes that are alive and answer ask, and form the generation.
     membership = world.membership
     final = world.alive - world.stopped - world.out
-    for _ in range(2):  # one that joins waits for the second time
+    for _ in range(2):  # a joining process waits for the second time
         for number in sorted(final - world.out - set(membership.waiting())):
             world.send(number)
-        world.now += 600.0  # for those who are silent, and for those who start
+        world.now += 600.0  # for silent processes, and for starting ones
         membership.step(world.now)
         world.read()
-    final -= world.out  # one whose time was over before its turn to ask
+    final -= world.out  # a process whose time was over before it could ask
     if not membership.failure and final & set(membership.members):
-        # One that was stopped after it had asked is found out by the meeting.
+        # The rendezvous notices a process that was stopped after it had asked.
         assert set(membership.members) <= final | world.stopped
         assert len(membership.members) >= min(len(final), membership.limits.most)

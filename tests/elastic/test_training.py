@@ -61,7 +61,7 @@ def test_rows_are_exact_when_rank_0_and_another_die_and_one_joins() -> None:
     with elastic_job(f"{BODIES}:count_rows", 4) as job:
         plan = {"pause": 0.04, "waits_in": 2, "size": 3}
         # Steps are counted from the last change of the ranks: a later step may not come if the new rank joins late in this epoch.
-        # Behind two steps of four ranks, five ranks have four.
+        # After two steps of four ranks, five ranks have four steps.
         tell(job.members[:1], **plan, die=(0, 2))
         tell(job.members[1:2], **plan, die=(1, 0))
         tell(job.members[2:], **plan)
@@ -71,7 +71,7 @@ def test_rows_are_exact_when_rank_0_and_another_die_and_one_joins() -> None:
         results = [result_of(member) for member in job.members[2:]]
         assert_exact(results)
         assert {result["size"] for result in results} == {3}
-        assert results[0]["sizes"] == results[2]["sizes"]  # of the state of those that were there
+        assert results[0]["sizes"] == results[2]["sizes"]  # of the earlier ranks' state
 
 
 @pytest.mark.timeout(60)
@@ -124,9 +124,9 @@ def test_removed_members_leave_at_a_commit_and_no_row_is_lost() -> None:
 @pytest.mark.timeout(60)
 def test_repeated_rows_equalize_ranks_and_no_row_is_lost() -> None:
     with elastic_job(f"{BODIES}:count_rows", 3) as job:
-        tell(job.members, repeat=True, rows=100, batch=1)  # 34 rows each: two more
+        tell(job.members, repeat=True, rows=100, batch=1)  # 34 rows each: two extra rows
         results = [result_of(member) for member in job.members]
-        # A row that came twice counts twice.
+        # A repeated row counts twice.
         assert results[0]["weights"] in ([3.0, 4.0], [3.0, 4.0, 5.0])
 
 
@@ -191,7 +191,7 @@ def test_a_horovod_script_continues_after_the_death_of_rank_0() -> None:
             # 50 rows among three: 17 for each, one of them twice.
             assert result["lengths"][:2] == [[17, 51]] * 2
             assert result["lengths"][-1] == [25, 50]
-            # Every row in every epoch; one is repeated by the first division, others by that of the rest.
+            # Every epoch has every row. The first division repeats one, and the division of the rest repeats others.
             assert result["weights"][0] == 3.0
             assert result["weights"][-1] <= 5.0
             assert sum(result["weights"]) <= 3 * 50 + 4
@@ -201,7 +201,7 @@ def act(job: ElasticJob, dice: random.Random, plan: dict[str, Any]) -> str:
     """Disturb a random member, and return the action. At least one member with the state remains."""
     gone = job.__dict__["gone"]
     left = [member for member in job.members if member.rank not in gone]
-    # The first ones, and those that have reported a generation.
+    # The first members, and members that have reported a generation.
     trained = {m.rank for m in left if m.rank < job.limits.first or m.has_spoken()}
     kind = dice.choice(["kill", "kill", "join", "remove"])
     if kind == "join" or len(left) < 2:
@@ -247,7 +247,7 @@ def test_rows_are_exact_in_random_lives() -> None:
                     continue
                 try:
                     results.append(result_of(member))
-                except AssertionError as error:  # it has left, or came when the others had finished
+                except AssertionError as error:  # it has left, or joined too late
                     assert "SystemExit: 0" in str(error), (SEED, number, done)  # noqa: PT017
             assert results, (SEED, number, done)
             assert_exact(results, 4)

@@ -36,12 +36,12 @@ class Counter(torch.nn.Module):
 
 
 def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
-    """Train for some epochs; return the distinct weights."""
+    """Train for some epochs, and return the distinct weights."""
     plan = {"rows": 101, "epochs": 3, "batch": 4, "commit": 1, "pause": 0.0, **talk.hear()}
     hvd.init(comm=rendezvous, process_sets=plan.get("sets"))
     model = Counter(plan["rows"])
     sharded = plan.get("sharded", False)
-    # Adagrad's state counts as the weights of SGD do: the square of a gradient of -1 is 1.
+    # Adagrad's state counts like the weights of SGD: the square of a gradient of -1 is 1.
     plain = torch.optim.Adagrad if sharded else torch.optim.SGD
     optimizer = hvd.DistributedOptimizer(
         plain(model.parameters(), lr=1.0),

@@ -97,7 +97,7 @@ def expected(dtype: DType, op: ReduceOp, stacked: Sequence[Array]) -> Array:
     with np.errstate(over="ignore"):
         for array in stacked[1:]:
             result = combine(result, array)
-    if op == ReduceOp.AVERAGE and len(stacked) > 1:  # a divisor of 1 is no detour over double
+    if op == ReduceOp.AVERAGE and len(stacked) > 1:  # a divisor of 1 needs no conversion to double
         if np.issubdtype(result.dtype, np.floating):
             return result / result.dtype.type(len(stacked))
         return np.trunc(result.astype(np.float64) / len(stacked)).astype(result.dtype)

@@ -30,7 +30,7 @@ def poll_in_opposite_orders(engine: Engine, talk: Talk) -> Any:
     """Rank 0 submits A, B. Rank 1 submits B, A. Both only poll."""
     engine.barrier(name="start").wait()
     names = ["A", "B"] if engine.rank == 0 else ["B", "A"]
-    # One above a slot as well, so that it cannot be finished by the copy at submission alone.
+    # One size exceeds a slot, so that the copy at submission does not finish it.
     sizes = {"A": 10, "B": 3_000_000}
     started = time.monotonic()
     works = {
@@ -148,7 +148,7 @@ def interrupted_wait(engine: Engine, talk: Talk) -> Any:
     except KeyboardInterrupt:
         talk.say(time.monotonic())
     talk.hear()
-    work.wait()  # the operation has gone on
+    work.wait()  # the operation has continued
     return "done"
 
 
@@ -179,7 +179,7 @@ def interrupted_run(engine: Engine, talk: Talk) -> Any:
     talk.hear()
 
     def is_given_up() -> bool:
-        engine._state.reap()  # as any later call does
+        engine._state.reap()  # like any later call
         return alive() is None
 
     wait_until(is_given_up, "the array is given up", within_s=10)
@@ -202,7 +202,7 @@ def interrupted_at_any_moment(engine: Engine, talk: Talk) -> Any:
     count, interrupted = 3000, 0
     if (
         engine.rank == 1
-    ):  # has all of them in flight; those that rank 0 did not come to submit end with the engine
+    ):  # has all of them in flight. Those that rank 0 did not submit end with the engine
         works = [start_allreduce(engine, str(number), np.ones(3)) for number in range(count)]
         engine.barrier(name="end").wait()
         return sum(is_done(work) for work, _ in works)

@@ -29,7 +29,7 @@ NCCL = LIBRARIES / "libfake_nccl.so"
 
 
 def open_device(engine: Engine) -> ctypes.CDLL:
-    """Open the rank's device, of the stand-in; return its controls."""
+    """Open the rank's device, of the stand-in, and return its controls."""
     engine.open_device(engine.rank, str(CUDA), str(NCCL))
     return ctypes.CDLL(str(CUDA))
 
@@ -104,7 +104,7 @@ def reduce_beside_a_launch(engine: Engine, talk: Any) -> Any:
     waiter.start()
     seconds = []
     with contextlib.ExitStack() as stack:
-        # Here, because the kernel may give every session its share of the CPUs.
+        # Here, because the kernel may divide the CPUs between sessions.
         for _ in range(2 * (os.cpu_count() or 1)):
             other = stack.enter_context(
                 subprocess.Popen([sys.executable, "-c", "while True: pass"])

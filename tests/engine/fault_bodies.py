@@ -378,7 +378,7 @@ def leave_beside_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
     for number in range(12):
         start_send(engine, f"message {number}", np.full(7000, number, np.float64), last, tag=5)
     talk.say("queued")
-    talk.hear()  # every rank has queued: none does so after another's abort
+    talk.hear()  # every rank has queued: no rank queues after another's abort
     if reason:
         engine.abort(reason)
         time.sleep(0.2)

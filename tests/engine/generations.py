@@ -52,11 +52,11 @@ def keep_malloc_from_keeping() -> None:
 def usage() -> dict[str, int]:
     """Return the resources of this process: bytes of memory, descriptors, threads and lines of /proc/self/maps."""
     gc.collect()
-    # What was freed and malloc keeps for the next arrays: up to twice the largest of them, now and then.
+    # Freed memory that malloc keeps for later arrays: sometimes up to twice the largest array.
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return {
-        # Without pages of files, which the kernel drops and fetches as it likes.
+        # Without pages of files, which the kernel drops and loads at any time.
         "rss": int(status["RssAnon"].split()[0]) * 1024,
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
@@ -148,7 +148,7 @@ def watched(once: Callable[[], object], count: int) -> dict[str, Any]:
     before, after = Least(), Least()
     for number in range(count + WARM_UP):
         once()
-        if number < WARM_UP <= number + LOOKS:  # whatever is made once is there
+        if number < WARM_UP <= number + LOOKS:  # one-time objects exist now
             before.look()
         if number + LOOKS >= count + WARM_UP:
             after.look()
@@ -160,7 +160,7 @@ def end(engine: Engine, how: str) -> None:
     work, _ = start_allreduce(engine, f"never finished {engine.rank}", np.ones(1000))
     if how == "abort":
         engine.abort("on purpose")
-    elif how == "vanish":  # without a word: what a finalizer does
+    elif how == "vanish":  # silently, like a finalizer
         del work
     engine.shutdown()
 
@@ -186,7 +186,7 @@ def main() -> None:
         if (number - warm_up) % (window // 10) == 0 and number >= warm_up + count - window:
             after.look()
         outcomes = run_threads([lambda r=r: rank(r) for r in range(3)])
-        # Who is still in its operation hears of those who have left.
+        # A rank that is still in its operation learns which ranks have left.
         assert all(o is None or isinstance(o, CollectiveError) for o in outcomes), outcomes
         del outcomes
     print(json.dumps({"before": before.held, "after": after.held}))

@@ -43,7 +43,7 @@ def collectives(engine: Engine, talk: Talk) -> Any:
                 own = inputs[engine.rank]
                 got = allreduce(engine, f"sum {label}", own)
                 want = expected(dtype_of(own), ReduceOp.SUM, inputs)
-                # The order of addends is the ranks' inside a host, then the hosts': equal up to rounding.
+                # Ranks are added inside a host, then hosts, so sums are equal up to rounding.
                 close = (
                     {"rtol": 1e-2, "atol": 2e-2}
                     if dtype == DType.FLOAT16
@@ -134,7 +134,7 @@ def wait_in_silence(engine: Engine, talk: Talk) -> Any:
 
 
 def until_a_rank_is_lost(engine: Engine, talk: Talk, run: Callable[[], Any]) -> Any:
-    """Return the time of the loss by this machine's clock, and the error; leaving the engine takes more time."""
+    """Return the time of the loss by this machine's clock, and the error. Leaving the engine takes more time."""
     engine.barrier(name="start").wait()
     talk.say("running")
     try:

@@ -36,7 +36,7 @@ def connections() -> list[socket.socket]:
                     found.append(sock)
                 else:
                     sock.close()
-        except OSError:  # closed meanwhile: the folder's own descriptor
+        except OSError:  # closed since: the folder's own descriptor
             continue
     return found
 

@@ -128,7 +128,7 @@ class Rank:
             if members[-1] < engine.size:
                 self.sets.append((self.add(members), members))
         self.counts: Counter[str] = Counter()
-        # Of the results that every rank has, in any order: equal bits on all ranks give equal sums.
+        # Checksum of the results that every rank has, in any order: equal bits on all ranks give equal sums.
         self.checksum = 0
 
     def add(self, members: tuple[int, ...]) -> int:

@@ -44,7 +44,7 @@ LAYOUTS = [
 
 def sizes(world: int) -> list[int]:
     every = sorted({0, 1, max(world - 1, 0), world, world + 1, 127, 1024, 5003})
-    # Ranks that outnumber the cores take long: they try every third, the largest first, outside of `make soak`.
+    # More ranks than cores take long, so outside of `make soak` they run every third size, the largest first.
     return every if SOAK or world < 5 else every[::-3]
 
 
@@ -85,7 +85,7 @@ def test_allreduce_matches_numpy(world: int, hosts: list[int] | None, settings: 
         stacked = [random_array(dtype, (size,), seed=1000 * size + r) for r in range(world)]
         wanted = expected(dtype, op, stacked)
         for rank in range(world):
-            # Every rank has the same bits, whatever they are.
+            # Every rank has the same bits.
             np.testing.assert_array_equal(by_rank[rank][index], by_rank[0][index])
         assert_reduced(by_rank[0][index], wanted, dtype, exact=exact)
 

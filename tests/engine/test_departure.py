@@ -36,7 +36,7 @@ class Wire:
         self.may_pass = threading.Event()
         self.may_pass.set()
         self.hold_after = 1 << 20
-        self.passed = 0  # bytes towards the second that have come as far as the gate
+        self.passed = 0  # bytes towards the second rank that have reached the gate
         self._inside = (first_inside, second_inside)
         self._threads = [
             threading.Thread(target=self._pump, args=ends, name="test-wire", daemon=True)
@@ -150,12 +150,12 @@ def test_cause_of_a_failure_passes_tensors_that_wait_for_room(
     """Rank 2 learns of rank 1's death only from rank 0, whose tensors for rank 2 wait for room."""
     engines = start(wires)
     wires[0, 2, "data"].may_pass.clear()
-    wires[1, 2, "control"].hold_after = 0  # rank 1 says nothing any more
+    wires[1, 2, "control"].hold_after = 0  # rank 1 sends nothing from now on
     wires[1, 2, "control"].may_pass.clear()
     works = [start_broadcast(engine, "A", np.ones(BIG, np.float32), 0)[0] for engine in engines]
     wire = wires[0, 2, "data"]
     wait_until(lambda: wire.passed > wire.hold_after, "the wire is full")
-    time.sleep(0.3)  # and what comes behind it fills the sockets
+    time.sleep(0.3)  # and later bytes fill the sockets
     assert not works[2].done()
     wires[0, 1, "control"].cut()
     for rank in (0, 2):
@@ -172,7 +172,7 @@ def test_reason_of_an_abort_survives_the_shutdown_behind_it() -> None:
         if engine.rank == 1:
             work.wait()
         waiter = threading.Thread(target=lambda: pytest.raises(CollectiveError, work.wait))
-        waiter.start()  # somebody drives, and sleeps
+        waiter.start()  # a thread drives the engine, and sleeps
         start_allreduce(engine, "not on rank 1", np.ones(3))
         time.sleep(0.02)
         engine.abort("the reason")

@@ -102,7 +102,7 @@ def test_a_waiter_for_a_launch_serves_others_although_programs_take_its_cpu() ->
     with rank_processes(f"{BODIES}:reduce_beside_a_launch", 1) as ranks:
         seconds, is_waiting = ranks[0].expect()
     assert is_waiting
-    # A waiter that gave its CPU away twenty times before it looked took 100 ms.
+    # A waiter that yielded its CPU twenty times before it checked took 100 ms.
     assert statistics.median(seconds) < 0.03
 
 

@@ -50,7 +50,7 @@ def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
     for _ in range(amount(2, 100)):
         lost, starts_first, delay = dice.randrange(3), dice.random() < 0.7, dice.random() * 0.3
         with rank_processes(f"{BODIES}:work_until_lost", 3, tcp_only=tcp_only) as ranks:
-            if starts_first:  # else while they import, meet or map
+            if starts_first:  # otherwise while they import, meet or map
                 for rank in ranks:
                     assert rank.expect() == "running"
             time.sleep(delay)
@@ -59,7 +59,7 @@ def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
             for rank in ranks:
                 if rank.rank != lost:
                     error = assert_named(rank, lost)
-                    if starts_first:  # else the meeting has failed
+                    if starts_first:  # otherwise the rendezvous has failed
                         assert error["lost"] == {str(lost): "dead"}, error
             if starts_first:
                 assert time.monotonic() - began < WITHIN_S
@@ -136,7 +136,7 @@ def test_other_ranks_wait_for_a_stopped_rank_that_continues(host_loss_s: float) 
 
 @pytest.mark.parametrize(
     ("tcp_only", "place", "within_s"),
-    # The last one is for tensors: the peer has some time to say why it ends.
+    # The last connection is for tensors: the peer has some time to report why it ends.
     [(False, 0, WITHIN_S), (True, 0, WITHIN_S), (True, -1, 2 * WITHIN_S)],
 )
 def test_broken_connection_ends_every_rank_and_names_its_ends(
@@ -152,7 +152,7 @@ def test_broken_connection_ends_every_rank_and_names_its_ends(
         for error in errors:
             assert error["kind"] == "PeerLostError", error
             assert "is lost: its connection" in error["text"], error
-        # Whatever end noticed first, the connection was one of rank 1.
+        # Whichever end noticed first, the connection belonged to rank 1.
         assert all("rank 1" in error["text"].lower() for error in errors), errors
 
 
@@ -193,11 +193,11 @@ def test_a_rank_stopped_in_a_reduce_does_not_corrupt_the_next_generation(
             reason = rank.expect()
             assert "rank 2" in reason, reason
             assert "ranks 1" not in reason, reason
-        # 5 s more where the rank that is stopped is not the coordinator's own business.
+        # 5 s more if the coordinator itself does not wait for the stopped rank.
         assert time.monotonic() - began < 1 + 5 + WITHIN_S
         assert [rank.expect() for rank in ranks[:2]] == ["met again"] * 2
         ranks[2].kill(signal.SIGCONT)
-        assert "rank" in ranks[2].expect()  # it hears that the others have given up
+        assert "rank" in ranks[2].expect()  # it learns that the others have given up
         for rank in ranks[:2]:
             rank.tell("look")
         assert [rank.expect() for rank in ranks[:2]] == [True, True]

@@ -60,6 +60,6 @@ def test_children_cannot_write_to_the_workspaces_of_ranks() -> None:
     # The workspaces of the world and of a process set, each rank's own and the other's.
     assert first["engine"] == [signal.SIGSEGV] * 4
     assert first["sums"] == second["sums"] == [2.0, 2.0]
-    # A user's buffer is the children's as well, and so the other ranks'.
+    # Children share a user's buffer, and so do the other ranks.
     assert first["buffer"] == [0, 0]
     assert (first["first byte"], second["first byte"]) == (0x7F, 0x7F)

@@ -18,12 +18,12 @@ from tests.harness.soak import amount, left_to_soak
 pytestmark = pytest.mark.processes
 
 SECONDS = amount(2, 60)
-# The least of windows is judged, each longer than the pause between two wakes: what an engine does at rest, it does in each
-# of them. What a virtual machine's host takes is charged to the process as well, and on a busy one falls into most.
+# The minimum of several windows counts, each longer than the pause between two wakeups: an idle engine's work occurs in each
+# of them. CPU time that a virtual machine's host takes is also charged to the process, on a busy host in most windows.
 WINDOWS = 5
 MAX_IDLE = 0.002  # of one core
 MAX_IDLE_WAKES = 10  # a second
-# A wait comes back to Python ten times a second, so that Ctrl-C works, and looks 67 times a second whether a rank of
+# A wait returns to Python ten times a second, so that Ctrl-C works, and checks 67 times a second whether a rank of
 # its host has died: 0.3 % of a core each in a virtual machine.
 MAX_WAITING = 0.01
 

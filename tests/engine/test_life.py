@@ -217,7 +217,7 @@ def test_wait_times_out_while_the_operation_continues() -> None:
         )
         may_come.set()
         work.wait()
-        work.wait()  # again is fine
+        work.wait()  # a second call is allowed
         assert work.done()
         return result.tolist()
 
@@ -229,7 +229,7 @@ def test_shutdown_of_one_rank_names_it_on_the_others() -> None:
         if engine.rank == 0:
             time.sleep(0.1)
             engine.shutdown()
-            engine.shutdown()  # again is fine
+            engine.shutdown()  # a second call is allowed
         allreduce(engine, "x", np.ones(3))
 
     outcomes = rank_outcomes(3, body)
@@ -239,7 +239,7 @@ def test_shutdown_of_one_rank_names_it_on_the_others() -> None:
         "allreduce('x'): rank 0 shut down before it, and it needs every rank. Call shutdown() on a rank "
         "only after its last operation."
     )
-    # The first to notice leaves `with Engine` by its exception, and that is what the other may hear.
+    # The first rank to notice leaves `with Engine` by its exception, which the other rank may receive.
     assert text in {str(outcome) for outcome in outcomes[1:]}
     for outcome in outcomes[1:]:
         assert isinstance(outcome, CollectiveError)
@@ -294,7 +294,7 @@ def test_tensors_of_a_dropped_work_live_until_it_has_finished() -> None:
         may_come.set()
 
         def are_given_up() -> bool:
-            engine._state.reap()  # as any later call does
+            engine._state.reap()  # like any later call
             return all(ref() is None for ref in alive)
 
         wait_until(are_given_up, "arrays are given up", within_s=10)
@@ -325,7 +325,7 @@ def test_slow_dropped_works_do_not_retain_later_works() -> None:
         may_come.set()
 
         def are_given_up() -> bool:
-            engine._state.reap(2)  # as any later call does
+            engine._state.reap(2)  # like any later call
             return not engine._state.works
 
         wait_until(are_given_up, "works are given up", within_s=10)

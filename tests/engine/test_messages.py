@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 ANY = -1
 TAGS = 3
-# Empty; small; more than goes at once; more than a lane has room for.
+# Empty, small, larger than one send, larger than a lane.
 COUNTS = (0, 1, 777, 20_011, 150_001)
 
 
@@ -42,7 +42,7 @@ def test_random_programs_move_every_message(
     """All ranks know the messages, but each submits its part in its own order and waits in another."""
     for seed in range(amount(1, 30)):
         dice = random.Random(seed)
-        # (from, to, tag, number, elements); those from any rank have tags that no other message has.
+        # (from, to, tag, number, elements). Messages received from any rank have unique tags.
         plan = [
             (dice.randrange(world), dice.randrange(world), dice.randrange(TAGS), number, count)
             for number, count in enumerate(dice.choices(COUNTS, k=30))

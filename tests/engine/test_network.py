@@ -93,7 +93,7 @@ def test_a_lost_host_with_a_stopped_rank_is_detected_in_time(stop_in_transfer: b
     """A kernel whose peer has no room seldom asks for room, and does not ask whether the host is alive."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with stopped_without_room(settings, stop_in_transfer) as (a, ranks):
-        # Long enough for the kernel to ask more rarely than the host may be silent, and for a false alarm.
+        # Long enough that the kernel asks more rarely than host_loss_s, and for a false alarm.
         time.sleep(1.5 * HOST_LOSS_S)
         began = time.monotonic()
         a.set_cable("down")
@@ -134,7 +134,7 @@ def stopped_without_room(
         for rank in ranks:
             rank.tell({"stop_in_transfer": stop_in_transfer})
         if stop_in_transfer:
-            a.shape("50mbit")  # 32 MiB take 5.4 s, in which a busy machine stops the rank, too
+            a.shape("50mbit")  # 32 MiB take 5.4 s, during which even a busy machine stops the rank
         for rank in ranks:
             assert rank.expect() == "running"
         time.sleep(0.4 if stop_in_transfer else 0)

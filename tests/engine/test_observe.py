@@ -188,8 +188,8 @@ def test_timeline_costs_little(tmp_path: Path) -> None:
     def body(engine: Engine) -> list[float]:
         tensor = np.ones(250_000, np.float32)
         fastest = [float("inf")] * 2
-        # The fastest of a few rounds says little while other programs compute: one lucky round without them decides
-        # over thirty with them. So there are more where the first ones say that it costs much.
+        # The fastest of a few rounds means little while other programs compute: one lucky round without them decides
+        # over thirty with them. So there are more rounds if the first ones show a high cost.
         for number in range(600):
             with_timeline = number % 2
             if with_timeline:

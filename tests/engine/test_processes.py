@@ -31,7 +31,7 @@ def test_polling_alone_finishes_operations_submitted_in_opposite_orders(tcp_only
 def test_a_rank_that_holds_its_gil_does_not_delay_other_ranks(tcp_only: bool) -> None:
     with rank_processes(f"{BODIES}:hold_the_gil", 2, tcp_only=tcp_only) as ranks:
         seconds = ranks[0].expect()
-        # Who noticed would wait for half a second.
+        # A rank that noticed the loss would wait for half a second.
         assert max(seconds) < 0.2, seconds
         ranks[1].expect()
 
@@ -119,7 +119,7 @@ def test_operations_interrupted_at_any_moment_do_no_harm() -> None:
         (interrupted, left), finished = (rank.expect() for rank in ranks)
         assert interrupted > 10
         assert finished >= 3000 - interrupted
-        # Python ignores what is raised inside a `__del__`: its operation, and its memory, stay until the end.
+        # Python ignores an exception inside a `__del__`: its operation and memory stay until the end.
         assert left <= interrupted / 4
 
 

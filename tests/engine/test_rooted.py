@@ -79,7 +79,7 @@ def test_gather_and_scatter_are_each_others_inverse(
                 part = np.zeros_like(own)
                 given = whole if is_root else whole[:0]
                 target = TensorView(given.ctypes.data, part.ctypes.data, given.shape, part.nbytes)
-                # No bytes at all need no memory: then the engine may have none either.
+                # Zero bytes need no memory, so the engine may also have none.
                 views = [target if brings_memory and part.nbytes else view(given)]
                 call = engine.prepare(
                     Collective.SCATTER,

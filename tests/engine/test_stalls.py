@@ -113,7 +113,7 @@ def test_warning_distinguishes_a_stopped_rank_from_a_busy_rank(
             assert rank.expect() == "done"
     printed += capfd.readouterr().err
     assert "rank 1 has not even answered the request for its stack" in printed
-    # Once when it continued; a later question gets another answer.
+    # Once when it continued. A later question gets another answer.
     answers = printed.split("has not even answered")[1].split("waiting for")[0]
     assert answers.count("sparkhvd warning: rank 1 is here:\n") == 1
 

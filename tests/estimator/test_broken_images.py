@@ -24,7 +24,7 @@ pytestmark = pytest.mark.spark
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 travels_by_value = by_value(__name__)
 SIDE = 4
-# The first row, and in one of the orders whole batches of a rank.
+# The first row, and in one order whole batches of a rank.
 BROKEN = {0, 1, 2, 3, 9, 14}
 
 
@@ -96,7 +96,7 @@ def test_rows_are_left_out_and_the_gradient_is_the_mean_of_the_others(
             assert record[name] == pytest.approx(other[name], abs=1e-6)
         assert (record["rows"], record["broken_rows"], record["val_broken_rows"]) == (13, 5, 1)
         assert (other["rows"], other["broken_rows"], other["val_broken_rows"]) == (13, 5, 1)
-    # In plain torch: the first two batches of four have one row, and two.
+    # In plain torch: the first two batches of four have one row and two rows.
     model = Flat()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rows = [r for r in df.collect() if not r.held_out]

@@ -98,7 +98,7 @@ def test_each_row_is_trained_on_once_when_ranks_join_and_leave(
     # Every step had the rows of one process with the same batches.
     alone = one_process(model, store, ["x"], size=1, lr=0.05, seed=3, **given)
     assert_same_weights(fitted.getModel(), alone, 1e-4)
-    # The first epoch continued with one rank from the last step that was kept, and later with two.
+    # The first epoch continued with one rank from the last saved step, and later with two.
     assert printed_changes(capfd.readouterr().err) == ["2 ranks", "2 -> 1 rank", "1 -> 2 ranks"]
     assert_changes_are_told(fitted)
 
@@ -181,11 +181,11 @@ def test_a_fit_resumes_from_its_checkpoint_after_losing_all_ranks(
     fitted = fit.fit(df)
     assert [record["epoch"] for record in fitted.history] == [1, 2, 3]
     assert {record["rows"] for record in fitted.history} == {401}
-    # The schedule has come to its end, whatever number of steps the epochs had.
+    # The schedule has reached its end, whatever the number of steps of the epochs.
     assert fitted.history[-1]["lr"] == pytest.approx(0.1 / 25 / 1e4)
     written = capfd.readouterr().err
     assert "Relaunching (1 of 1)" in written, written
-    # The first epoch was not trained on again: 5 steps of each of 2 ranks.
+    # The first epoch was not repeated: 5 steps of each of 2 ranks.
     assert (tmp_path / "epochs").read_text().split().count("1") <= 10
 
 

@@ -264,7 +264,7 @@ def test_use_gpu_without_a_gpu_raises_an_error_with_the_cause(df: DataFrame, sto
     fit = estimator(mlp(2), store, use_gpu=True, num_proc=1)
     # Variables of CUDA would start another zygote, and the next fit without them one more.
     fit.setSettings(Settings(cuda_library="/nowhere/libcuda.so.1", nursery="0"))
-    # A torch that could use none is found out before the question whether there is one.
+    # A torch that cannot use a GPU is an error before the search for a GPU.
     found = (
         r"sees no GPU.*: /nowhere/libcuda\.so\.1: cannot open shared"
         if torch.version.cuda

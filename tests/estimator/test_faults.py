@@ -51,7 +51,7 @@ class Changes(Callback):
             layer.bias.requires_grad_(True)
 
 
-# Of a fit that dies in its second epoch, and of the one that it must equal.
+# Options of a fit that dies in its second epoch, and of the fit that it must equal.
 OPTIONS: dict[str, Any] = {
     "optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
     "validation": 0.2,

@@ -256,7 +256,7 @@ def test_params_of_training_reach_the_ranks(
     assert fitted.report().document["best"]["epoch"] == best
     for name, value in fitted.getModel().state_dict().items():
         assert torch.equal(value, saved[name])
-    # In 16 bits as validation was, until the model says otherwise.
+    # In 16 bits, like the validation, unless the model changes it.
     for precision, is_narrow in (("bf16-mixed", True), ("32", False)):
         rows = fitted.copy().setPrecision(precision).transform(df).select("x", "y__output")
         given, found = (torch.tensor(values) for values in zip(*rows.collect(), strict=True))
@@ -288,7 +288,7 @@ def test_torch_settings_apply_in_ranks_and_in_transform(spark: SparkSession, sto
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
-    # No output in float32 would have what was added in float64.
+    # A float32 output could not hold the value that was added in float64.
     found = torch.tensor([row[1] for row in rows], dtype=torch.float64)
     assert not torch.equal(found, found.float().double())
 
@@ -359,7 +359,7 @@ def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
         "warm_start=True to train `epochs` more epochs from its weights; TorchModel.from_run returns its model."
     )
 
-    # A step of no length leaves the weights that it started from.
+    # A step of length zero keeps the weights.
     warm = {**options, "warm_start": True, "optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}
     started = estimator(mlp(3, 1), store, **{**warm, "epochs": 1}).fit(df)
     for name, value in started.getModel().state_dict().items():
@@ -377,7 +377,7 @@ def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
 
     rectified = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 1))
 
-    # As if the driver had died when all epochs were done, before it had the model.
+    # As if the driver had died after all epochs, before it had the model.
     store.delete("runs/mine/finished.json")
     fewer = df.limit(39)
     for data, changed, difference in (
@@ -445,7 +445,7 @@ class MeetsAnother(Callback):
     def on_train_begin(self, ctx: CallbackContext) -> None:
         self.folder.mkdir(exist_ok=True)
         (self.folder / str(os.getpid())).touch()
-        # Of the later fits each finds the first two.
+        # Each of the later fits finds the first two.
         wait_until(lambda: len(list(self.folder.iterdir())) >= 2, "another fit trains", within_s=60)
 
 
@@ -482,7 +482,7 @@ def test_cross_validation_and_param_maps(
     runs = {path.split("/")[1] for path in store.list("runs", recursive=True)}
     assert runs == {"cv", "cv-0", "cv-1", "cv-fold2-0", "cv-fold2-1"}
     assert est._folds.label() == ""  # another search begins with its first fold
-    # One set of data per fold, whatever the param maps, and one for the best model. Nothing names them later.
+    # One data set per fold, for all param maps, and one for the best model. No later fit uses them.
     assert len(set(written)) == len(written) == 3
     assert store.list("data", recursive=True) == []
     best.write().overwrite().save(str(tmp_path / "cv"))
@@ -510,7 +510,7 @@ def test_param_maps_have_models_runs_and_validation_of_their_own(
     losses = [fitted[i].history[-1]["val_loss"] for i in (0, 1)]
     assert losses[0] < 100 < losses[1]
     assert [store.exists(f"runs/mine-{i}/program.pkl") for i in (0, 1)] == [True, True]
-    # The rows that train are the same data, those that validate are not.
+    # The training rows are the same data, the validation rows are not.
     assert len(set(written)) == len(written) == 3
     assert store.data_directories() == []
     assert est.getRunId() == "mine"

@@ -95,7 +95,7 @@ def test_training_on_files_equals_one_process_on_their_rows(
     model = mlp(3)
     fit = estimator(model, store, feature_cols=["x", "day"], epochs=2, keep_checkpoints=1)
     trained = fit.fit_on_parquet(path, validation_path=held_out)
-    # Nothing was written but the run.
+    # Only the run was written.
     assert store.data_directories() == []
     history = trained.getHistory()
     assert [record["rows"] for record in history] == [ROWS, ROWS]
@@ -120,7 +120,7 @@ class Stop(Callback):
     def on_step_end(self, ctx: Any, *logs: Any) -> None:
         if ctx.rank or ctx.epoch == 1 or os.path.exists(self.marker):
             return
-        time.sleep(0.1)  # they are written beside the training
+        time.sleep(0.1)  # checkpoints are written in parallel to the training
         if Checkpoints(self.store, "runs/mine").latest_position() > (1, 0):
             Path(self.marker).touch()
             raise RuntimeError("stopped on purpose")

@@ -60,7 +60,7 @@ def test_two_fits_on_two_versions_at_once(spark: SparkSession, tmp_path: Path) -
     for worker in workers:
         worker.join(240)
     assert {v: m.history[0]["rows"] for v, m in found.items()} == {0: 58, 2: 90}
-    # Nothing was written but the runs.
+    # Only the runs were written.
     assert store.data_directories() == []
     data = found[2].training_data
     (known,) = data["tables"]
@@ -74,7 +74,7 @@ def test_two_fits_on_two_versions_at_once(spark: SparkSession, tmp_path: Path) -
     found[2].save(str(tmp_path / "model"))
     assert TorchModel.load(str(tmp_path / "model")).training_data == data
     assert TorchModel.from_run(store, "v2").training_data == data
-    # A later commit changes nothing: the run is done again on its version.
+    # A later commit changes nothing: the run is repeated on its version.
     deltalake.DeltaTable(table).update(updates={"y": "0.0"})
     run = store.below("runs/v2")
     again = reproduce(run, spark, key=found[2].run_key)

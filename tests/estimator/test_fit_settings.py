@@ -97,12 +97,12 @@ def test_a_local_master_with_one_gpu_defaults_to_one_gpu_rank(
     settings = Settings(cuda_library=fake_driver(tmp_path))
     found = resolve(spark, use_gpu=use_gpu, settings=settings)
     assert (found.num_proc, found.slots) == (num_proc, 2)
-    # With use_gpu=True the launch knows by itself.
+    # With use_gpu=True the launch decides.
     assert found.finds_gpu == (build is not None and use_gpu is None)
     said = capsys.readouterr().out
     one = "num_proc is not given: 1 rank, one per GPU (master 'local[2]' on a host with 1 GPU).\n"
     assert said == one if num_proc == 1 else "2 ranks, one per task slot (" in said
-    # Who gives a number gets it.
+    # A given number has priority.
     assert resolve(spark, use_gpu=use_gpu, settings=settings, num_proc=2).num_proc == 2
 
 

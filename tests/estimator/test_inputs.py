@@ -36,7 +36,7 @@ LOOKUP = {"low": 0, "high": 1}
 SCALES = {"low": 0, "high": 0.5}
 IMAGES = 1000
 BATCH = 100
-# Of a rank, with torch in it. A dense batch of the sparse column would take BATCH * DIMENSIONS * 4 bytes: 4 GB.
+# Limit of a rank, including torch. A dense batch of the sparse column would take BATCH * DIMENSIONS * 4 bytes: 4 GB.
 MEMORY_BYTES = 1 << 30
 
 
@@ -179,7 +179,7 @@ def test_every_kind_of_input_trains_and_predicts(spark: SparkSession, tmp_path: 
             torch.tensor([LOOKUP[r.level] for r in rows]),
             torch.tensor([SCALES[r.scale] for r in rows]),
         )
-    # `pad` fills up to the longest row of a batch: one batch gives what one call gives.
+    # `pad` fills up to the longest row of a batch, so one batch gives the result of one call.
     found = [r.y__output for r in trained.transform(df.coalesce(1)).select("y__output").collect()]
     np.testing.assert_allclose(found, expected.reshape(-1).numpy(), rtol=1e-4, atol=1e-5)
     # Without Spark, of the frame that it collects.
@@ -212,7 +212,7 @@ def test_rows_with_holes_are_left_out_or_filled(
     assert model.history[-1]["rows"] == 8
     said = "handle_invalid skipped 12 of 20 training rows with a null or an invalid number"
     assert capfd.readouterr().out.count(said) == 1
-    # Transform looks at features only.
+    # Transform reads only features.
     assert model.transform(df).count() == 12
     filled = model.copy().setHandleInvalid({"x": 0.0}).transform(df.filter("x IS NOT NULL"))
     assert filled.count() == 16

@@ -105,7 +105,7 @@ class Packed(nn.Module):
 
 
 class Particular(nn.Module):
-    """Has assertions of its own, and takes 8 rows in training."""
+    """Has its own assertions, and takes 8 rows in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class TrainsOnly(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """Names no argument of its own."""
+    """Its forward has no named argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +461,7 @@ def transformed(model: TorchModel, df: DataFrame, names: tuple[str, ...]) -> lis
     ]
 
 
-# The others differ in what a rank does, which tests without Spark cover, and not in what Spark does.
+# The other cases differ only in a rank's work, which tests without Spark cover.
 THROUGH_SPARK = (
     "no labels, several outputs",
     "nested outputs",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.spark
 
-# A little above what travels with the program; in the long leg three times the heap, which is 1 GiB.
+# Slightly too large for the program, and in `make soak` three times the heap, which is 1 GiB.
 MIB = amount(80, 3 << 10)
 
 BODY = """
@@ -138,6 +138,6 @@ def test_the_driver_holds_two_copies_of_a_model_and_no_optimizer_state(
     times = {
         name: float(copies) for name, copies in re.findall(r"^(fit|save) ([\d.]+)$", out, re.M)
     }
-    # Beyond the user's module, which is there before: the trained one. 128 MiB make 0.5 of what else a fit needs.
+    # The trained module, beside the user's module, which existed before. 128 MiB are half of the other memory of a fit.
     assert times["fit"] < 1.5
     assert times["save"] < 0.5

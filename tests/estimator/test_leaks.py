@@ -20,10 +20,10 @@ from tests.harness.soak import amount, soak
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# On a machine that does other things too, a fit may take many seconds.
+# On a busy machine, a fit may take many seconds.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 NUM_FITS = amount(5, 20)
-# Python workers, class loaders and pools come with the first fits.
+# The first fits start Python workers, class loaders and pools.
 NUM_WARM_UP = 2
 # Memory files of other tests that run at the same time appear and vanish, and Spark ends idle workers after a minute.
 SETTLE_S = 90
@@ -82,7 +82,7 @@ def test_repeated_fits_leak_nothing(spark: SparkSession, tmp_path: Path) -> None
         del model
         assert wait_for_no_trainers() == set()
         seen.append(holdings(store))
-    # What leaks once per fit has grown by as much as there were fits, and stays; caches and pools breathe.
+    # A leak per fit grows with the number of fits and stays, while caches and pools go up and down.
     allowed = max(1, (NUM_FITS - NUM_WARM_UP) // 2)
     deadline = time.monotonic() + SETTLE_S
     warm = {name: max(s[name] for s in seen[: NUM_WARM_UP + 1]) for name in seen[0]}
@@ -92,7 +92,7 @@ def test_repeated_fits_leak_nothing(spark: SparkSession, tmp_path: Path) -> None
         seen[-1] = holdings(store)
     assert seen[-1]["trainers"] == 0
     assert seen[-1]["files being written"] == 0
-    # A run keeps what a later fit needs, and no more.
+    # A run keeps only the files that a later fit needs.
     for number in range(NUM_FITS):
         left = {p.rpartition("/")[2] for p in store.list(f"runs/r{number}/checkpoints")}
         assert left == {"epoch-1.pt", "latest.json"}

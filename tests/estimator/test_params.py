@@ -120,7 +120,7 @@ def test_keyword_arguments_are_params_and_none_means_not_given() -> None:
         assert estimator.getOrDefault(name) == EXAMPLES.get(name, name)
     assert not TorchEstimator(model=None, epochs=None).isSet("model")
     assert TorchEstimator(epochs=None).getEpochs() == 1
-    # Also of a Param that has a value, by either of its names.
+    # This includes a Param with a value, by either of its names.
     named = TorchEstimator(run_id="a", epochs=4, label_cols="y", feature_cols="x")
     assert named.setParams(run_id=None, maxIter=None, labelCol=None) is named
     assert (named.getRunId(), named.getEpochs(), named.getLabelCols()) == (None, 1, None)
@@ -218,7 +218,7 @@ def test_sparks_names_are_params_and_accessors() -> None:
         assert estimator.getParam(alias) is param
         value = {"feature_cols": "f", "label_cols": "l"}.get(name, EXAMPLES.get(name, name))
         assert getattr(estimator, f"set{camel_case(alias)}")(value) is estimator
-        # Spark's gives one column as it is, Horovod's a list.
+        # Spark's getter returns one column unchanged, Horovod's a list.
         expected = [value] if camel_case(alias) in ACCESSORS else value
         assert getattr(estimator, f"get{camel_case(alias)}")() == expected
     assert estimator.getFeatureCols() == ["f"]

@@ -79,14 +79,14 @@ def test_a_classifier_is_one_of_spark_mls(
         "probability": {"num_attrs": 3},
         "prediction": {"type": "nominal", "num_vals": 3},
     }
-    # One row on the driver is one of transform.
+    # One row on the driver equals a row of transform.
     rows = found.limit(5).collect()
     for row in rows:
         assert model.predict(row.features) == row.prediction
         raw, probability = model.predictRaw(row.features), model.predictProbability(row.features)
         np.testing.assert_allclose(raw.toArray(), row.rawPrediction.toArray(), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(probability.toArray(), row.probability.toArray(), rtol=1e-5)
-    # The summary has what the evaluators find.
+    # The summary has the evaluators' values.
     summary = model.evaluate(fitted.stages[0].transform(df))
     evaluator = MulticlassClassificationEvaluator(labelCol="index")
     assert summary.weightedFMeasure() == pytest.approx(evaluator.evaluate(found))  # f1

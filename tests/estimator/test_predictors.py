@@ -99,7 +99,7 @@ def test_predictors_implement_spark_ml_interfaces() -> None:
     assert isinstance(TorchClassifier(), HasWeightCol)  # OneVsRest asks
     assert isinstance(TorchClassifier().getLoss(), nn.CrossEntropyLoss)
     assert isinstance(TorchRegressor().getLoss(), nn.MSELoss)
-    # Spark's Params of the same names are ours: nothing is there twice.
+    # Spark's Params with the same names are ours, so no Param exists twice.
     for cls in (TorchClassifier, TorchRegressor, TorchClassificationModel, TorchRegressionModel):
         assert not {"labelCol", "featuresCol", "weightCol"} & {p.name for p in cls().params}
 
@@ -269,7 +269,7 @@ def test_one_logit_gives_both_classes() -> None:
     assert model.predict(row) == float(z > 0)
     assert model.setThresholds([1 - p - 0.01, p + 0.01]).predict(row) == 0.0
     assert model.setThresholds([1 - p + 0.01, p - 0.01]).predict(row) == 1.0
-    # A function of one's own may give the probability of class 1 alone.
+    # A user's function may return only the probability of class 1.
     model = classifier(module, "sigmoid", output_fn=lambda output: torch.sigmoid(-output))
     assert model.predictProbability(row).toArray() == pytest.approx([p, 1 - p], rel=1e-6)
     assert model.predict(row) == float(z < 0)

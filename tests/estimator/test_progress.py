@@ -384,7 +384,7 @@ def test_a_store_that_is_gone_ends_neither_reports_nor_other_renewals(
     for store in stores:
         ownership.own(store, "data/k/a", Lease("a", old))
     here = stores[1]
-    # Something that is no folder stands in its place: what is in it can be asked for, but not written.
+    # A file is in the place of the folder: its contents can be requested, but not written.
     (tmp_path / "gone" / "data" / "k" / "a" / LEASE_NAME).unlink()
     (tmp_path / "gone" / "data" / "k" / "a" / LEASE_NAME).mkdir()
     seen: list[int] = []

@@ -44,7 +44,7 @@ def test_a_fit_writes_a_report_with_the_figures_of_its_training(
     assert list(model.history_frame().index) == [1, 2, 3]
     events = json.loads(store.read_bytes(f"{run}/timeline.json"))
     assert {e["pid"] for e in events if e.get("name") == "backward"} == {0, 1}
-    # Only the report is left, and no run to resume.
+    # Only the report is left, and no resumable run.
     (stored,) = store.runs()
     assert (stored.state, stored.num_bytes > 10_000) == ("report", True)
 

@@ -156,7 +156,7 @@ def test_a_store_that_fills_up_during_a_fit(df: DataFrame, tmp_path: Path) -> No
 @pytest.mark.usefixtures("mounts")
 def test_a_store_that_vanishes_during_a_fit(df: DataFrame, tmp_path: Path) -> None:
     with tmpfs(tmp_path / "behind", 1 << 22) as behind:
-        # Two names of one file system: the second goes, the first shows what was written.
+        # Two names of one file system: the second is removed, and the first shows the written files.
         place = tmp_path / "mount"
         place.mkdir()
         subprocess.run(["mount", "--bind", str(behind), str(place)], check=True)
@@ -180,7 +180,7 @@ def test_a_server_that_goes_during_a_fit(df: DataFrame, s3: S3) -> None:
         url = "s3://bucket/cut"
         store = Store.create(url, **s3.options(line.port))
         disturbed(
-            # Reading who writes the checkpoints comes before writing one.
+            # The owner of the checkpoints is read before a checkpoint is written.
             df,
             store,
             line.cut,
@@ -263,7 +263,7 @@ def forms_of(secret: bytes) -> list[bytes]:
     for before in range(3):
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             text = encode(bytes(before) + secret)
-            # Without the characters that hold bits of what is before and after it.
+            # Without the characters that contain bits of neighbouring bytes.
             forms.append(text[-(-before * 8 // 6) : (before + len(secret)) * 8 // 6])
     return list(dict.fromkeys(forms))
 

@@ -14,7 +14,7 @@ from tests.harness.soak import soak
 from tests.harness.spark import run_on, started_script, write_script
 from tests.harness.waiting import wait_until
 
-# Two JVMs start; on a machine that does other things too this may take long.
+# The start of two JVMs may take long on a busy machine.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 PROGRAM = """
@@ -66,7 +66,7 @@ def test_neither_the_end_nor_the_death_of_one_touches_the_other(tmp_path: Path) 
         process.wait(10)
     assert wait_for_no_trainers() == set()
     assert store.data_directories() == [data_dir]
-    # Nobody can know that it is dead before its lease has expired.
+    # Its death is unknown until its lease has expired.
     now = time.time()
     assert sweep(store, now=now + 23 * 3600) == []
     assert sweep(store, now=now + 25 * 3600) == [data_dir]

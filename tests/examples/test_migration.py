@@ -87,7 +87,7 @@ def run_in_turn(scripts: Sequence[tuple[Path, Path, Sequence[str]]]) -> list[str
 def beside_ddp(folder: Path) -> dict[str, Any]:
     """Measure how far DDP and sparkhvd are apart in the page's training and collectives."""
     hvd.init()
-    # Not by MASTER_PORT: a script before has used it, and its store may be still there for some ranks.
+    # Not by MASTER_PORT, which an earlier script has used, and whose store may still exist for some ranks.
     meeting = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", meeting, rank=hvd.rank(), world_size=hvd.size())
     found = {
@@ -330,7 +330,7 @@ def page_scripts(folder: Path) -> dict[str, tuple[Path, Path, Sequence[str]]]:
     }
     if SOAK:
         # DDP that frees its group last joins Gloo's thread under the GIL. That thread needs the GIL to free a tensor
-        # that Python has released, so both wait for ever, if rarely: `del model` lets `dist` free the group.
+        # that Python has released, so both may wait forever: `del model` lets `dist` free the group.
         end = "dist.destroy_process_group()"
         texts["ddp_before"] = block(DDP_PAGE, "before").replace(end, f"del model\n{end}")
         texts["ddp_after"] = block(DDP_PAGE, "after")
@@ -459,7 +459,7 @@ def test_names_on_the_pages_exist(page: str) -> None:
     assert set(re.findall(r"SPARKHVD_\w+", page)) <= {*variables, as_horovod.VARIABLE}
 
 
-# horovod.torch 0.28.1 but for what the page says is missing.
+# horovod.torch 0.28.1, except the parts that the page lists as missing.
 HOROVODS_NAMES = """
     init shutdown is_initialized rank size local_rank local_size cross_rank cross_size mpi_threads_supported
     mpi_enabled gloo_enabled mpi_built gloo_built ddl_built ccl_built cuda_built rocm_built nccl_built
@@ -493,7 +493,7 @@ def check_mnist(text: str) -> None:
     assert losses[-1] < losses[0]
     tested = re.findall(r"test loss [\d.]+, accuracy ([\d.]+) \((\d+)\)", text)
     assert len(tested) == len(losses)
-    # Every image of the test counts once, however they are divided; one in ten is guessed.
+    # Every test image counts once, however they are divided, and one in ten is guessed right.
     assert {count for _, count in tested} == {"359"}
     assert float(tested[-1][0]) > 0.2
 

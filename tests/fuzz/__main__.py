@@ -15,7 +15,7 @@ import atheris
 with atheris.instrument_imports(include=["sparkhvd"], enable_loader_override=False):
     from tests.harness.parsers import PARSERS, Parser, example
 
-# In front of an input: it is all bytes of the parser, or the JSON inside.
+# First byte of an input: the rest is all bytes for the parser, or the JSON inside.
 _BYTES, _BODY = b"b", b"j"
 
 
@@ -59,7 +59,7 @@ def _in_a_fork(parser: Parser, folder: Path, seconds: int) -> int:
 
 
 def main(root: Path, seconds: int, name: str = "") -> int:
-    """Fuzz all parsers, or one, for some seconds together; return the number of those with a finding."""
+    """Fuzz all parsers, or one, for some seconds together, and return the number of those with a finding."""
     names = {parser.name.replace(" ", "-"): parser for parser in PARSERS}
     if name:
         fuzz(names[name], root / name, seconds)

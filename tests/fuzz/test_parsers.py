@@ -26,7 +26,7 @@ from tests.harness.soak import amount
 pytestmark = pytest.mark.pure
 
 BY_NAME = pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
-# Of one parser with one input, on a busy machine; each takes well below a millisecond.
+# Limit of one parser with one input, on a busy machine. Each takes well below a millisecond.
 LIMIT_S = 5.0
 # Beyond the input itself: a parsed text takes up to 30 times its bytes.
 LIMIT_BYTES = 100 << 20
@@ -103,7 +103,7 @@ FOUND = [
     ("choice of autotune", b'{"format": 1, "world": [2], "choice": {"pieces": Infinity}}'),
     ("message of an elastic job", b"\0\0\0\0\0\0\0\x16" + b'{"message": ["report"]}'[:22]),
     ("profile.json", b'{"epochs": [1], "every": 1, "load": 5, "generations": 3}'),
-    # Its CRC fits, and its length is no whole number of CRCs.
+    # Its CRC matches, but its length is not a multiple of a CRC's.
     (
         "checksums of a packed file",
         b"abc" + struct.pack("<QI4s", 0, zlib.crc32(bytes(8), zlib.crc32(b"abc")), b"SHB1"),

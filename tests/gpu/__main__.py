@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of these, what is kept for the figures.
+# The part of them that is reserved for the figures.
 FIGURES_S = {"step": 60.0, "overhead": 25.0, "pack": 25.0}
 
 
@@ -75,7 +75,7 @@ def main() -> int:
     if arguments.stand_in:
         os.environ["SPARKHVD_TEST_STAND_IN"] = "1"
     began = time.monotonic()
-    # The last resort: a process that not even SIGKILL ends, or a bug of ours.
+    # The last resort, for a process that SIGKILL does not end, or a bug of ours.
     faulthandler.dump_traceback_later(arguments.limit_s + 8, exit=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended, too
     try:

@@ -44,7 +44,7 @@ OTHERS = (
 def collectives(gpu: Machine) -> str:
     """Compare every collective on every type, with sizes of zero and odd ones, against the CPU's plane."""
     runs = 0
-    # On the stand-in all types are tested without processes, and here it is about the checks.
+    # Other tests cover all types on the stand-in without processes. Here, the checks themselves are tested.
     dtypes = (torch.float16, torch.uint32, torch.bool) if gpu.is_stand_in else each.DTYPES
     for dtype in dtypes:
         for body in OF_A_TYPE:
@@ -69,7 +69,7 @@ def collectives(gpu: Machine) -> str:
 
 
 def registered(gpu: Machine) -> None:
-    """Keep memory registered with NCCL in a tensor that outlives its name."""
+    """Use memory that is registered with NCCL, and keep a part of it after its name is deleted."""
     x = hvd.registered_empty((3, 5), torch.float64, device="cuda")
     assert x.is_cuda
     assert x.tolist() == [[0.0] * 5] * 3

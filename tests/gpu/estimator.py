@@ -23,7 +23,7 @@ def main() -> int:
     name, size, kind = sys.argv[1:]
     place = Place(int(size), kind, is_shared=kind == "cuda" and int(size) > 1)
     if place.is_shared:
-        share_gpu(0)  # the ranks inherit it, and give themselves names of their own
+        share_gpu(0)  # the ranks inherit it, and choose their own names
     if name == "compile" and (reason := no_compiler()):
         print(f"skipped: {reason}")
         return 0
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def no_compiler() -> str:
-    """Return the reason why torch.compile cannot make kernels here; "" if it can."""
+    """Return the reason why torch.compile cannot make kernels here, or "" if it can."""
     import shutil
 
     from torch.utils._triton import has_triton

@@ -44,7 +44,7 @@ class Seen(NamedTuple):
 
 
 class Machine(Protocol):
-    """A GPU; `tests.harness.device_bodies.Gpu` and more."""
+    """A GPU: `tests.harness.device_bodies.Gpu` with more methods."""
 
     is_stand_in: bool
     main_stream: Any
@@ -113,7 +113,7 @@ class Cuda:
 
     @contextlib.contextmanager
     def use_engine(self, engine: Engine) -> Iterator[Any]:
-        # Of the whole process, as `hvd.init()` makes it: backward of a GPU's tensors runs on autograd's own thread.
+        # For the whole process, like `hvd.init()`, because backward of GPU tensors runs on autograd's own thread.
         with use_engine(engine) as made:
             _process.context = made
             try:
@@ -158,7 +158,7 @@ class Cuda:
         return torch.cuda.graph(torch.cuda.CUDAGraph())
 
     def watch(self, steps: Callable[[], None]) -> Seen:
-        # torch raises where its own operations make the host wait; CUDA's calls, also the engine's, are in the profile.
+        # torch raises if its own operations make the host wait. The profile has CUDA's calls, including the engine's.
         def guarded() -> None:
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -321,13 +321,13 @@ def nccl_environment() -> dict[str, str]:
 
 def share_gpu(rank: int) -> None:
     """Tell NCCL before it is loaded that this rank shares the GPU."""
-    # Up to 2.29 ranks on one GPU must seem to be on hosts of their own.
+    # Up to 2.29, ranks on one GPU must appear to be on different hosts.
     os.environ["NCCL_HOSTID"] = f"rank-{rank}"
     os.environ.update(nccl_environment())
 
 
 def why_not() -> str:
-    """Return the reason why the checks cannot run here; "" if they can."""
+    """Return the reason why the checks cannot run here, or "" if they can."""
     if is_stand_in():
         from tests.harness.fake_cuda import is_built
 

@@ -18,10 +18,10 @@ from tests.gpu.machine import is_stand_in, nccl_environment, nccl_library
 from tests.gpu.ranks import START_S, RankPool, hear, started
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the survivors of a killed process may take to raise.
+# Seconds within which the survivors of a killed process must raise.
 DETECTED_S = 5.0
 SKIPPED = "skipped: "
-# Checks of the estimator; what matters most comes first, as time may be short.
+# Checks of the estimator, the most important first, because time may be short.
 ESTIMATOR = (
     "training equals one process",
     "bf16-mixed",
@@ -189,7 +189,7 @@ def finish(
         return status, output.read()
 
 
-# --- Ranks that die, and that come again. ---
+# --- Ranks that die, and ranks that replace them. ---
 
 
 def killed(body: str, delay_s: float | None = None) -> Callable[[float], str]:

@@ -103,7 +103,7 @@ class RankPool:
         began = time.monotonic()
         try:
             if size not in self._ranks:
-                # One size at a time: ranks that are done hold memory of the GPU.
+                # One size at a time, because finished ranks hold GPU memory.
                 self.stop()
                 self._ranks[size] = self._stack.enter_context(started(self._serve, size))
                 hear(self._ranks[size], min(START_S, seconds))

@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 def make_backend() -> None:
     """Make torch treat the stand-in's tensors as tensors of a device with its own autograd thread."""
     backend_registration._setup_privateuseone_for_python_backend("standin")
-    # There is one such thread in a process, and the end of backward waits there for the other ranks: it is rank 0's.
+    # A process has one such thread, on which the end of backward waits for the other ranks. It belongs to rank 0.
     fake_cuda.torch_device = lambda gpu: "meta" if gpu.ordinal else "standin:0"
 
 

@@ -37,7 +37,7 @@ def _dump(browser: str, folder: Path, url: str, *options: str) -> subprocess.Com
 
 
 def rendered(browser: str, folder: Path, url: str) -> str:
-    """Return the HTML of a page after its scripts ran for some seconds of its own time."""
+    """Return the HTML of a page after its scripts ran for some seconds of virtual time."""
     return _dump(browser, folder, url, "--virtual-time-budget=8000").stdout
 
 

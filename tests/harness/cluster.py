@@ -21,7 +21,7 @@ from tests.harness.processes import free_port, wait_for_port
 from tests.harness.spark import CONF, run_on, standalone_cluster, with_folder, write_script
 from tests.harness.waiting import wait_until
 
-# Runs one program after the other in the module that a user's script is, so that functions are pickled by value.
+# Runs one program after the other in `__main__`, like a user's script, so that functions are pickled by value.
 _DRIVER = """
 import __main__, traceback
 
@@ -41,7 +41,7 @@ for line in sys.stdin:
     os.rename(reply + ".part", reply)
 """
 
-# The driver prints as much as Spark's servers do, plans included: a pyspark driver is silent up to warnings otherwise.
+# The driver logs as much as Spark's servers, with plans. By default, a pyspark driver logs only warnings.
 _LOGGING = """
 rootLogger.level = info
 rootLogger.appenderRef.stdout.ref = console
@@ -62,7 +62,7 @@ class Cluster:
     Attributes:
         remote: address of the Connect server.
         directory: of the logs.
-        driver: the driver's process; its programs come through its standard input.
+        driver: the driver's process, which reads programs from its standard input.
     """
 
     remote: str
@@ -80,7 +80,7 @@ class Cluster:
         return "\n".join(log.read_text(errors="replace") for log in logs)
 
     def run(self, body: str, timeout_s: float = 250) -> str:
-        """Run `body` in the driver with its classic session `spark`; return what it printed, or fail with it."""
+        """Run `body` in the driver with its classic session `spark`, and return what it printed, or fail with it."""
         number = len(list(self.directory.glob("program-*.py")))
         program = self.directory / f"program-{number}.py"
         reply = self.directory / f"reply-{number}"
@@ -89,7 +89,7 @@ class Cluster:
         assert self.driver.stdin is not None
         self.driver.stdin.write(json.dumps([str(program), str(reply)]).encode() + b"\n")
         self.driver.stdin.flush()
-        with contextlib.suppress(AssertionError):  # it says less than the output
+        with contextlib.suppress(AssertionError):  # the output says more
             wait_until(
                 lambda: reply.exists() or self.driver.poll() is not None,
                 "the program ends",
@@ -168,7 +168,7 @@ def shared_cluster(directory: Path, conf: Mapping[str, str]) -> Iterator[Cluster
                 driver.stdin.close()
 
 
-# A folder that every process has under this name, each its own.
+# A folder with the same name for every process, but different contents.
 OWN_FOLDER = Path("/proc/self/cwd")
 
 
@@ -199,10 +199,10 @@ class Unseen:
     printed: Callable[[], str]
 
     def run(self, body: str, directory: Path, timeout_s: float = 600) -> str:
-        """Run a client whose FOLDER is not the server's of the same name; returns what it printed.
+        """Run a client whose FOLDER is not the server's of the same name, and return what it printed.
 
-        The client is in a mount namespace of its own, or (where that is not allowed) names a folder below the working
-        directory of the process that looks.
+        The client is in its own mount namespace or, if that is not allowed, names a folder below its working
+        directory.
         """
         client = directory / f"client-{len(list(directory.iterdir()))}"
         client.mkdir()

@@ -27,7 +27,7 @@ INTEGERS = (
 )
 DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 SHAPES: Sequence[tuple[int, ...]] = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (1031,))
-# Halves are summed as halves there and in float32 here.
+# Halves are summed as halves on the GPU, and in float32 on the CPU.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 4e-2, torch.float32: 1e-6, torch.float64: 1e-14}
 
 
@@ -126,7 +126,7 @@ def factors(gpu: Gpu, dtype: torch.dtype) -> None:
 
 
 def grouped(gpu: Gpu) -> None:
-    """Groups of several types, on both planes at once; in place too."""
+    """Groups of several types, on both planes at once, also in place."""
     kinds = [torch.float32, torch.int16, torch.float32, torch.bool, torch.int64, torch.bfloat16]
     values = [mine((5, number), dtype, number) for number, dtype in enumerate(kinds)]
     expected = hvd.grouped_allreduce(values, op=hvd.Sum)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from tests.harness.device_bodies import Gpu
 
-STEPS = 4  # momentum keeps what is wrong in the first
+STEPS = 4  # momentum keeps an error of the first step
 ROWS = 12  # shares of 2, 3 and 4 ranks are equal
 Change = Callable[[torch.optim.Optimizer, nn.Module], None]
 

@@ -41,7 +41,7 @@ class ElasticJob:
         """Start members, with increasing numbers."""
         made = []
         numbers = range(len(self.members), len(self.members) + count)
-        for number in numbers:  # before one of them asks, or it would not wait for the others
+        for number in numbers:  # before one of them asks, because it would not wait for the others
             self.coordinator.expect(number)
         for number in numbers:
             with Listener.bind("127.0.0.1", self.settings) as listener:

@@ -7,13 +7,13 @@ from typing import Any
 
 
 def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], int, float]:
-    """Train until a generation of so many ranks has made a few steps; return rank, sizes of the generations, steps and the weight.
+    """Train until a generation of so many ranks has made a few steps, and return rank, sizes of the generations, steps and the weight.
 
     Args:
         folder: for marks.
         wanted: number of ranks.
-        fault: "process" or "executor": the last rank kills it once, after which that generation is wanted; "coordinator": the rank beside it
-            kills its Spark task; "elsewhere": something else makes the mark.
+        fault: "process" or "executor": the last rank kills it once, and the training ends in a later generation. "coordinator": the rank beside it
+            kills its Spark task. "elsewhere": something else makes the mark.
     """
     import os
     import socket
@@ -70,7 +70,7 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
 
 
 def count_rows(rows: int, epochs: int, pause_s: float) -> list[float]:
-    """Train a weight for each row, which tells how often its row was trained on; return the distinct ones."""
+    """Train a weight for each row, which tells how often its row was trained on, and return the distinct ones."""
     import time
 
     import torch

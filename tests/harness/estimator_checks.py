@@ -49,7 +49,7 @@ def _train_rank(spec: TrainSpec, place: Place) -> tuple[TrainResult, str]:
     mine = context()
     assert mine is not None
     if place.is_shared:
-        # NCCL takes the ranks for hosts of their own: by the first up to 2.29, by the second from 2.30 on.
+        # NCCL treats the ranks as separate hosts: by the first variable up to 2.29, by the second from 2.30 on.
         os.environ["NCCL_HOSTID"] = f"rank-{mine.rank}"
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -165,7 +165,7 @@ def _equals_one_process(
 ) -> str:
     """Training equals one process of plain PyTorch within a tolerance.
 
-    That process computes on the CPU; with bfloat16 on the place's device, because a relative change of 1e-3 of the
+    That process computes on the CPU, or with bfloat16 on the place's device, because a relative change of 1e-3 of the
     first weights changes the last ones by up to 0.15.
     """
     with tempfile.TemporaryDirectory() as folder:

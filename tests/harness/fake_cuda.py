@@ -1,11 +1,11 @@
 """GPU tensors without a GPU: torch operations as work on the streams of the stand-in for libcuda.
 
-`FakeTensor` says it is on `cuda:<ordinal>`; every operation of torch on it is enqueued on this thread's current stream
-as a host function, and its memory is the stand-in's. So a missing event dependency gives wrong data, as on a GPU. What
-needs values on the host (`item`, `cpu`) waits for the stream. `FakeDevice` is the `Device` of `sparkhvd/torch/cuda.py`.
+`FakeTensor` says it is on `cuda:<ordinal>`. Every operation of torch on it is enqueued on this thread's current stream
+as a host function, and its memory is the stand-in's. So a missing event dependency gives wrong data, as on a GPU. Calls
+that need values on the host (`item`, `cpu`) wait for the stream. `FakeDevice` is the `Device` of `sparkhvd/torch/cuda.py`.
 
-Shapes that depend on values are computed with the stream waited for. Of sparse tensors there is what gradients need:
-they are made of tensors of the device (inside of `Factories`), taken apart, and added to dense ones.
+Shapes that depend on values are computed after a wait for the stream. Sparse tensors support only the operations of
+gradients: they are made from tensors of the device (inside of `Factories`), taken apart, and added to dense ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.harness.paths import ROOT
 BUILD = ROOT / "build" / "native"
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 NUM_GPUS = 8
-# How long what was enqueued may take to run when a test has ended.
+# Seconds that enqueued functions may run after a test has ended.
 DRAIN_S = 30.0
 
 
@@ -273,9 +273,9 @@ class FakeDevice:
         while True:
             try:
                 number = self._spent.popleft()
-            except IndexError:  # also where another thread was faster
+            except IndexError:  # even if another thread was faster
                 return
-            if self._functions.pop(number, None) is not None:  # else it was forgotten
+            if self._functions.pop(number, None) is not None:  # otherwise it was forgotten
                 _NO_COLLECTION.leave()
 
     def _run(self, number: int) -> None:
@@ -284,7 +284,7 @@ class FakeDevice:
                 self._functions[number]()
         except BaseException as error:  # noqa: BLE001 - raised by the next `synchronize`
             self.errors.append(error)
-        # Whoever enqueues lets it go: this thread must not have the last reference.
+        # The enqueuing thread releases it, because this thread must not have the last reference.
         self._spent.append(number)
 
     def synchronize(self) -> None:
@@ -298,7 +298,7 @@ class FakeDevice:
             raise FakeCudaError(f"An operation on a stream failed: {error!r}") from error
 
     def empty(self, like: Tensor) -> Tensor:
-        """Make a tensor of the stand-in's memory with the shape, strides and type of another one; not filled."""
+        """Make a tensor of the stand-in's memory with the shape, strides and type of another one, without filling it."""
         self.driver.set_current(self._context)
         places = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
         if like.numel() == 0:
@@ -462,7 +462,7 @@ class FakeTensor(torch.Tensor):
         def compute() -> None:
             found = func(*raw_args, **raw_kwargs)
             for target, value in zip(tree_leaves(made), tree_leaves(found), strict=True):
-                # The CPU's kernels leave out what batch normalization saves only for others.
+                # The CPU's kernels omit values that batch normalization saves only for other kernels.
                 if isinstance(value, Tensor) and value.numel() == target.numel():
                     target.copy_(value)
 

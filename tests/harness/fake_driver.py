@@ -58,7 +58,7 @@ int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
 
 
 def fake_driver(folder: Path, source_text: str = _SOURCE, name: str = "fake_driver") -> str:
-    """Compile it, or another one, into a folder; returns its path, for `Settings.cuda_library`."""
+    """Compile it, or another one, into a folder, and return its path, for `Settings.cuda_library`."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler for the stand-in of CUDA's driver")

@@ -15,7 +15,7 @@ from tests.harness.processes import PYTHON_WORKER, TAG_VARIABLE, find
 
 # State of a socket in /proc/net/tcp.
 _LISTENS = "0A"
-# Names the file into which a fault writes when it happened.
+# Name of the file for the time of a fault.
 HAPPENED_AT = "FAULT_HAPPENED_AT"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from tests.harness.paths import ROOT
 
-# What a training needs, and an engine.
+# Modules for a training, and for an engine.
 _OF_TORCH = ("torch", "sparkhvd.torch.elastic", "tests.harness.rank_process")
 _OF_ENGINES = (
     "numpy",
@@ -54,7 +54,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
-        variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # none that a fork loses
+        variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # forks lose threads
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno()), *modules],
@@ -161,7 +161,7 @@ def _run(server: socket.socket, descriptors: list[int]) -> None:
         os.close(stdout)
         sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
         rank_process.main([*listener, -1][:2])
-        atexit._run_exitfuncs()  # an engine says goodbye
+        atexit._run_exitfuncs()  # an engine notifies its peers
         status = 0
     finally:
         sys.stdout.flush()

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ARCHIVE = Path(sys.prefix, "spark-classes.jsa")
-# The first compiler and the simplest collector: the others' threads take the cores from what is tested.
+# The first compiler and the simplest collector, because threads of the others take cores from the test.
 SMALL = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
     }
 
 
-# What most tests do. One JVM, two contexts: the second one has a master, a worker and executors.
+# Typical work of tests. One JVM, two contexts: the second one has a master, a worker and executors.
 _PROGRAM = """
 import sys, tempfile
 import pandas as pd

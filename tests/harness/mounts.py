@@ -42,7 +42,7 @@ def tmpfs(at: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def mount(what: bytes, at: Path, kind: bytes, options: bytes) -> None:
-    """Mount a file system; no devices, no set-user-id programs.
+    """Mount a file system without devices or set-user-id programs.
 
     Raises:
         OSError: this process may not mount.

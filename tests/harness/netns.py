@@ -19,7 +19,7 @@ from pathlib import Path
 
 TIMEOUT_S = 30.0
 PREFIX = "sparkhvd"
-# Larger than the largest packet that the kernel hands to a device at once, so that shaping cuts none into pieces.
+# Larger than the largest packet that the kernel gives a device at once, so that shaping splits no packet.
 BURST_BYTES = 256 << 10
 
 
@@ -60,7 +60,7 @@ class Host:
 
 @cache
 def why_not() -> str | None:
-    """Return the reason why two hosts cannot be made on this machine; None if they can."""
+    """Return the reason why two hosts cannot be made on this machine, or None if they can."""
     if shutil.which("ip") is None:
         return "the command `ip` (iproute2) is not installed"
     try:

@@ -28,7 +28,7 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MPLCONFIGDIR", str(folder / "matplotlib"))
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    # The kernel starts a session of its own; nothing of this process's gateway may reach it.
+    # The kernel starts its own session, and must not inherit this process's gateway.
     for variable in [n for n in os.environ if n.startswith("PYSPARK_GATEWAY")]:
         monkeypatch.delenv(variable)
     work = folder / "work"

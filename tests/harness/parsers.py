@@ -120,7 +120,7 @@ _PLAIN: Mapping[Any, st.SearchStrategy[Any]] = {
 
 
 def values_of(kind: Any, **chosen: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Values of a dataclass or of another annotation; `chosen` are fields with fewer values than their type."""
+    """Values of a dataclass or of another annotation. `chosen` are fields with fewer values than their type."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     if kind is Endpoint:
@@ -747,7 +747,7 @@ def example(parser: Parser) -> bytes:
 
 _DEEP = "@deep@"
 _DEEP_TEXT = b"[" * 100_000 + b"]" * 100_000
-# In place of any field. NaN, infinity and large exponents are what Python writes and reads.
+# Values for any field. Python writes and reads NaN, infinity and large exponents.
 HOSTILE: Sequence[Any] = (
     None, True, False, -1, 0, 2**63, -(2**64), 10**400, 0.5, 1e308, float("nan"), float("inf"), "", "x" * 5000, "\0", "\ud800",
     "../../x", [], [[]], [None], [{}], {}, {"a": 1}, {"message": "ask"}, [float("inf")], [10**400], _DEEP,

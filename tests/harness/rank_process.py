@@ -34,7 +34,7 @@ DEADLINE_S = 30.0
 
 
 class RankProcess:
-    """Rank in a process of its own, as the test sees it."""
+    """Rank in a separate process, as the test sees it."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ def main(filenos: Sequence[int] | None = None) -> None:
     """Run a rank.
 
     Args:
-        filenos: descriptors of its listener; None for those in its first message.
+        filenos: descriptors of its listener. None for those in its first message.
     """
     talk = Talk()
     start = talk.hear()

@@ -17,13 +17,13 @@ from sparkhvd.settings import Settings
 
 DEADLINE_S = 60.0
 
-# How a layer above the engine makes `engine` the current one of a thread (a ContextVar): the torch tests
+# How a layer above the engine makes `engine` the current engine of a thread (a ContextVar): the torch tests
 # set it through `using`.
 Use = Callable[[Engine], AbstractContextManager[Any]]
 
 
 class RanksFailed(AssertionError):
-    """Failure of ranks; `errors` has them by rank."""
+    """Failure of ranks. `errors` has the exceptions by rank."""
 
     def __init__(self, errors: dict[int, BaseException]) -> None:
         self.errors = errors
@@ -107,12 +107,12 @@ def run_ranks(
 
     Args:
         size: number of ranks.
-        fn: the body of every rank; `engine.rank` tells them apart.
+        fn: the body of every rank, which `engine.rank` identifies.
         hosts: index of the host of each rank; None = one host.
         settings: for the engines.
         rendezvous: one per rank instead of the in-process one.
         using: entered around `fn` with the engine (makes it the thread's current one).
-        deadline_s: after this long all stacks are shown and the test fails.
+        deadline_s: after these seconds, all stacks are shown and the test fails.
 
     Returns:
         The results by rank.

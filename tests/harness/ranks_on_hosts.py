@@ -3,7 +3,7 @@
     with two_hosts() as (a, b), ranks_on([a, b], "tests.engine.bodies:add") as ranks:
         assert [rank.expect() for rank in ranks] == [[3.0] * 3] * 2
 
-They are those of `rank_processes`, except that each binds its listener itself, inside its namespace.
+They are like those of `rank_processes`, but each binds its listener itself, inside its namespace.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def ranks_on(
     settings: Settings | None = None,
     with_engine: bool = True,
 ) -> Iterator[list[RankProcess]]:
-    """Start rank i of `target` ("module:function") on hosts[i]; at the end all are killed.
+    """Start rank i of `target` ("module:function") on hosts[i], and kill all at the end.
 
     Args:
-        hosts: the host of each rank; a host may stand there several times.
-        target: called as fn(engine, talk); with `with_engine=False` as fn(rendezvous, talk).
+        hosts: the host of each rank. A host may appear several times.
+        target: called as fn(engine, talk), or with `with_engine=False` as fn(rendezvous, talk).
         settings: for all.
         with_engine: whether the rank makes an engine before it calls `target`.
     """

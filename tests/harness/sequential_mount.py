@@ -1,13 +1,13 @@
-"""A file system like Databricks' Volumes, for real: a FUSE mount whose files take one sequential pass and no more.
+"""A real file system like Databricks' Volumes: a FUSE mount whose files allow one sequential pass.
 
     with sequential_mount(folder, at) as place: ...
 
-Every process of the host sees it. Writing anywhere but at the end of a file that is open since it was made, opening a
-file for appending, truncating one to another length than 0, and (with `renames=False`) renaming fail with EOPNOTSUPP
-or ENOSYS, as Volumes do; all else goes to `folder`. The kernel's protocol is spoken directly (linux/fuse.h), so no
-library is needed; mounting needs root, or a user namespace of one's own.
+Every process of the host sees it. Only a file that is still open since its creation can be written, at its end. Other writes,
+opening a file for appending, truncating it to a length other than 0, and (with `renames=False`) renaming fail with
+EOPNOTSUPP or ENOSYS, as on Volumes. All other requests go to `folder`. The module implements the kernel's protocol
+(linux/fuse.h), so no library is needed. Mounting needs root, or an own user namespace.
 
-**Threads**: a process of its own answers, one request at a time. **Ownership**: it holds `/dev/fuse`; the process
+**Threads**: a separate process answers, one request at a time. **Ownership**: it holds `/dev/fuse`; the process
 that mounted the folder unmounts it. **Shutdown**: unmounting ends the process.
 """
 
@@ -52,11 +52,11 @@ class SequentialFolder:
     ) -> None:
         self.renames = renames
         self.before_change = before_change
-        # Changes that are still made; the process that makes one more is killed.
+        # Number of allowed changes. The process that makes one more is killed.
         self.left = kill_at
         self.paths = {1: folder}
         self.nodes = {folder: 1}
-        # Handle -> descriptor, and how far it has been written; None for reading.
+        # Handle -> descriptor, and the written length, or None for reading.
         self.written: dict[int, int | None] = {}
         self.listings: dict[int, list[tuple[str, os.stat_result]]] = {}
         self.calls: dict[int, Callable[[int, bytes], bytes]] = {
@@ -174,7 +174,7 @@ class SequentialFolder:
         self.written[handle] = os.fstat(handle).st_size and -1 if is_written else None
         return struct.pack(
             "<QII", handle, 1, 0
-        )  # 1: no page cache, so that writes come as they were made
+        )  # 1: no page cache, so that writes arrive as they were made
 
     def open(self, node: int, body: bytes) -> bytes:
         return self.opened(self.paths[node], struct.unpack_from("<I", body)[0], is_new=False)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.harness.processes import free_port, wait_for_port
 
-# Searched for wherever a fit leaves something.
+# Tests search for these in all outputs of a fit.
 SECRET = "sw0rdfish-that-no-one-may-read"
 
 

@@ -43,7 +43,7 @@ CONF = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "1g",
-    # Below what some ranks return.
+    # Smaller than the results of some ranks.
     "spark.driver.maxResultSize": "4m",
     "spark.sql.shuffle.partitions": "2",
     "spark.ui.showConsoleProgress": "false",
@@ -121,10 +121,10 @@ def write_script(
     remote: bool = False,
     conf: Mapping[str, str | None] | None = None,
 ) -> Path:
-    """Write a script whose `spark` is a session on `master`; `body` is its text after that.
+    """Write a script whose `spark` is a session on `master`; `body` is the text after it.
 
     `body` runs at the top level of `__main__`, so its functions are pickled by value, as in a user's script. A `conf` value of
-    None leaves out what tests set otherwise.
+    None omits the tests' own value.
     """
     merged = {key: value for key, value in {**CONF, **(conf or {})}.items() if value is not None}
     preamble = _PREAMBLE.format(master=master, remote=remote, conf=merged)
@@ -140,7 +140,7 @@ def started_script(
     prefix: Sequence[str] = (),
     python: Sequence[str] = (sys.executable,),
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a script as its own process group with this checkout on its path; ends the group on exit."""
+    """Run a script as its own process group with this checkout on its path. Ends the group on exit."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
     environ = {name: value for name, value in environ.items() if value}
     environ["PYTHONPATH"] = os.pathsep.join(
@@ -231,7 +231,7 @@ def start_worker(
     host: str = "127.0.0.1",
     on: Host | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a worker of a standalone cluster; its executors are in its process group."""
+    """Start a worker of a standalone cluster. Its executors are in its process group."""
     work = directory / name
     work.mkdir()
     return _start_daemon(
@@ -249,9 +249,9 @@ def start_worker(
 def standalone_cluster(
     directory: Path, *, workers: int = 2, cores: int = 1, are_hosts: bool = False
 ) -> Iterator[str]:
-    """Start a standalone master and its workers on loopback; yields the master's `spark://` address.
+    """Start a standalone master and its workers on loopback, and yield the master's `spark://` address.
 
-    With `are_hosts` every worker has an address of its own, so that Spark takes them for different hosts.
+    With `are_hosts` every worker has its own address, so that Spark treats them as different hosts.
     """
     port = free_port()
     started: list[subprocess.Popen[bytes]] = []
@@ -288,7 +288,7 @@ def _end_daemons(started: list[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def cluster_of_hosts(directory: Path, hosts: Sequence[Host]) -> Iterator[str]:
-    """Start a standalone master on the first host and a worker on each; yields the master's `spark://` address."""
+    """Start a standalone master on the first host and a worker on each, and yield the master's `spark://` address."""
     port = 7077  # no other process has it: the hosts are new
     started: list[subprocess.Popen[bytes]] = []
     first = hosts[0]

@@ -22,7 +22,7 @@ INSTALL_S = 120.0
 
 @cache
 def why_not() -> str | None:
-    """Return the reason why there is no sshd here; None if there is one."""
+    """Return the reason why there is no sshd here, or None if there is one."""
     if not Path(SSHD).exists() and os.geteuid() == 0 and shutil.which("apt-get"):
         command = ["apt-get", "install", "-y", "-q", "openssh-server"]
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
@@ -54,9 +54,9 @@ def serving(folder: Path, addresses: Sequence[str], prefix: Sequence[str] = ()) 
     """Run sshd on some addresses of this machine.
 
     Args:
-        folder: for keys and configuration; only this user may write there.
+        folder: for keys and configuration. Only this user may write there.
         addresses: to listen at.
-        prefix: command in front of sshd's, as of a namespace.
+        prefix: command before sshd's, for example of a namespace.
     """
     port = _free_port()
     for name in ("host", "user"):
@@ -71,7 +71,7 @@ def serving(folder: Path, addresses: Sequence[str], prefix: Sequence[str] = ()) 
         + f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\nPidFile none\n"
         "StrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
         "MaxStartups 100\n"
-        # Of this user's own shell files one may wait for a lock that a killed session has left behind (pyenv's does).
+        # This user's shell files may wait for a lock of a killed session (pyenv's does).
         f"SetEnv HOME={folder}\n"
     )
     (folder / "ssh_config").write_text(

@@ -145,7 +145,7 @@ _LIMITS = (
 
 
 class History:
-    """Changes of a table in a random order; columns id, x, p, and others that come and go.
+    """Changes of a table in a random order: columns id, x, p, and others that are added and removed.
 
     Attributes:
         steps: names of the changes so far.
@@ -172,7 +172,7 @@ class History:
         return self
 
     def rows(self, count: int) -> pa.Table:
-        """Make rows with all present columns; some values are null."""
+        """Make rows with all present columns. Some values are null."""
         ids = np.arange(self._next, self._next + count)
         self._next += count
         x = [
@@ -440,7 +440,7 @@ def random_history(seed: int, folder: Path, steps: int) -> History:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What the libraries cannot write: files of the formats, made by their specifications.
+# Files that the libraries cannot write, made by the formats' specifications.
 
 
 def write_delta_log(folder: Path, version: int, *actions: Mapping[str, Any]) -> None:
@@ -451,7 +451,7 @@ def write_delta_log(folder: Path, version: int, *actions: Mapping[str, Any]) -> 
 
 
 def delta_vector(folder: Path, name: str, positions: Sequence[int]) -> dict[str, Any]:
-    """Write a deletion vector into a file; return its descriptor."""
+    """Write a deletion vector into a file, and return its descriptor."""
     from pyroaring import BitMap
 
     payload = struct.pack("<iqi", 1681511377, 1, 0) + BitMap(positions).serialize()
@@ -469,7 +469,7 @@ def delta_vector(folder: Path, name: str, positions: Sequence[int]) -> dict[str,
 def iceberg_deletes(
     metadata_file: str, deletes: Mapping[str, Sequence[int]], kind: str = "parquet"
 ) -> str:
-    """Write a snapshot that deletes rows by position; return its metadata file.
+    """Write a snapshot that deletes rows by position, and return its metadata file.
 
     Args:
         metadata_file: of the state before.

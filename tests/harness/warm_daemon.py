@@ -13,7 +13,7 @@ import importlib
 import os
 
 MODULE = "tests.harness.warm_daemon"
-# Of transform, of tasks that launch ranks, and of those that write data.
+# Modules for transform, for tasks that launch ranks, and for tasks that write data.
 USEFUL_MODULES = (
     "pandas",
     "torch",
@@ -22,7 +22,7 @@ USEFUL_MODULES = (
     "sparkhvd.data.materialize",
 )
 
-# Spark has a daemon for each set of variables; workers of RDDs, which only pickle rows, have one without this.
+# Spark has a daemon for each set of variables. Workers of RDDs, which only pickle rows, use a daemon without this.
 OF_SQL = "SPARK_SIMPLIFIED_TRACEBACK"
 
 if __name__ == "__main__":

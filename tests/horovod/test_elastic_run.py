@@ -33,7 +33,7 @@ def test_a_killed_process_is_replaced_and_no_step_is_lost(
     assert [rank for rank, *_ in results] == [0, 1]
     for _, sizes, steps, weight in results:
         assert sizes[0] == sizes[-1] == 2
-        assert weight == -steps  # each step once, none lost
+        assert weight == -steps  # each step exactly once
     lines = re.findall(r"^sparkhvd: (\d+ .*)$", capfd.readouterr().err, re.MULTILINE)
     assert re.match(r"2 ranks in [\d.]+ s: 2 on ", lines[0]), lines
     assert re.search(r"process 1 on \S+ ended with signal SIGKILL", " ".join(lines)), lines

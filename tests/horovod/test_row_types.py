@@ -21,7 +21,7 @@ pytestmark = pytest.mark.spark
 
 travels_by_value = by_value(__name__)
 
-# By Spark type: what a row has, and the dtype of the batch.
+# By Spark type: the type in a row, and the dtype of the batch.
 TYPES = {
     "boolean": ("bool", "bool"),
     "tinyint": ("int8", "int64"),
@@ -40,7 +40,7 @@ TYPES = {
     "array<array<double>>": ("array float64", "float32"),
     "vector": ("array float64", "float32"),
 }
-# Neither a float32 nor a float16 holds it, and so a value that has been one of these has another.
+# Neither float32 nor float16 can hold it, so a conversion to them changes the value.
 EXACT = 1 / 3
 
 
@@ -188,7 +188,7 @@ def test_rows_of_horovods_lightning_estimator_likewise(spark: SparkSession, tmp_
         transformation_edit_fields=[("declared", np.float64, None, False)],
         **given,
     ).fit(rows(spark))
-    # `transform` calls no function: a column has the type that the model takes.
+    # `transform` does not call the function: a column has the model's input type.
     dtypes = {c.name: c.dtype for c in model._fitted.columns}
     assert [dtypes[name] for name in ("int", "double", "vector")] == ["int64", "float32", "float32"]
     row, batch = found(tmp_path)

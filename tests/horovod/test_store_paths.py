@@ -154,7 +154,7 @@ def test_files_saved_by_this_process_load_without_trust_until_changed(
     code.write_bytes(saved + b"\0")
     with pytest.raises(UntrustedError, match="Doubled, and loading it runs code from that file"):
         PipelineModel.load(path)
-    # A client of Connect writes text, with a separator behind it.
+    # A client of Connect writes text, with a separator after it.
     code.write_bytes(saved + b"\n")
     with monkeypatch.context() as connect:
         connect.setattr(encoding, "is_connect", lambda session: True)
@@ -224,4 +224,4 @@ class Elsewhere:
 def test_a_custom_backend_may_have_more_ranks_than_slots(df: DataFrame, tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path))
     model = estimator(store, num_proc=None, backend=Elsewhere(), batch_size=4).fit(df)
-    assert model._fitted.history[0]["rows"] == 36  # of 40: those that fill steps of all three
+    assert model._fitted.history[0]["rows"] == 36  # of 40, those in full steps of three ranks

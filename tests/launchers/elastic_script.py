@@ -41,7 +41,7 @@ def main() -> None:
     assert isinstance(member, ElasticRendezvous)
     number, step = member._join_token.number, 0
     assert os.environ["HOROVOD_HOSTNAME"] == socket.gethostname()
-    assert "HOROVOD_RANK" not in os.environ  # not known, and an outer job's is not ours
+    assert "HOROVOD_RANK" not in os.environ  # unknown, because an outer job's rank is not ours
     while True:
         with Engine(member.connect(), member.settings) as engine:
             try:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 by_value(__name__)
 
-# Without torch: the engine alone.
+# Only the engine, without torch.
 SCRIPT = """
 import os, subprocess, sys, time
 from sparkhvd import launchers, rank_context
@@ -84,7 +84,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "output"
     flags = ("-np", "2", "-x", "GIVEN=a b", "--output-filename", str(folder), "-prefix-timestamp")
-    # The ranks are programs of programs that sparkhvdrun starts, which hand no descriptor on.
+    # sparkhvdrun starts wrappers, which start the ranks without inherited descriptors.
     wrapper = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
     command = [
         sys.executable,

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}"),
 ]
 
-# Without torch: the engine alone.
+# Only the engine, without torch.
 SCRIPT = """
 import subprocess, sys
 from sparkhvd import launchers, rank_context, rendezvous

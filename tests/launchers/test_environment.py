@@ -70,7 +70,7 @@ OF_OPEN_MPI = LauncherEnv("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         ({**SLURM, **TORCHRUN}, OF_TORCHRUN),
         ({**SLURM, **OPEN_MPI}, OF_OPEN_MPI),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", **TORCHRUN}, OF_TORCHRUN),
-        # The script of a batch job, which srun has not started; one process; torch's variables by hand.
+        # The script of a batch job, which srun has not started. One process. torch's variables set manually.
         ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),
         ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
         # What Kubernetes' operators set.

@@ -37,7 +37,7 @@ by_value(__name__)
 
 A, B = "127.0.0.2", "127.0.0.3"
 AGENT = "sparkhvd.runner.hosts.agent"
-# Without torch: the engine alone.
+# Only the engine, without torch.
 SCRIPT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_ranks_meet_and_their_lines_are_passed_on(
     flags = ("-np", "2", "-H", f"{A}:1,{B}:4", "-x", "GIVEN=a b", "-x", "SECRET")
     output = ("--output-filename", str(tmp_path / "output"))
     more = {"NOT_GIVEN": "x", "SECRET": "hidden" * 4, "SPARKHVD_STREAMS": "2"}
-    # The ranks are programs of programs that the agents start, which hand no descriptor on.
+    # The agents start wrappers, which start the ranks without inherited descriptors.
     wrapper = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
     command = (sys.executable, "-c", wrapper, sys.executable, script.name, "secrets")
     ended = run(server, tmp_path, *flags, *output, *command, **more)

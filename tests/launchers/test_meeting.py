@@ -18,7 +18,7 @@ from tests.harness.soak import left_to_soak
 
 pytestmark = pytest.mark.processes
 
-# Without torch: the engine alone. What a rank starts is no rank.
+# Only the engine, without torch. A process that a rank starts is no rank.
 SCRIPT = """
 import os, subprocess, sys
 from sparkhvd import launchers, rank_context
@@ -178,7 +178,7 @@ def test_a_launcher_inside_a_rank_starts_a_job_of_its_own(script: str) -> None:
         alone, capture_output=True, text=True, timeout=60, check=True, env=environment(**rank)
     )
     assert ended.stdout == "None\n"
-    # Where these variables have made the rank, a program of it would else train alone.
+    # If the rank was made from these variables, a program that it starts must not train alone.
     made = f"from sparkhvd.launchers import mark; mark({'MASTER_ADDR/10.0.0.1/29500'!r}, by_variables=True)"
     code = f"import subprocess, sys; {made}; subprocess.run({alone!r})"
     ended = subprocess.run(

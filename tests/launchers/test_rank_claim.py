@@ -59,7 +59,7 @@ def test_one_of_many_that_ask_gets_the_place_and_its_holder_lets_go(place: RankC
         thread.join(20)
     assert found == {True: 19, False: 1}
     address = (place._listener.endpoint().address, place._listener.endpoint().port)
-    # Nobody waits for a rank that is gone.
+    # No process waits for a rank that is gone.
     wait_until(lambda: is_refused(address), "the listener is closed")
     with pytest.raises(
         InvalidArgumentError, match=f"process {os.getpid()}, which this process has"

@@ -11,7 +11,7 @@ from tests.harness.soak import soak
 
 pytestmark = pytest.mark.spark
 
-# What is printed in front of the number that must be larger, and how many plots there are.
+# The label of the printed number, its lower bound, and the number of plots.
 EVALUATIONS = {
     "quickstart": ("test accuracy", 0.9, 2),
     "from_horovod": ("accuracy of the estimator's model", 0.9, 1),

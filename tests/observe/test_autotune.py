@@ -143,7 +143,7 @@ def test_ranks_change_at_the_same_steps_and_end_at_the_top(
         "choice": {"bucket_bytes": 16 << 20, "chunk_bytes": 128 << 10},
         "speedup": 1.3,
     }
-    # The next run begins with it, at its first step.
+    # The next run uses it from its first step.
     again = run_ranks(3, lambda engine: tune(engine, 5), settings=settings)
     for outcome in again:
         assert outcome["done"]
@@ -187,7 +187,7 @@ def test_search_abandons_a_choice_caused_by_noise() -> None:
     search = Search([BUCKET])
     windows = 0
     while not search.done:
-        # For a while, whatever is not the beginning looks faster.
+        # For a while, all settings other than the initial ones look faster.
         is_start = search.choice["bucket_bytes"] == 4 << 20
         search.report(1.0 if is_start or windows > 6 else 1.2)
         windows += 1
@@ -202,7 +202,7 @@ def test_search_abandons_a_choice_caused_by_noise() -> None:
         ("all", (0, 0, 0, 0), ["bucket_bytes", "chunk_bytes"]),
         ("on", (0, 0, 1, 1), ["bucket_bytes", "chunk_bytes", "streams"]),
         ("all", (0, 0, 1, 1), ["bucket_bytes", "chunk_bytes", "streams"]),
-        # A ring: where an element lies decides in which order it is added up.
+        # A ring: the position of an element decides the order of its additions.
         ("on", tuple(range(17)), ["streams"]),
         ("all", tuple(range(17)), ["bucket_bytes", "streams"]),
     ],

@@ -263,7 +263,7 @@ def test_samples_of_the_load_are_logged_once_with_the_node_and_seconds(server: S
     assert fanout.is_behind
     fanout.load(profile_of([50.0, 51.0], 1))
     assert not fanout.is_behind
-    fanout.load(profile_of([50.0, 52.5], 2))  # of older ones every second is kept
+    fanout.load(profile_of([50.0, 52.5], 2))  # every second one of the older samples is kept
     fanout.finished("it", {})
     found = [(m.name, m.value, m.step, m.time) for m in server.metrics]
     node = "system/host-a-rank-0"

@@ -71,7 +71,7 @@ def test_page_shows_every_part_of_a_document() -> None:
         "2.13.0",
     ):
         assert expected in shown
-    # loss, accuracy, rows/s, durations, CPU and memory; lr never changes, and of GPUs nothing is known.
+    # loss, accuracy, rows/s, durations, CPU and memory. lr never changes, and GPU load is unknown.
     assert page.tags.count("svg") == 6
     assert "script" not in page.tags
     assert "link" not in page.tags
@@ -90,7 +90,7 @@ def test_page_shows_ranks_that_came_and_went() -> None:
     page = Page(render(made))
     for expected in ("changes of ranks", "2 \u2192 1", "process 1 was lost", "640", "rank 1"):
         assert expected in page.text
-    # The number of ranks is no curve.
+    # The number of ranks has no curve.
     assert page.tags.count("svg") == Page(render(document())).tags.count("svg")
 
 
@@ -132,7 +132,7 @@ def test_values_that_were_never_finite_are_shown() -> None:
     page = Page(render(loads(dumps(given), "here")))
     for expected in ("loss", "accuracy", "auc", "nan", "inf"):
         assert expected in page.texts
-    # Without a curve: of accuracy and loss; val_loss has one, rows/s, durations, CPU and memory.
+    # val_loss, rows/s, durations, CPU and memory. accuracy and loss have no curve.
     assert page.tags.count("svg") == 5
     table = {line.split("  ")[0]: line for line in compare(document(), given).splitlines()}
     assert table["loss"].split() == ["loss", "0.3333", "nan"]

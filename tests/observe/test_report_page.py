@@ -15,7 +15,7 @@ from tests.observe.documents import document
 
 pytestmark = pytest.mark.processes
 
-# Puts a page into a frame, and what it looks like there into this document's own text.
+# Puts a page into a frame, and its layout into this document's own text.
 FRAME = """<!DOCTYPE html><body style="margin:0"><iframe style="width:%dpx;height:3000px;border:0" srcdoc="%s"></iframe><pre></pre><script>
 onload = () => {
   const page = document.querySelector("iframe").contentDocument, all = (name) => [...page.querySelectorAll(name)];
@@ -66,4 +66,4 @@ def test_page_blocks_injected_scripts_and_images(browser: str, tmp_path: Path) -
     page = render(document()).replace("</body>", f"{evil}</body>")
     found, console = seen_in_frame(browser, tmp_path, page)
     assert "owned" not in found["text"]
-    assert "Content Security Policy" in console  # so that the other test would see a complaint
+    assert "Content Security Policy" in console  # the other test would see an error

@@ -49,7 +49,7 @@ def test_shared_code_in_a_kernel_file_is_found(tmp_path: Path) -> None:
       int visible = 3;
     }
     """
-    # The name is that of a real object: it says which table is the file's own.
+    # The name belongs to a real object and tells which table is the file's own.
     object_file = compile_cxx(tmp_path, "avx2.cc.o", source, "-c")
     where = "sparkhvd::kernels_detail::"
     hint = "give it internal linkage (an anonymous namespace)"

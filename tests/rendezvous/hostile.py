@@ -39,7 +39,7 @@ from tests.engine.arrays import allreduce, dtype_of, start_allreduce, start_broa
 from tests.harness.ranks import run_threads
 
 HEADER = struct.Struct("<IB3x")  # length of the body, type
-# The few types that this file treats in a special way; a test holds them against the header of the engine.
+# The types that this file treats specially. A test compares them with the engine's header.
 HELLO, MAPPED, REFUSE, DATA, ABORT = 1, 2, 5, 6, 8
 STALL_S = 0.1
 # A coordinator that is silent, or that sends unrequested bytes, is given up 5 s after stall_shutdown_s; most
@@ -294,7 +294,7 @@ def attack(recording: Recording, dice: random.Random, patience_s: float = PATIEN
             session.frames += len(greeting)
             session.kinds |= {type_of(f) for f in greeting if len(f) > 4}
         send_all(mine, b"".join(greeting), dice)
-        # In the short wait of an engine that is starting, an end says more than silence.
+        # During the short wait of a starting engine, an end is clearer than silence.
         if spoils_handshake and dice.random() < 0.8:
             mine.shutdown(socket.SHUT_WR)
     began = time.monotonic()
@@ -368,7 +368,7 @@ def lie(
     ]
     session.frames += len(honest) + len(lies)
     session.kinds |= {type_of(f) for f in honest + lies if len(f) > 4}
-    # Each on its connection, tensors before the frames that need them or behind; sometimes on the other.
+    # Each on its connection, tensors before or after the frames that need them, sometimes on the other connection.
     swaps = dice.random() < 0.05
     for kind in dice.choice(((0, 1), (1, 0))):
         is_data = bool(kind) != swaps
@@ -406,7 +406,7 @@ def judge(session: Session, error: SparkhvdError) -> None:
     """Return whether the error says which rank did what."""
     text = str(error)
     session.texts.append(text)
-    # The text of these is the peer's own, and may say anything.
+    # The peer writes the text of these, which may say anything.
     from_peer = session.kinds & {REFUSE, ABORT}
     if isinstance(error, InternalError) and not from_peer:
         session.problems.append(f"taken for a defect: {text}")
@@ -513,7 +513,7 @@ def run(frames: int, seed: int) -> dict[str, Any]:
     with Bystanders() as others:
         for batch in batches(frames, seed):
             done += batch
-            for session in batch:  # kept small: a million frames are many texts
+            for session in batch:  # kept small, because a million frames have many texts
                 session.texts = [text[:200] for text in session.texts[:1]]
                 session.kinds = set()
             if middle is None and sum(s.frames for s in done) >= frames / 3:

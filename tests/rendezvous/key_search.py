@@ -49,7 +49,7 @@ def hunt() -> dict[str, Any]:
     key = meeting.job.key
     engine = meet()
     print("a rank with a key prints", meeting.job, meeting, vars(meeting.settings.__class__).keys())
-    # A key that was put where it must not be is found there.
+    # A key in a forbidden place is found there.
     bait = secrets.token_bytes(32)
     command = [sys.executable, "-c", "print(flush=True); input()", bait.hex()]
     code = base64.b64encode(bait).decode()

@@ -1,9 +1,9 @@
 """Malicious peers without the key: `python -m tests.rendezvous.malicious_peers` with JSON on standard input.
 
-Input: `endpoints` (as `Endpoint.to_dict` writes them), `messages` (how many to send at least), `until` (a file;
-continue until it exists and a false proof was answered, however many messages that takes), `within_s` (end after that
-in any case), `seed`, and `recorded`: handshakes of an eavesdropper, each a rank, a hello and a proof in hex. Output, as
-JSON: how many messages and connections there were, how many listeners answered, and `accepted`: connections that were
+Input: `endpoints` (as `Endpoint.to_dict` writes them), `messages` (the minimum to send), `until` (a file:
+continue until it exists and a false proof was answered, with any number of messages), `within_s` (the time limit),
+`seed`, and `recorded`: handshakes of an eavesdropper, each a rank, a hello and a proof in hex. Output, as
+JSON: the numbers of messages, connections and listeners that answered, and `accepted`: connections that were
 not closed after a false proof.
 """
 
@@ -163,7 +163,7 @@ class MaliciousPeers:
         until = time.monotonic() + 5
         while time.monotonic() < until:
             try:
-                # Closed, and without a byte that only a rank may see.
+                # Closed, without a byte that only a rank may see.
                 self.accepted += bool(sock.recv(1))
                 return
             except BlockingIOError:

@@ -75,7 +75,7 @@ def test_mutated_frames_of_a_peer_end_in_errors_that_name_it_and_disturb_no_othe
     assert found["problems"] == [], f"{found}\nRepeat a session with: {repeat}"
     assert found["frames"] >= FRAMES_OF_PEERS
     assert found["operations_of_others"] > 100
-    # Enough sessions end by an error of the engine, not by the test's patience.
+    # Enough sessions end by an error of the engine, not by the test's time limit.
     assert found["stalled"] < found["sessions"] / 5
     assert found["descriptor_growth"] <= 0, found
     assert found["thread_growth"] <= 0, found
@@ -195,7 +195,7 @@ def test_invalid_descriptors_do_no_harm(what: str) -> None:
     settings = Settings(
         stall_shutdown_s=0.3, stall_warning_s=0, connect_timeout_s=5, slot_bytes=262144, slots=4
     )
-    gc.collect()  # what earlier tests left in cycles must not go in between
+    gc.collect()  # reference cycles of earlier tests must not be freed during the test
     before = descriptors()
     passed = PASSED[what]()
     mine, theirs = socket.socketpair()
@@ -207,10 +207,10 @@ def test_invalid_descriptors_do_no_harm(what: str) -> None:
         engine = Engine(Connections(0, 2, (0, 0), *sockets), settings)
         works = hostile.start_everything(engine)
         mine.sendall(b"".join(ready))
-        # Not expected any more: they must not pile up.
+        # No longer expected: they must not accumulate.
         for _ in range(20):
             socket.send_fds(mine, [b"\0"], passed[:1])
-        if what == "memory without contents":  # counters and slots full of nonsense
+        if what == "memory without contents":  # counters and slots with random bytes
             for _ in range(50):
                 os.pwrite(passed[0], secrets.token_bytes(8192), 0)
         texts = [outcome_of(work) for work in works]
@@ -285,7 +285,7 @@ def test_malicious_peer_in_the_rendezvous_is_named(news: str) -> None:
                         pass
 
         outcome, _ = run_threads([meeting.connect, attack])
-        # A row of nonsense is believed, and the engines compare what follows from it; this peer has left.
+        # An invalid row is accepted, and the engines compare its consequences. This peer has left.
         assert isinstance(outcome, CollectiveError), repr(outcome)
         assert "rank 1" in str(outcome)
 
@@ -359,7 +359,7 @@ def test_job_meets_works_and_meets_again_under_attack_of_unauthenticated_peers(
         )
         attack.start()
         assert [rank.expect(60) for rank in ranks] == ["met"] * 3
-        # However slow the machine is, the fire lasts as long as it takes to meet a few times.
+        # On any machine, the attack lasts until the ranks have met a few times.
         assert [rank.expect(90) for rank in ranks] == ["met often"] * 3
         (tmp_path / "met often").touch()
         attack.join()

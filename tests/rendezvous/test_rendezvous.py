@@ -70,7 +70,7 @@ def job_of(
     settings: Settings = QUICK,
     edit: Callable[[int, Endpoint], Endpoint] = lambda _, endpoint: endpoint,
 ) -> Iterator[list[SocketRendezvous]]:
-    """Yield one rendezvous per rank; `edit` changes the published endpoints (also for the rank itself)."""
+    """Yield one rendezvous per rank. `edit` changes the published endpoints (also for the rank itself)."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(Listener.bind(address, settings)) for _ in range(size)]
         for rank, listener in enumerate(listeners):
@@ -336,7 +336,7 @@ def test_malicious_peer_is_shut_out(trick: str) -> None:
                     )
             with connection_to(job.endpoints[0]) as sock:
                 mine, theirs, proof = exchange_as_client(sock, 1)
-                # What an honest rank must see, or it would not answer.
+                # The bytes that an honest rank needs to answer.
                 assert proof == handshake.proof_of(
                     job, b"S", client=1, server=0, stage=stage, nonces=mine + theirs
                 )
@@ -496,7 +496,7 @@ def test_notice_of_a_later_generation_waits_for_it() -> None:
                 sock.sendall(notice.to_bytes(ahead, 0))
             return meetings[1].connect()
 
-        # Rank 0 first: the notice is accepted before rank 1 completes the generation.
+        # Rank 0 first, because the notice is accepted before rank 1 completes the generation.
         met = run_threads([meetings[0].connect, rank1])
         assert_connected(met, socket.AF_UNIX)
         error = run_threads([meetings[0].connect])[0]
@@ -526,7 +526,7 @@ def test_forged_notice_does_not_disturb(trick: str) -> None:
 
 def test_timeout_on_every_rank_names_missing_ranks() -> None:
     with job_of(4, settings=Settings(connect_timeout_s=1.2)) as meetings:
-        # Ranks 0 and 3 come; 1 and 2 stay away, with open ports. Rank 3 would wait longer, but rank 0 notifies it.
+        # Ranks 0 and 3 connect. Ranks 1 and 2 do not, but have open ports. Rank 3 would wait longer, but rank 0 notifies it.
         meetings[3].settings = QUICK
         errors = run_threads([meetings[0].connect, meetings[3].connect])
         ports = [e.port for e in meetings[0].job.endpoints]

@@ -77,7 +77,7 @@ def assert_connected(met: list[Any], streams: int) -> None:
                 os.write(descriptor, bytes([stream, mine.rank, peer]))
         for mine in met:
             for stream, peer, descriptor in links_of(mine):
-                # Not a byte of the handshake is left, nor one of another stream.
+                # No byte of the handshake or of another stream is left.
                 assert os.read(descriptor, 100) == bytes([stream, peer, mine.rank])
     finally:
         for mine in met:
@@ -224,7 +224,7 @@ def test_a_stream_accepts_only_its_own_proof(trick: str) -> None:
                 assert sock.recv(10) == (handshake.WELCOME if trick == "right" else b"")
             return meetings[1].connect()
 
-        # The one with the right proof gave up its connection and came again, as after an error of the network.
+        # The rank with the right proof dropped its connection and connected again, as after a network error.
         assert_connected(run_threads([meetings[0].connect, rank1]), 3)
 
 
@@ -284,7 +284,7 @@ def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
         assert accepted == [stream == 2]
 
 
-# --- Ranks that differ, and ranks that go ---
+# --- Ranks that differ, and ranks that leave ---
 
 
 def test_disagreeing_settings_raise_on_every_rank() -> None:

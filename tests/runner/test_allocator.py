@@ -33,7 +33,7 @@ def write_tensor() -> None:
 
 
 def write_bytes() -> None:
-    """Return the write function. Its ranks start sooner, because a rank imports every module that its function names."""
+    """Write a block without torch, because a rank imports every module that its function names."""
     b"x" * BLOCK_BYTES  # noqa: B018 - allocated, written, freed
 
 
@@ -69,7 +69,7 @@ def test_freed_memory_is_kept_unless_the_user_configures_the_allocator(
     write = write_tensor if keep and not env else write_bytes
     (faults,) = run_local(faults_of_later_blocks, (write,), num_proc=1, env=env, settings=settings)
     pages = BLOCK_BYTES // resource.getpagesize()
-    # Not none and not all: the interpreter has faults of its own, and the kernel may map several pages at once.
+    # Neither none nor all: the interpreter has its own faults, and the kernel may map several pages at once.
     assert all((one < pages // 20) == is_kept for one in faults), faults
 
 

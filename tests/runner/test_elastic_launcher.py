@@ -36,13 +36,13 @@ def test_the_cooldown_of_a_host_doubles_up_to_its_longest() -> None:
         assert cooldown.fail("a", now) == seconds
         assert (
             cooldown.fail("a", now + seconds / 2) == seconds / 2
-        )  # the same failure's consequence
+        )  # a consequence of the same failure
         assert cooldown.is_left_out("a", now + seconds * 0.99)
         assert not cooldown.is_left_out("b", now)
         assert cooldown.next_end(now) == now + seconds
         now += seconds
         assert not cooldown.is_left_out("a", now)
-    assert cooldown.fail("a", now + 5.1) == 1.0  # it was well for as long as the longest
+    assert cooldown.fail("a", now + 5.1) == 1.0  # it ran without failure for as long as the longest
 
 
 def test_free_slots_are_filled_in_the_order_of_hosts_up_to_the_largest_number() -> None:

@@ -43,9 +43,9 @@ def test_a_killed_trainer_is_replaced_and_no_step_is_lost(
     assert [rank for rank, *_ in results] == [0, 1]
     for _, sizes, steps, weight in results:
         assert sizes[-1] == 2
-        assert weight == -steps  # each step once, none lost
+        assert weight == -steps  # each step exactly once
     lines = changes(capfd.readouterr().err)
-    # A slot that a former test's task still has joins a moment later.
+    # A slot that is still held by an earlier test's task joins a moment later.
     assert re.match(r"(2 ranks|1 rank) in [\d.]+ s: \d on ", lines[0]), lines
     assert re.search(r"process 1 on \S+ ended with signal SIGKILL", " ".join(lines)), lines
     assert re.search(r"process 2 on \S+ joined as rank 1$", lines[-1]), lines

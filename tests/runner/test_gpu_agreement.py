@@ -41,7 +41,7 @@ def test_two_ranks_with_one_gpu_are_named_with_it() -> None:
         "spark.task.resource.gpu.amount=1, and let the discovery script (spark.executor.resource.gpu.discoveryScript) "
         "print each GPU of a host once, or give use_gpu=False."
     )
-    # Containers with names of their own, each of which sees the same card.
+    # Containers with different host names, all of which see the same card.
     contained = [rank("c1", 0, "GPU-a"), rank("c2", 0, "GPU-a")]
     assert check_gpus(GpuMode.HOST, contained, is_required=True).startswith(
         "Rank 0 on host c1 and rank 1 on host c2 have the same GPU, GPU-a"
@@ -67,7 +67,7 @@ def test_error_names_a_rank_without_a_gpu_and_the_cause() -> None:
     assert unknown_warning([rank("h", 0, "GPU-a")]) == ""
 
 
-# What the ranks of a host have of their own; what one of them could see, under which CUDA_VISIBLE_DEVICES.
+# GPUs that the ranks of a host have, and GPUs that one of them could see, with which CUDA_VISIBLE_DEVICES.
 OWN_GPUS: list[tuple[list[tuple[str, ...]], int, tuple[str, ...], str | None, OwnGpu]] = [
     # One rank on the host needs no other's.
     ([("b",)], 0, ("a", "b"), None, OwnGpu(0)),
@@ -99,7 +99,7 @@ def test_own_gpu_of_a_rank_follows_the_visible_gpus(
 ) -> None:
     ranks = [rank("h", i, *uuids) for i, uuids in enumerate(gpus)]
     assert own_gpu(GpuMode.TASK, ranks, local_rank, seen, base) == expected
-    # Where Spark gives none, the processes see all there are already.
+    # Without GPUs from Spark, the processes already see all GPUs.
     assert own_gpu(GpuMode.HOST, ranks, local_rank, (), base) == OwnGpu(local_rank)
     for mode in (GpuMode.OFF, GpuMode.FREE):
         assert own_gpu(mode, ranks, local_rank, seen, base) == OwnGpu(None)

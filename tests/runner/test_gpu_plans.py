@@ -1,4 +1,4 @@
-"""GPUs of ranks, as tables: configuration -> plan; addresses -> variables."""
+"""GPUs of ranks, as tables: configuration -> plan, addresses -> variables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TABLE: list[tuple[dict[str, str], bool | None, str, str, TaskShare | None, int |
     # No GPUs in the conf.
     (conf(YARN, cores=4), None, "", GpuMode.FREE, None, 12),
     (conf(YARN, cores=4), True, "", GpuMode.HOST, None, 12),
-    # GPUs of executors, no word on tasks: the profile asks for them.
+    # GPUs of executors, but none for tasks: the profile requests them.
     (conf(YARN, cores=8, gpus=2), None, "", GpuMode.TASK, TaskShare(4, 1.0), 6),
     (conf(YARN, cores=8, gpus=2), True, "", GpuMode.TASK, TaskShare(4, 1.0), 6),
     (conf(YARN, cores=8, gpus=2), None, OLD, GpuMode.FREE, None, 24),
@@ -60,7 +60,7 @@ TABLE: list[tuple[dict[str, str], bool | None, str, str, TaskShare | None, int |
     (conf(CLUSTER, gpus=2, task=0.5), True, "", GpuMode.TASK, TaskShare(4, 1.0), 4),
     (conf(CLUSTER, cores=4, gpus=3, task=0.1), None, "", GpuMode.TASK, TaskShare(1, 1.0), 6),
     (conf(K8S, cores=2, gpus=4, task=0.1), None, "", GpuMode.TASK, TaskShare(1, 1.0), 4),
-    # One GPU per task: the profile gives its share of the cores, and is not needed where the conf does.
+    # One GPU per task: the profile gives its share of the cores, and is not needed if the conf does.
     (conf(YARN, cores=8, gpus=2, task=1), None, "", GpuMode.TASK, TaskShare(4, 1.0), 6),
     (conf(YARN, cores=8, gpus=2, task=1, cpus=4), None, "", GpuMode.TASK, None, 6),
     (conf(YARN, gpus=1, task=1), None, "", GpuMode.TASK, None, 3),

@@ -11,7 +11,7 @@ from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.spark import run_on
 
-# A JVM for each process of Spark; on a machine that does other things too this may take long.
+# Each Spark process starts a JVM, which may take long on a busy machine.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(420)]
 
 PREAMBLE = """

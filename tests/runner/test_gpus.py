@@ -27,7 +27,7 @@ pytestmark = pytest.mark.spark
 travels_by_value = by_value(__name__)
 
 
-# Several JVMs start; on a machine that does other things too this may take long.
+# The start of several JVMs may take long on a busy machine.
 SLOW = pytest.mark.timeout(420)
 
 # One executor with two GPUs and four cores, and half a GPU per task: without a profile two tasks share GPU 0.
@@ -172,7 +172,7 @@ def cluster_conf(folder: Path, **more: str) -> dict[str, str]:
     script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
     script.chmod(0o755)
     return {
-        # A worker offers GPUs, an executor takes them: Spark asks both scripts.
+        # A worker offers GPUs and an executor takes them, so Spark runs both scripts.
         "spark.worker.resource.gpu.amount": "2",
         "spark.worker.resource.gpu.discoveryScript": str(script),
         "spark.executor.resource.gpu.amount": "2",

@@ -22,10 +22,10 @@ from tests.harness.soak import soak
 from tests.harness.spark import started_script, write_script
 from tests.harness.waiting import wait_until
 
-# A JVM starts; on a machine that does other things too this may take long.
+# The start of a JVM may take long on a busy machine.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
-# Rank 0 waits in a collective; rank 1 needs all but the whole time, more than Spark leaves a task that it has cancelled.
+# Rank 0 waits in a collective. Rank 1 needs almost the whole time, more than Spark gives a cancelled task.
 _SAVES = """
 from sparkhvd import Settings, rendezvous
 from sparkhvd.engine.engine import Engine
@@ -123,7 +123,7 @@ def test_interrupted_ranks_save_and_leave_no_process(tmp_path: Path) -> None:
         assert wait_until_gone(ranks) == set()
         assert time.monotonic() - began < 1.5  # sooner than Spark kills its workers
         _wait_for(tmp_path, "stays-ready", driver)
-        # Of the ranks before, none is left.
+        # No earlier rank is left.
         assert len(find("sleep 300")) == 2
         (jvm,) = find("org.apache.spark.deploy.SparkSubmit") & children(driver.pid)
         _dies(jvm)

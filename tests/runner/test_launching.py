@@ -46,7 +46,7 @@ def test_a_closure_travels_by_value() -> None:
 def test_ranks_import_the_backend_that_the_caller_has_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    name = "sparkhvd.distributed"  # what a notebook imports in a cell, no function need name
+    name = "sparkhvd.distributed"  # a notebook may import in a cell what no function names
     monkeypatch.delitem(sys.modules, name, raising=False)
     assert name not in preload(dump_call(len, ((),), {}))
     backend = types.ModuleType(name)

@@ -52,7 +52,7 @@ def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only:
     for room in range(count):
         endings = [report[room] for report in reports]
         assert all(endings) or not any(endings), (room, endings)
-        # If no rank is lost, all give up at the same moment, and the others may name each other.
+        # If no rank is lost, all give up at the same time, and the others may name each other.
         assert all(re.search("[Rr]ank|Too many open files", e) for e in endings if e), (
             room,
             endings,
@@ -60,7 +60,7 @@ def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only:
         reasons += "Too many open files" in endings[1]
         failed += bool(endings[1])
     assert failed >= 4, "no shortage was made"
-    # In at most one of them rank 1 hears of its own trouble from others first.
+    # In at most one of them, rank 1 first learns of its own error from the others.
     assert reasons >= failed - 1, reports[1]
 
 
@@ -83,7 +83,7 @@ def room(engine: Engine, talk: Talk) -> tuple[int, int]:
     """Return the number of open descriptors, and the limit."""
     engine.barrier(name="all have met").wait()
     found = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    engine.barrier(name="all have looked").wait()  # who leaves closes connections
+    engine.barrier(name="all have looked").wait()  # a leaving rank closes connections
     return found
 
 
@@ -110,7 +110,7 @@ def started(way: str, *before: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("way", STARTS)
 def test_a_launcher_with_few_descriptors_names_the_limit(way: str) -> None:
-    # 25 or 26 are enough, one more or less with the addresses that the host has.
+    # 25 or 26 are enough, one more or less depending on the host's addresses.
     ended = started(way, "sh", "-c", 'ulimit -n 20 && exec "$@"', "sh")
     assert ended.returncode != 0
     assert "num_proc=2: this process may open 20 files (RLIMIT_NOFILE)" in ended.stderr
@@ -128,7 +128,7 @@ def test_ranks_connect_over_an_ipv6_only_loopback(way: str) -> None:
     assert ended.stdout.count("3.0") == 2
 
 
-# --- Mounts of one's own ---
+# --- Own mounts ---
 
 
 def in_own_mounts(script: str, *mounts: str) -> str:
@@ -190,7 +190,7 @@ def test_a_killed_process_leaves_no_files_in_dev_shm_or_tmp() -> None:
             print(error.rank, error.exit)
         print(left())
     """
-    # If the checkout or the interpreter is below /tmp, only /dev/shm gets a mount of its own.
+    # If the checkout or the interpreter is below /tmp, only /dev/shm gets its own mount.
     mounts = ["mount -t tmpfs tmpfs /dev/shm"]
     below_tmp = any(str(path).startswith("/tmp/") for path in (ROOT, sys.executable, sys.prefix))
     mounts.append("true" if below_tmp else "mount -t tmpfs tmpfs /tmp")
@@ -206,7 +206,7 @@ def test_a_killed_process_leaves_no_files_in_dev_shm_or_tmp() -> None:
     ]
 
 
-# --- A control group of one's own ---
+# --- An own control group ---
 
 GROUPS_V1 = Path("/sys/fs/cgroup/memory")
 GROUPS_V2 = Path("/sys/fs/cgroup")

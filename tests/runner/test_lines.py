@@ -206,7 +206,7 @@ def test_another_thread_does_not_wait_long_behind_a_stream_that_blocks() -> None
         (b"100%\r      \x1b[A\r", "100%"),
         (b"\x1b[2K\x1b[1;5Hx\x1b[?25l\x1b[31mred\x1b[0m\n", "x\x1b[31mred\x1b[0m"),
         (b"\x1b[1;38;2;1;2;3mcolours\tstay\x1b[m\n", "\x1b[1;38;2;1;2;3mcolours\tstay\x1b[m"),
-        # Clipboard, title, reset, character set, a device's answer, C1, bell, backspace: orders to the terminal become text.
+        # Clipboard, title, reset, character set, a device's answer, C1, bell, backspace: terminal control codes become text.
         (b"\x1b]52;c;aGk=\x07\n", r"\x1b]52;c;aGk=\x07"),
         (b"\x1b]0;title\x1b\\\n", r"\x1b]0;title\x1b" + "\\"),
         (b"\x1bc\x1b(0\x1b[c\x1b[3;5r\n", r"\x1bc\x1b(0\x1b[c\x1b[3;5r"),

@@ -237,7 +237,7 @@ def test_a_slow_driver_shows_or_counts_each_line_of_an_ended_rank() -> None:
     driver._display.show_rest([Outcome.from_json(ended.to_json())])
     assert printed(screen, 1) == count
     assert 0 < len(screen.lines) < count - echoed
-    # That those were on stderr, too, was wrong.
+    # A wrong message said that these lines were also on stderr.
     assert sum(line.endswith(" left out here)") for line in screen.lines) == 1
     numbers = [int(line.split()[2]) for line in screen.lines if "left out" not in line]
     assert numbers == sorted(set(numbers))
@@ -386,8 +386,8 @@ def test_a_stream_that_is_broken_costs_lines_only() -> None:
     [
         (None, False, ["line", "message"]),
         (None, True, []),
-        ({}, False, ["line", "message"]),  # an executor's log has all
-        ({"on_terminal": True}, False, []),  # else they would be there twice
+        ({}, False, ["line", "message"]),  # an executor's log has all lines
+        ({"on_terminal": True}, False, []),  # otherwise they would appear twice
         ({"on_terminal": True, "shows_lines": False}, False, ["line"]),
     ],
 )

@@ -133,7 +133,7 @@ def test_idle_threads_spin_briefly_unless_the_user_sets_their_policy() -> None:
     def spins() -> list[str | None]:
         return [os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")]
 
-    settings = Settings(nursery="0")  # a zygote for each environment would take seconds
+    settings = Settings(nursery="0")  # a zygote per environment would take seconds
     for env, expected in (
         ({}, ["3000", None]),
         ({"GOMP_SPINCOUNT": "7"}, ["7", None]),
@@ -149,7 +149,7 @@ def test_user_variables_win_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) 
         return here.num_threads, [os.environ.get(name) for name in LIBRARIES]
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    settings = Settings(nursery="0")  # a zygote for each environment would take seconds
+    settings = Settings(nursery="0")  # a zygote per environment would take seconds
 
     def found(**env: str) -> list[Any]:
         return run_local(threads, num_proc=1, env=env, settings=settings)
@@ -588,7 +588,7 @@ def test_ctrl_c_lets_functions_save_and_a_second_one_ends_them(
             began = time.monotonic()
             os.kill(driver.pid, signal.SIGINT)
         driver.wait(10)
-        assert time.monotonic() - began < 4  # the five seconds are for functions that need them
+        assert time.monotonic() - began < 4  # five seconds are only for functions that need them
         assert driver.stdout is not None
         assert driver.stdout.read() == "interrupted\n"
     assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))

@@ -20,7 +20,7 @@ from tests.harness.processes import is_alive, wait_until_gone
 
 pytestmark = pytest.mark.processes
 
-# A launcher with a process that has no mark, and one that has ended and is removed; it then waits to be killed.
+# A launcher with a process without a mark, and one that has ended and is removed. Then it waits to be killed.
 LAUNCHER = """
 import subprocess, sys, time
 from sparkhvd.runner.orphans import OrphanReaper

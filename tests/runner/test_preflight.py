@@ -277,7 +277,7 @@ def test_ranks_with_other_minor_releases_of_numpy_are_refused_and_patches_warned
     assert patch_warning(FACTS, [with_numpy, patch]) == (
         "Rank 0 on host h0 has numpy 2.1.3, rank 1 on host h1 has 2.1.1; same minor release."
     )
-    # The driver draws nothing, and a job that does not ask for numpy does not look at it.
+    # The driver draws no random numbers, and a job without numpy does not read its state.
     assert patch_warning(FACTS, [with_numpy, with_numpy]) == ""
     assert rank_facts(()).numpy == ""
     assert rank_facts(("numpy",)).numpy.count(".") >= 2

@@ -31,7 +31,7 @@ def log_parent(ctx: Any) -> None:
 def test_a_fit_forks_its_ranks_from_zygotes_that_the_tasks_before_have_started(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A zygote of their own: no other test's ranks have as many threads.
+    # A separate zygote, because no other test's ranks have as many threads.
     monkeypatch.setattr(job, "_fixed_threads", lambda *_: 3)
     before, ready = find(ZYGOTE), set()
 

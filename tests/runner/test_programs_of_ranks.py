@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 by_value(__name__)
 
-# Without torch: the engine alone.
+# Only the engine, without torch.
 PROGRAM = """
 import json, os
 from sparkhvd import launchers, rank_context
@@ -28,7 +28,7 @@ with Engine(rendezvous.connect(), rendezvous.settings) as engine:
     engine.barrier().wait()
     print(json.dumps([engine.rank, engine.size, rank_context.context().local_rank, rendezvous.settings.streams]))
 """
-# What a program has that knows nothing of ranks.
+# Variables of a program without ranks.
 STRANGER = (
     "import os, threading; print(sorted(os.listdir('/proc/self/fd')), threading.active_count())"
 )

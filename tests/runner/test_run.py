@@ -94,7 +94,7 @@ def test_values_are_returned_in_rank_order_and_runs_are_independent(
         place = base + step * here.rank, here.size, here.num_threads
         print("words of", here.rank)
         address = current.job.endpoints[here.rank].address  # type: ignore[attr-defined]  # of its way through sockets
-        # Above what travels in one part.
+        # Larger than one part.
         return os.getpid(), place, variables, settings, bytes([here.rank]) * (3 << 20), address
 
     conf = {"spark.sparkhvd.slots": "5", "spark.sparkhvd.stall_shutdown_s": "9"}
@@ -117,7 +117,7 @@ def test_values_are_returned_in_rank_order_and_runs_are_independent(
     chosen = "::1" if "::1" in {each.address for each in interfaces()} else "127.0.0.1"
     assert {of_rank[5] for of_rank in first} == {chosen}
     assert {of_rank[5] for of_rank in second} != {"::1"}
-    # Live: in the order in which they came.
+    # Live output is in order of arrival.
     assert sorted(output.getvalue().splitlines()) == ["[0] words of 0", "[1] words of 1"]
     assert len({of_rank[0] for of_rank in (*first, *second)}) == 4
     default = Settings()
@@ -276,7 +276,7 @@ def test_error_names_a_module_missing_on_workers_and_their_python(spark: SparkSe
 def test_workers_without_the_package_are_named_with_their_python(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The same Python without the checkout on its path: what a cluster looks like before the installation.
+    # The same Python without the checkout on its path, like a cluster before the installation.
     bare = tmp_path / "bare"
     bare.mkdir()
     # Runs in every Python that starts with this folder on its path, whatever installed the package.
@@ -331,20 +331,20 @@ def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
         raise ValueError("everywhere")
 
     options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a", max_retries=0)
-    # Whichever rank's task ends first: Spark then kills the other one, which may have reported its outcome, too.
+    # Spark kills the other rank's task when one ends, and both may have reported their outcomes.
     with pytest.raises(RankError, match="raised ValueError: everywhere"):
         job.launch(SparkShim(spark), fails, (), {}, 2, options)
 
     def lose_rank_1(ended: Path) -> None:
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        while not ended.exists():  # rank 0 has nothing to say of its own
+        while not ended.exists():  # rank 0 reports nothing itself
             time.sleep(0.05)
 
     with pytest.raises(RankError) as raised:
         job.launch(SparkShim(spark), lose_rank_1, (tmp_path / "ended",), {}, 2, options)
     (tmp_path / "ended").touch()
-    # What `is_retryable` calls a loss: with retries it would have been launched again.
+    # `is_retryable` counts this as a loss: with retries it would have been launched again.
     assert (raised.value.rank, raised.value.exit) == (1, "signal SIGKILL")
 
 

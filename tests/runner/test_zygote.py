@@ -36,7 +36,7 @@ pytestmark = pytest.mark.processes
 travels_by_value = by_value(__name__)
 
 FRESH = Settings(nursery="0")
-# Of the job, and not of the process.
+# Belongs to the job, not to the process.
 OF_THE_JOB = {*("MASTER_PORT", "SPARKHVD_LAUNCHED_BY", "SPARKHVD_PLACE", "SPARKHVD_RANK_PROCESS")}
 
 
@@ -55,7 +55,7 @@ def describe() -> dict[str, Any]:
     import torch
 
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    # torch 2.4 calls a process pt_main_thread that imports it.
+    # torch 2.4 renames a process that imports it to pt_main_thread.
     status["Name"] = status["Name"].replace("pt_main_thread", "sparkhvd-rank")
     shown = ("Name", "Umask", "SigBlk", "SigIgn", "SigCgt", "Cpus_allowed", "Threads")
     return {
@@ -152,7 +152,7 @@ def test_whatever_a_process_reads_at_its_start_makes_another_zygote(own_zygote: 
         finally:
             os.umask(mask)
     assert len(set.union(*found)) == len(found)
-    # Those before have ended, and the last one goes with the process.
+    # The earlier zygotes have ended, and the last one ends with the process.
     assert wait_until_gone(set.union(*found[:-1])) == set()
 
 
@@ -458,7 +458,7 @@ def test_a_zygote_that_is_stopped_delays_a_launch_by_seconds(
     )
     [(_, parent)] = run_local(pid_and_parent, num_proc=1, verbose=0)
     assert parent == of_this_process.pid() != pid
-    # It has the request, and forks a trainer that no launch waits for, which ends at the gate.
+    # It has the request, and forks a trainer for which no launch waits, and which ends at the gate.
     os.kill(pid, signal.SIGCONT)
     assert wait_until_gone({pid}) == set()
 
@@ -480,7 +480,7 @@ if __name__ == "__main__":
 def test_children_of_a_process_share_a_zygote_that_ends_with_it(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(SHARED)
-    # Two at a time, and then two more: the zygote outlives the process that started it.
+    # Two at a time, then two more: the zygote outlives the process that started it.
     shell = f"for i in 1 2; do {sys.executable} {script} & {sys.executable} {script} & wait; done; read _"
     parent = subprocess.Popen(
         ["bash", "-c", shell],

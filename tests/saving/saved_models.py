@@ -1,7 +1,7 @@
 """Models and an estimator as this version saves them, kept in `fixtures/` for every later version to load.
 
 After a change of the format, `python -c "from tests.saving.saved_models import write; write()"`
-regenerates `fixtures/saved_model_v<format>/`. Folders of older formats stay as they are.
+regenerates `fixtures/saved_model_v<format>/`. Folders of older formats stay unchanged.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_values_of_this_package_need_no_trust() -> None:
 
 
 class Own(hvd.Compression.fp16):
-    """Another class, with code of its own."""
+    """Another class, with its own code."""
 
 
 @pytest.mark.parametrize("value", [Own, pad(Own)])  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ def test_a_model_of_torch_nn_loads_without_trust(
     assert loaded.history == plain.history
     assert loaded.timings == plain.timings
     assert loaded.getPredictionCol() == "prediction"
-    # Where a fit writes needs trust, and a model of small weights does without.
+    # The store of a fit needs trust, but a model with small weights does not.
     assert loaded._get("store") is None
     assert TorchModel.load(path, trust=True).getStore() == plain.getStore()
     found = outputs(loaded, df)
@@ -158,7 +158,7 @@ def test_a_save_that_fails_leaves_the_older_one(plain: TorchModel, tmp_path: Pat
     assert older.getOutputFn() is None
     assert list(tmp_path.iterdir()) == [path]  # nothing lies beside it
     assert sorted(p.name for p in path.iterdir()) == ["metadata", "weights"]
-    # A model that was loaded from where it is saved to.
+    # A model that is saved to the path from which it was loaded.
     loaded = TorchModel.load(str(path))
     for written in (f"file://{path}/", os.path.relpath(path)):
         loaded.write().overwrite().save(written)

@@ -78,7 +78,7 @@ def test_a_run_of_the_version_before_the_merge_resumes(
     assert "after 4 steps" in capsys.readouterr().out  # where it continues
     whole = saved_store.estimator(str(tmp_path / "new")).fit(saved_store.rows(spark))
     assert [record["epoch"] for record in model.history] == [1, 2, 3, 4]
-    # Where this kind of CPU rounds as that of the first epochs did, the bits are equal. Elsewhere Adam and batch normalization
+    # If this CPU rounds like the CPU of the first epochs, the bits are equal. Otherwise Adam and batch normalization
     # magnify a difference in the eighth digit, most of all in a bias before the normalization, which has no effect.
     is_equal = model.history[0]["loss"] == whole.history[0]["loss"]
     for record, other in zip(model.history, whole.history, strict=True):

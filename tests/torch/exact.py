@@ -22,14 +22,14 @@ from tests.torch.on_ranks import on_ranks
 
 ROWS = 12  # shares of 2, 3 and 4 ranks are equal
 STEPS = amount(11, 20)
-# Of the largest weight.
+# Relative to the largest weight.
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
-# Several buckets even for tiny models.
+# Several buckets even for small models.
 SMALL = Settings(bucket_bytes=256)
 
 # Optimizers that divide by the size of a gradient turn rounding into steps where a gradient is (nearly) zero, as that
-# of the keys' bias in attention always is. Gradients here are about 0.01 to 0.1; this makes far smaller ones count
-# for what they are.
+# of the keys' bias in attention always is. Gradients here are about 0.01 to 0.1; this keeps far smaller ones
+# small.
 EPS = 1e-2
 
 Batch = tuple[Tensor, ...]
@@ -182,7 +182,7 @@ def _shifting_planes(step: int, dtype: torch.dtype) -> Batch:
 MLP = Problem("mlp", _mlp, _vectors, _mean_squares)
 # For Muon, which takes matrices only.
 MATRICES = Problem("matrices", functools.partial(_mlp, bias=False), _vectors, _mean_squares)
-# For line searches, which compare losses: nearly round, and its minimum moves on before rounding is all that is left.
+# For line searches, which compare losses: nearly round, and its minimum moves before only rounding is left.
 SHIFTING = Problem("shifting", _matrix, _shifting_planes, _mean_squares)
 CNN = Problem("cnn", _cnn, _images, _mean_squares)
 TRANSFORMER = Problem("transformer", _transformer, _sequences, _mean_squares)
@@ -211,7 +211,7 @@ ARGUMENTS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "Adamax": ({"lr": 0.01, "eps": EPS},),
     "LBFGS": (
         {"lr": 0.1, "max_iter": 2, "history_size": 4},
-        # Takes `SHIFTING`; one iteration per batch, because later ones search along ever smaller differences.
+        # Takes `SHIFTING`. One iteration per batch, because later ones search along smaller and smaller differences.
         {"lr": 0.5, "max_iter": 1, "history_size": 4, "line_search_fn": "strong_wolfe"},
     ),
     # Muon orthogonalises in bfloat16. A rounding error of float32 that falls on a boundary there changes an element
@@ -223,7 +223,7 @@ ARGUMENTS: Mapping[str, tuple[dict[str, Any], ...]] = {
         {"lr": 0.01, "eps": EPS},
         {"lr": 0.01, "eps": EPS, "momentum": 0.5, "centered": True},
     ),
-    # Steps by the sign of a gradient, so no gradient may come near zero; a test of its own holds the data to that.
+    # Steps by the sign of a gradient, so no gradient may be close to zero. Another test checks the data for that.
     "Rprop": ({"lr": 0.001},),
     "SGD": (
         {"lr": 0.1},

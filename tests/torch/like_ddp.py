@@ -35,7 +35,7 @@ def outcome(program: Callable[[Way], Result], way: Way) -> Outcome:
     """Run a program one way."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DDP's advice, and torch's of features that are young
+        warnings.simplefilter("ignore")  # DDP's advice, and torch's warnings about new features
         values = flat(program(way))
     start = torch.cat(way.at_start)
     return Outcome(values, float((values[: len(start)] - start[: len(values)]).abs().max()))
@@ -70,7 +70,7 @@ def run_all(meeting: str, names: Sequence[str]) -> dict[tuple[str, str], Outcome
         for options in entry.options:
             found[name, options] = attempted(entry.program, Ours(options))
             if found[name, options].error:
-                hvd.shutdown()  # ends whatever the other rank waits for, which then comes here too
+                hvd.shutdown()  # ends the other rank's wait, which then also comes here
                 hvd.init()
     dist.destroy_process_group()
     for name in names[hvd.rank() :: hvd.size()]:

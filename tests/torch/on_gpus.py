@@ -20,7 +20,7 @@ def on_gpus(
 
     def body(engine: Any) -> Any:
         result = fn(gpu(engine.rank))
-        hvd.barrier()  # no rank leaves while another one still submits
+        hvd.barrier()  # no rank leaves while another still submits
         return result
 
     return ranks.run_ranks(size, body, settings=settings, using=use_engine, deadline_s=DEADLINE_S)

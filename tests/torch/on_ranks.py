@@ -24,7 +24,7 @@ def on_ranks(
 
     def body(_: Any) -> Any:
         result = fn()
-        hvd.barrier()  # no rank leaves while another one still submits
+        hvd.barrier()  # no rank leaves while another still submits
         return result
 
     return ranks.run_ranks(

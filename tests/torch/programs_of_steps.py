@@ -321,7 +321,7 @@ def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
     )
 
 
-# Where a gradient is nearly zero, dividing by its size would make steps of rounding.
+# If a gradient is nearly zero, a division by its size would turn rounding into steps.
 EPS = 1e-2
 
 OPTIMIZERS: dict[str, Make] = {
@@ -399,7 +399,7 @@ def a_group_added_later(way: Way) -> Result:
     for step in range(STEPS):
         if step == LATER:
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})
-        net.zero_grad()  # DDP reduces what the optimizer does not have yet
+        net.zero_grad()  # DDP reduces parameters that the optimizer does not have yet
         way.backward(lambda rows: mean_squares(net, rows), way.share(vectors(step)))
         way.clip_grad_norm(
             optimizer, [p for group in optimizer.param_groups for p in group["params"]], 0.3
@@ -428,7 +428,7 @@ def two_networks_against_each_other(way: Way) -> Result:
     return maker, critic
 
 
-# --- Schedules, averages, and starting again. ---
+# --- Schedules, averages, and restarts. ---
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "step_schedule": lambda o: lr_scheduler.StepLR(o, step_size=5, gamma=0.3),

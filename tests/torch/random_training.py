@@ -24,10 +24,10 @@ from sparkhvd.errors import PeerLostError
 from sparkhvd.torch.context import use_engine
 from tests.harness.rank_process import Talk
 
-# By the largest weight, after a few steps in float64 whose sums have another order.
+# Relative to the largest weight, after a few steps in float64 whose sums have another order.
 BOUND = 1e-9
 WORDS, FEATURES = 11, 5
-# Where a gradient is nearly zero, dividing by its size would make steps of rounding.
+# If a gradient is nearly zero, a division by its size would turn rounding into steps.
 EPS = 1e-2
 
 OPTIMIZERS: dict[str, Any] = {

@@ -127,7 +127,7 @@ def plane(request: pytest.FixtureRequest) -> str:
 
 ORDERS = (plain, clipped, horovod)
 EVERY_CASE = list(itertools.product(("cpu", "gpu"), ORDERS, (training.sgd, fused), (False, True)))
-# Each plane, order, kind of optimizer and of sharding is in several of them.
+# Several cases have each plane, order, kind of optimizer and kind of sharding.
 FEW = [
     ("cpu", plain, training.sgd, False),
     ("cpu", plain, fused, True),

@@ -97,7 +97,7 @@ def test_nccl_outside_of_the_engine_is_the_copy_that_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_module, "nccl_candidates", lambda: ["/a wheel's"])
-    # That of a torch with CUDA is loaded.
+    # The library of a torch with CUDA is loaded.
     monkeypatch.setattr(device_module, "_NCCL", "libnccl-not-installed.so")
     assert find_nccl() == "/a wheel's"
     loaded = next(

@@ -122,7 +122,7 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
         assert sum_with_one_missing_wait(fake_gpus, 0, slow) == [[6.0] * 8] * 2
     # For each of two ranks: the operation waits for the input, and the caller for the operation.
     for number in range(1, 5):
-        # Which rank the wait belongs to is chance, and shows with one of them behind the other.
+        # The wait may belong to either rank, and its absence shows if one rank is later than the other.
         for attempt in range(20):
             if sum_with_one_missing_wait(fake_gpus, number, attempt % 2) != [[6.0] * 8] * 2:
                 break

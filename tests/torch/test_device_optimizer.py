@@ -23,7 +23,7 @@ from tests.torch.on_gpus import on_gpus
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 
-# Several buckets even for tiny models.
+# Several buckets even for small models.
 SMALL = Settings(device_bucket_bytes=1024)
 
 
@@ -267,7 +267,7 @@ def test_the_step_does_not_make_the_host_wait(fake_gpus: Driver) -> None:
             if step == 2:
                 before = gpu.host_waits
             optimizer.zero_grad()
-            # Every parameter is used: whether any rank used one that this rank did not is all that is asked for.
+            # Every parameter is used: the ranks only agree on parameters that another rank used.
             x = gpu.tensor(training.batch(step, torch.float64)[0])
             loss = model(x, with_extra=True).sum()
             loss = loss + sum(p.sum() for p in model.idle.parameters())
@@ -388,7 +388,7 @@ def train_with_one_missing_wait(
         for step in range(2):
             optimizer.zero_grad()
             x, y = (t.chunk(hvd.size())[hvd.rank()] for t in training.batch(step, torch.float64))
-            # All parameters, so that no rank has to look at the flags.
+            # All parameters, so that no rank has to read the flags.
             loss = (model(gpu.tensor(x)) - gpu.tensor(y)).square().mean()
             loss = loss + 0 * sum(p.sum() for p in model.parameters())
             if hvd.rank() == slow:  # just before backward packs and reduces the gradients
@@ -409,9 +409,9 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
         count, results = train_with_one_missing_wait(fake_gpus, 0, slow)
         agree(results, expected)
     assert count >= 8  # two steps, two ranks, before and behind the sum
-    # On every run those of the second step, which is like all that follow.
+    # Every run has the waits of the second step, which is like all later steps.
     for number in range(1 if SOAK else count // 2 + 1, count + 1):
-        # Which rank the wait belongs to is chance, and shows with one of them behind the other. On a busy machine the other
+        # The wait may belong to either rank, and its absence shows if one rank is later than the other. On a busy machine the other
         # one's host may itself be late by more than a short lag.
         for attempt in range(20):
             lag = 0.02 * 2 ** min(attempt // 2, 5)

@@ -68,7 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "predivide": {"gradient_predivide_factor": 2.0},
     "passes": {"passes": 2},
     "warm_up": {"warm_up_steps": 2},
-    # Of one rank in one step: every rank leaves it out, and it leaves no trace.
+    # On one rank in one step: every rank skips the step, which has no effect.
     "nan": {"factor_of": lambda step: float("nan") if step == 2 and hvd.rank() else 1.0},
     "inf": {"factor_of": lambda step: float("inf") if step == 3 and not hvd.rank() else 1.0},
 }

@@ -35,7 +35,7 @@ from tests.torch.test_sharded import (
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 
-# Several buckets even for tiny models.
+# Several buckets even for small models.
 SMALL = Settings(device_bucket_bytes=1024)
 
 
@@ -58,7 +58,7 @@ def sharded(
     return model, optimizer
 
 
-# They make tensors of their own where they believe the parameter to be, and there the fake driver has none.
+# They make tensors on the parameter's device, where the fake driver has none.
 NOT_HERE = ("ASGD", "Rprop")
 
 
@@ -489,9 +489,9 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
         for each in results:
             assert_close(each, expected)
     assert count >= 16  # two steps, two ranks, before and behind the reduction and the exchange
-    # On every run those of the second step, which is like all that follow.
+    # Every run has the waits of the second step, which is like all later steps.
     for number in range(1 if SOAK else count // 2 + 1, count + 1):
-        # Which rank the wait belongs to is chance, and shows with one of them behind the other. On a busy machine the other
+        # The wait may belong to either rank, and its absence shows if one rank is later than the other. On a busy machine the other
         # one's host may itself be late by more than a short lag.
         for attempt in range(20):
             lag = 0.02 * 2 ** min(attempt // 2, 5)

@@ -83,5 +83,5 @@ def test_no_garbage_is_collected_on_the_thread_of_a_stream() -> None:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(collected)
     assert streams_thread
-    assert threading.get_ident() in where  # it is as eager as can be
+    assert threading.get_ident() in where  # the collector runs as often as possible
     assert not where & streams_thread

@@ -52,7 +52,7 @@ needs_sync_batch_norm = pytest.mark.skipif(
 
 # Ranks that train in float64.
 SIZES = (2, 3) if SOAK else (3,)
-# Which problem shows an optimizer; the others take the MLP.
+# Problems of some optimizers. The others use the MLP.
 PROBLEMS = {"Muon": MATRICES, "SparseAdam": TABLE}
 MOMENTUM = case("SGD", lr=0.02, momentum=0.9, weight_decay=0.01)
 ON_EVERY_MODEL = (MOMENTUM, case("AdamW"), case("Adagrad"), case("RMSprop"))
@@ -120,7 +120,7 @@ def in_both_types(covered_by: str, cases: list[Any], in_float32: list[Any]) -> l
 def test_every_optimizer_trains_as_in_one_process(make: Case, dtype: Any) -> None:
     problem = SHIFTING if "strong_wolfe" in str(make) else PROBLEMS.get(make.optimizer, MLP)
     expected = reference(problem, make, dtype)
-    # The comparison means something: the weights have moved by far more than the bound.
+    # The comparison is meaningful: the weights have moved by far more than the bound.
     assert distance(values(problem.build(dtype)), expected) > 0.01
     for size in SIZES if dtype is F64 else (3,):
         result = ranks(problem, make, dtype, size=size, sparse_as_dense=problem is TABLE)
@@ -357,7 +357,7 @@ def test_parameter_groups_added_after_some_steps() -> None:
             if step == 5:
                 optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 0.02})
             batch = MLP.batch(step, F64)
-            model.zero_grad()  # also those that the optimizer does not have yet
+            model.zero_grad()  # including parameters that the optimizer does not have yet
             optimizer.zero_grad()
             MLP.loss(model, mine(batch) if distributed else batch).backward()
             optimizer.step()

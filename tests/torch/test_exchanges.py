@@ -248,7 +248,7 @@ def test_training_with_uneven_numbers_of_batches() -> None:
                 p.grad = torch.full_like(p, float("nan"))  # no rank may read it
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-        for _ in range(2):  # everybody again; also the order of gradients is agreed on now
+        for _ in range(2):  # all ranks again, which now also agree on the order of gradients
             optimizer.zero_grad()
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()

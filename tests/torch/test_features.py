@@ -229,7 +229,7 @@ def test_one_reduction_per_step_however_many_passes(passes: Any) -> None:
     flags = 8 * len(list(MLP.build().parameters()))
     for steps in on_ranks(
         2, body
-    ):  # in the step before, ranks also agree on what there is to reduce
+    ):  # in the previous step, ranks also agree on the tensors to reduce
         assert steps == [(1, num_bytes + flags)] * 3
 
 
@@ -335,7 +335,7 @@ def test_tied_weights() -> None:
         model = fill(Tied().double())
         optimizer = sgd(model.parameters())
         if distributed:
-            # Names of all places of a weight, as a checkpoint has them, are welcome too.
+            # Names of all places of a weight, as in a checkpoint, are accepted too.
             named = model.named_parameters(remove_duplicate=False)
             optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named)
         return learn(model, optimizer, distributed)
@@ -434,7 +434,7 @@ def test_a_model_moved_to_another_dtype_is_reduced_in_it_or_is_an_error(
     def gradients(distributed: bool) -> Tensor:
         model = MLP.build(torch.float32)
         optimizer = wrap(
-            torch.optim.SGD(model.parameters(), lr=0.0),  # weights stay what they are in float32
+            torch.optim.SGD(model.parameters(), lr=0.0),  # weights keep their float32 values
             distributed,
             gradient_as_bucket_view=as_views,
         )
@@ -526,7 +526,7 @@ def test_complex_parameters_in_the_rarer_ways_of_sharding(kind: str) -> None:
     """Each rank owns whole parameters (no dimension, or an optimizer that is not elementwise), or all ranks share one copy."""
 
     class Own(torch.optim.SGD):
-        """May read any element."""
+        """A user's optimizer, which may read every element of a parameter."""
 
     def run(distributed: bool) -> Tensor:
         turn = nn.Parameter(torch.linspace(0, 1, 12, dtype=F64).view(6, 2) * (1 + 0.5j))
@@ -739,7 +739,7 @@ def test_gradients_of_any_layout(make: Any, one_rank_only: Any, options: Any) ->
     def gradient(p: Tensor, step: int, rank: int) -> Tensor:
         values = torch.arange(1.0, 4.0, dtype=F64) * (1 + rank) / (1 + step)
         if rank == 0 and one_rank_only:
-            # What the other's memory could not hold: no two elements are equal.
+            # The other rank's memory layout could not hold this: no two elements are equal.
             return torch.arange(15.0, dtype=F64).view(5, 3) * values[0]
         return make(p, values)
 

@@ -28,7 +28,7 @@ def sgd(*parameters: nn.Parameter, lr: float = 1.0) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr)
 
 
-# --- Ranks that come to the first step in different ways. ---
+# --- Ranks that reach the first step in different ways. ---
 
 
 def each_another_optimizer() -> list[float]:
@@ -155,7 +155,7 @@ def test_epochs_of_different_lengths_with_a_parameter_that_is_used_later() -> No
                 hvd.broadcast_(p.data, last)
         return [float(a.detach()[0]), float(b.detach()[0])]
 
-    # By hand: of every step the sum of the factors of those who are there, over 3.
+    # Computed here: for each step, the sum of the present ranks' factors, divided by 3.
     steps = [
         [sum(r + 1 for r in range(3) if step < lengths[r]) / 3 for step in range(max(lengths))]
         for lengths in num_steps
@@ -308,7 +308,7 @@ def test_gradients_in_the_users_flat_tensor_are_reduced_in_place() -> None:
         assert found == [1.5] * 3 + [3.0] * 4
 
 
-# --- What ranks are compared by. ---
+# --- Values by which ranks are compared. ---
 
 
 def test_a_mismatch_is_raised_again_on_repeated_calls() -> None:

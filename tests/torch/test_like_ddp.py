@@ -21,7 +21,7 @@ Outcomes = list[dict[tuple[str, str], Outcome]]
 @pytest.fixture
 def by_rank(zygote_has_compiler: None, tmp_path: Path) -> Outcomes:
     """Results of every program on two ranks, by DDP and by DistributedOptimizer."""
-    # A bucket or two of these small models, and the end of ranks that wait for different things.
+    # One or two buckets for these small models, and a timeout for ranks that wait for different operations.
     settings = Settings(bucket_bytes=256, stall_shutdown_s=20)
     outcomes: Outcomes = run_local(
         like_ddp.run_all,

@@ -63,7 +63,7 @@ def test_no_sync_passes_send_nothing() -> None:
         optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
         found = []
         for step in range(4):
-            # The first one is not: it waits for the comparison of the parameters, which began with the optimizer.
+            # Except the first one, which waits for the comparison of the parameters, which began with the optimizer.
             is_held = step % 2 == 1
             before = operations()
             if is_held:

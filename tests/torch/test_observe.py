@@ -73,7 +73,7 @@ def test_timeline_is_started_and_stopped_by_every_rank_alike(
 
 
 def train(steps: int) -> tuple[torch.Tensor, set[int]]:
-    """Train a net of 4 MiB for some steps; return its weights and the number of buckets of each step."""
+    """Train a net of 4 MiB for some steps, and return its weights and the number of buckets of each step."""
     generator = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512))
     with torch.no_grad():

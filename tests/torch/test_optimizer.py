@@ -21,7 +21,7 @@ from tests.torch.on_ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
-# Several buckets even for tiny models.
+# Several buckets even for small models.
 SMALL = Settings(bucket_bytes=256)
 
 
@@ -958,6 +958,6 @@ def test_a_step_behind_synchronize_that_does_not_skip_it_warns_as_horovods(shard
 
     (found,) = on_ranks(1, body)  # threads share what is caught
     assert len(found) == (not sharded)
-    # Programs filter it by these words.
+    # Programs filter the warning by these words.
     wanted = "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause training slowdown."
     assert all(text.startswith(wanted) for text in found)

@@ -220,7 +220,7 @@ def compiled_weights(hvd: Any = None) -> list[float]:
     fast: Any = model
     x, y = data(torch.float32)
     if hvd:
-        if hvd.rank() == 0:  # the others find in its cache what it compiles
+        if hvd.rank() == 0:  # the others find its compiled code in the cache
             first = torch.compile(copy.deepcopy(model))
             nn.functional.mse_loss(first(x.flatten(1)[:12]), y[:12]).backward()
         hvd.barrier()

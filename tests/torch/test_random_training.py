@@ -17,18 +17,18 @@ from tests.harness.soak import SOAK, amount, soak
 
 pytestmark = pytest.mark.processes
 
-# Half an hour of soak; of a test one round, whose programs run this long.
+# Half an hour in `make soak`. Otherwise one round, whose programs run this long.
 SECONDS = amount(1, 1800)
 ROUND_S = 1.0 if not SOAK else 20.0
 SEED = secrets.randbelow(2**32) if SOAK else 1
-# How soon a loss is noticed, tests of faults say; here it is a hang that ends.
+# Tests of faults check how soon a loss is noticed. Here, the limit only ends a hang.
 DEADLINE_S = 60.0
 
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tcp_only": True}, {"hosts": (0, 0, 1, 1)})
 
 
 def assert_lost(rank: RankProcess, lost: int) -> None:
-    """Run a rank's programs until it notices the loss of another rank, and names it."""
+    """Read a rank's messages until its error, which must name the lost rank."""
     while "value" in (message := rank.message(DEADLINE_S) or {}):
         pass
     assert message, f"rank {rank.rank} hangs, or ended without a word"

@@ -58,7 +58,7 @@ def train(
     model = MLP.build()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     passes = options.get("backward_passes_per_step", 1)
-    # Sums over the ranks are means where every rank brings its share of the mean.
+    # Sums over the ranks are means if every rank has its share of the mean.
     share = 1.0 / hvd.size() if options.get("op") is hvd.Sum and distributed else 1.0
     if distributed:
         optimizer = hvd.DistributedOptimizer(optimizer, **options)
@@ -215,7 +215,7 @@ def test_sharded_gradients_that_are_never_zeroed_raise_unless_synchronized() -> 
             zero()
             (p * float(hvd.rank())).sum().backward()
             optimizer.step()
-        p.sum().backward()  # as a loss of another optimizer's, after which they are dropped
+        p.sum().backward()  # like another optimizer's loss, after which they are dropped
         with pytest.raises(InvalidArgumentError, match=r"Call zero_grad\(\) in every step"):
             optimizer.step()
         optimizer.zero_grad()

@@ -115,7 +115,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-# Of each kind of state: moments, none by element, matrices; with the kernels of one tensor and of many.
+# Optimizers with each kind of state: moments, no state by element, matrices, with kernels for one tensor and for many.
 SHARED = ("momentum", "AdamW", "Adamax", *{"Adafactor"}.intersection(OPTIMIZERS))
 
 
@@ -700,7 +700,7 @@ def test_shared_parameters_need_one_host() -> None:
         )
 
 
-# --- What is refused. ---
+# --- Refusals. ---
 
 
 @pytest.mark.parametrize(

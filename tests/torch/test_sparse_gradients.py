@@ -1,4 +1,4 @@
-"""Sparse gradients stay sparse; gradients whose strides differ between ranks, or whose elements share memory."""
+"""Sparse gradients stay sparse. Gradients may have different strides on each rank, or elements that share memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mine(x: Tensor) -> Tensor:
     return x.split(bounds)[hvd.rank()]
 
 
-# For optimizers that know no dense gradients the second one takes the dense layers.
+# For optimizers without dense gradients, the second optimizer takes the dense layers.
 OPTIMIZERS: dict[str, Callable[[list[Any]], list[torch.optim.Optimizer]]] = {
     "sgd": lambda p: [torch.optim.SGD(p, lr=0.1)],
     "momentum": lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9)],
@@ -244,13 +244,13 @@ def test_it_is_submitted_while_backward_runs() -> None:
         for _ in range(3):
             optimizer.zero_grad()
             loss = model(mine(words(1)), 1)
-            # Made after the tables' output, so backward comes here before it comes to the tables.
+            # Made after the tables' output, so backward reaches it before the tables.
             hook = model.out[0].weight.register_post_accumulate_grad_hook(lambda _: None)
             loss.backward()
             hook.remove()
             seen.append([bucket.work is not None for bucket in optimizer._reducers[0].buckets])
             optimizer.step()
-        # The first time the ranks agree in step() on what there is.
+        # The first time, the ranks agree on the gradients in step().
         return all(all(each) and len(each) >= 3 for each in seen[1:])
 
     assert on_ranks(2, body, settings=SMALL) == [True, True]

@@ -26,7 +26,7 @@ CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.
 # Rows of each rank.
 SIZES = [(4,), (3, 3), (5, 2), (1, 1), (0, 4), (4, 0, 3), (2, 1, 4, 1), (0, 0, 2, 0)]
 
-# What follows the channels, by dimensions of the input.
+# Shape after the channels, by dimensions of the input.
 INNER: dict[int, tuple[int, ...]] = {2: (), 3: (5,), 4: (5, 3), 5: (2, 3, 4)}
 
 
@@ -194,7 +194,7 @@ def test_a_layer_of_half_types_has_float32_statistics_on_the_way(dtype: Any) -> 
             part["running_var"].double(), exact["running_var"], rtol=0.01, atol=0.01
         )
     joined = torch.cat([part["y"] for part in parts]).double()
-    # The input itself is rounded, so only its statistics can be off: what is left is one rounding of the
+    # The input itself is rounded, so only its statistics can differ: the rest is one rounding of the
     # output, and one of alpha * x + beta, which torch's kernel has too.
     assert torch.allclose(joined, exact["y"], rtol=0.02, atol=0.02)
 
@@ -315,7 +315,7 @@ def test_evaluation_equals_torch_and_does_not_communicate(track: Any) -> None:
 
     def body() -> Any:
         layer = sync_layer(track_running_stats=track, dtype=torch.float64)
-        if hvd.rank() == 0:  # alone: would wait for the other
+        if hvd.rank() == 0:  # only this rank, which would wait for the other
             return layer.eval()(x)
         return None
 
@@ -556,7 +556,7 @@ def test_recomputed_activations_give_the_same_gradients(reentrant: Any, sizes: A
     assert_equals_one_process(on_ranks(len(sizes), body), whole, 1e-12)
 
 
-# --- Copies, and where layers are made ---
+# --- Copies, and devices of layers ---
 
 
 def whole_steps(count: int) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ def masked() -> nn.Module:
 def assert_masked(found: dict[str, Tensor], model: nn.Module) -> None:
     before = model.state_dict()
     changed = {name: found[name] != before[name] for name in found}
-    # Units behind a weight of zero have no gradient.
+    # Units after a weight of zero have no gradient.
     assert changed["0.weight"].tolist() == [[False] * 3] * 3 + [[True, False, True]] * 2
     assert changed["2.weight"].tolist() == [[False, False, False, True, True]]
     assert changed["2.bias"].all()
@@ -79,7 +79,7 @@ def test_hooks_and_attributes_reach_the_ranks(
     assert check_optimizer(decay_some, model, model).param_groups[0]["weight_decay"] == 0.5
     case = Case(store, model, decay_some, options={"epochs": 2, "batch_size": 16})
     case.train(2)
-    # Weight decay is added to the masked gradient, so what is masked decays; zeros stay zeros.
+    # Weight decay is added to the masked gradient, so masked weights decay, and zeros stay zeros.
     found, before = case.weights(2), model.state_dict()
     decay = (1 - 0.05 * 0.5) ** (2 * 4)
     torch.testing.assert_close(found["0.weight"][:, 1], before["0.weight"][:, 1] * decay)

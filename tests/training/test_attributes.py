@@ -75,7 +75,7 @@ def test_every_type_of_value_survives_a_round_trip(value: Any) -> None:
     assert type(other.value) is type(value)
     assert repr(other.value) == repr(value)
     assert getattr(other.value, "dtype", None) == getattr(value, "dtype", None)
-    # The same once more is no change, and neither is an equal one.
+    # Neither the same value again nor an equal value is a change.
     again = Attributes(lambda: {"": other})
     assert again.changes() == []
     other.value = copy.deepcopy(other.value)
@@ -265,7 +265,7 @@ def test_a_view_of_a_parameter_is_found() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2))
     module.view = module[0].weight.detach()[0]
     module.copy = module[0].weight.detach().clone()
-    # What is not trained does not change: a constant under a second name, as of rotary embeddings.
+    # An untrained tensor does not change: a constant under a second name, as in rotary embeddings.
     module.register_buffer("constant", torch.ones(4))
     module.half, module.same = module.constant[:2], module.constant
     owners: dict[str, object] = dict(module.named_modules())

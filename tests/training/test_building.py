@@ -37,7 +37,7 @@ def test_a_function_makes_the_model_in_each_rank(store: Store) -> None:
     before = torch.get_rng_state()
     case = Case(
         store,
-        build_model(drawn, seed=7),  # what the ranks will draw
+        build_model(drawn, seed=7),  # the ranks' random numbers
         lambda p: torch.optim.SGD(p, lr=0.1),
         model_function=drawn,
         options={"epochs": 2, "batch_size": 16, "seed": 7},

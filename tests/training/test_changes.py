@@ -53,7 +53,7 @@ class Changing(Callback):
 
     def end(self, ctx: Any, step: int) -> None:
         if (ctx.epoch, step) == Changing.at:
-            hvd.barrier()  # else another rank may still need this one for the checkpoint before
+            hvd.barrier()  # otherwise another rank may still need this one for the previous checkpoint
             raise Interrupted
 
     def begin(self, ctx: Any) -> None: ...
@@ -308,7 +308,7 @@ class Configures(Changing):
     def on_train_begin(self, ctx: Any) -> None:
         ctx.model[4].offset = ctx.model[4].offset + 0.5
         ctx.model[4].settings.factors["scale"] *= 2
-        # Ranks have values of their own.
+        # Each rank has its own values.
         ctx.model[4].of_rank = 0.1 * ctx.rank
         with torch.no_grad():
             ctx.model[5].weight.mul_(0.5)

@@ -66,7 +66,7 @@ def test_the_last_two_checkpoints_and_kept_epochs_remain(store: Store) -> None:
     assert found is not None
     assert found.position == (2, 0)
     assert [r["epoch"] for r in checkpoints.history()] == [1, 2]
-    # Another process resumes: it finds what is there.
+    # Another process resumes with the existing checkpoints.
     again = Checkpoints(store, RUN)
     again.save(checkpoint(2, 9), keep=lambda epochs: 1)
     assert files(store) == {"epoch-1.pt", "epoch-2.pt", "epoch-2-step-9.pt"}
@@ -293,7 +293,7 @@ def assert_readable(store: Store, done: Path) -> Position:
     return position
 
 
-# A kill leaves what was copied at its moment: tried at every so many-th one, in `make soak` at all.
+# A kill leaves the files that were copied at its moment. Some moments are tried, in `make soak` all.
 KILLS_APART = 1 if SOAK else 16
 
 
@@ -318,7 +318,7 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
     for folder in [*copied, whole]:
         store = Store(folder.as_uri())
         position = assert_readable(store, folder / "done")
-        # The next attempt resumes, and nothing of the killed one stays.
+        # The next attempt resumes, and no file of the killed attempt stays.
         checkpoints = Checkpoints(store, RUN)
         for later in [p for p in [*POSITIONS, (2, 3), (3, 0)] if p > position]:
             checkpoints.save(checkpoint(*later))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 
 CLASSES = 4
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0], dtype=torch.float64)
-# Per name the loss, and the label that it ignores.
+# By name: the loss, and the label that it ignores.
 LOSSES: dict[str, tuple[Any, int]] = {
     "torch's default": (nn.CrossEntropyLoss(), -100),
     "-1": (nn.CrossEntropyLoss(ignore_index=-1), -1),
@@ -198,7 +198,7 @@ def test_labels_that_ignore_different_rows_equal_one_process(
         "shuffle": False,
     }
     case = two_labels(store, losses, ignored, accumulate=accumulate, **options)
-    case.values["y"][:20] = ignored[0]  # of the first batches nothing counts
+    case.values["y"][:20] = ignored[0]  # no row of the first batches counts
     case.write()
     result = case.train(3, terminate_on_nan=True)
     alone = two_labels(Store.create(tmp_path / "alone"), losses, ignored, **options)

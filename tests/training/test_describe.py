@@ -120,7 +120,7 @@ def test_the_same_fit_is_the_same_in_another_process() -> None:
     other = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    # Classes of a module that is run have their place in their name; here both are imported.
+    # Classes of `__main__` have it in their name, but here both modules are imported.
     assert differences(described(), other.stdout) == ""
     assert differences(described(), described(net())) == ""
 

@@ -59,9 +59,9 @@ def test_the_rest_of_an_epoch_is_divided_among_other_ranks(
     seen = [label for found in (*first, *second, *rest) for label in found[0]]
     assert sorted(seen) == sorted(case.values["y"].tolist())
     assert {found[3] for found in (*first, *rest)} == {100}
-    # Steps of 24, of 8 behind 2 that had 48 rows, and of 16 behind 5 that had 72.
+    # Steps of 24, then of 8 after 2 steps with 48 rows, then of 16 after 5 steps with 72.
     assert [found[0][4] for found in (first, second, rest)] == [5, 9, 7]
-    # At its very end, and behind a limit, nothing is left.
+    # At its end, and after a limit, nothing is left.
     (nothing,) = part(spec, 1, Done(100, 7), None)
     assert nothing[:3] == ([], 0, 6)
     (nothing,) = part(replace(spec, train_steps_per_epoch=5), 1, done, None)

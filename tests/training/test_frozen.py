@@ -108,7 +108,7 @@ def test_checkpoints_share_one_file_of_frozen_parameters(tmp_path: Path) -> None
 def test_a_run_resumes_with_its_saved_frozen_parameters(tmp_path: Path, step: int) -> None:
     whole, parts = (case(tmp_path / name, net()) for name in ("whole", "parts"))
     expected = whole.train(2)
-    # As of a script that makes a module by random numbers each time.
+    # Like a script that makes a module from random numbers each time.
     found = fails_and_goes_on(parts, step, net(seed=5))
     assert without_times(found) == without_times(expected)
     assert_same_weights(parts, whole)

@@ -36,7 +36,7 @@ def pairs(scores: torch.Tensor, labels: torch.Tensor, groups: torch.Tensor) -> t
     return loss.sum() / len(scores)
 
 
-# The program is pickled, so what a step notes and obeys is of this module. (epoch, rank, groups) of each batch:
+# The program is pickled, so a step uses variables of this module. (epoch, rank, groups) of each batch:
 SEEN: list[tuple[int, int, list[int]]] = []
 FAILS_AT: set[int] = set()
 

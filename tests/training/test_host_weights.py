@@ -48,7 +48,7 @@ def private_mib() -> int:
 def share() -> dict[str, Any]:
     """Share the frozen parameters of a module that each rank has made, and write to one on rank 1."""
     hvd.init()
-    share_frozen(net())  # what that imports and keeps is no part of the measurement
+    share_frozen(net())  # memory of its imports is not part of the measurement
     model = net()
     tied = nn.Parameter(model[0].weight.detach().reshape(-1), requires_grad=False)
     model.register_parameter("tied", tied)  # over the memory of another

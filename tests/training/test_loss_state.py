@@ -170,7 +170,7 @@ def batches(used: Case, size: int, epochs: int) -> list[Any]:
 
 
 class OfTensors:
-    """A loss with a tensor that requires a gradient, and one without a computed gradient."""
+    """A loss with a tensor that requires a gradient, and one whose gradient is never computed."""
 
     def __init__(self) -> None:
         self.shift = torch.zeros(1, requires_grad=True)
@@ -223,7 +223,7 @@ def test_warning_names_parameters_missing_from_the_optimizer() -> None:
         text.format("loss0.log_var")
         in said(adam(model.parameters()), LossState([loss], (), model))[0]
     )
-    # Trained; of a loss of validation and of a metric; fixed, as a teacher is.
+    # Trained parameters, parameters of a validation loss and of a metric, and fixed ones, as of a teacher.
     both = [*model.parameters(), loss.log_var]
     for optimizer, others in (
         (adam(both), named),
@@ -241,7 +241,7 @@ def test_warning_names_parameters_missing_from_the_optimizer() -> None:
 
 
 class Beta:
-    """A training step that increases a weight, with its own submodules."""
+    """A training step that increases a weight, and has own objects."""
 
     def __init__(self) -> None:
         self.beta, self.inner, self.counts = 0.0, Counting(), Plain()
@@ -313,7 +313,7 @@ class Fails(Callback):
 
     def on_step_end(self, ctx: Any, loss: float | None) -> None:
         if Fails.behind and ctx.epoch > 1:
-            time.sleep(0.02)  # they are written beside the training
+            time.sleep(0.02)  # checkpoints are written in parallel to the training
             if Fails.behind.latest_position() > (1, 0):
                 raise ValueError("a loss")
 

@@ -106,7 +106,7 @@ def test_values_of_one_column_are_compared_as_such(tmp_path: Path, size: int) ->
     for name, metric in metrics.items():
         metric.reset()
         expected = float(metric(output[:, 0], label))
-        # r and r2 are differences of numbers near 1, and may be as small as float32 leaves of them.
+        # r and r2 are differences of numbers near 1, so float32 may lose most of their digits.
         assert record[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
 
 
@@ -201,7 +201,7 @@ def test_error_names_a_metric_that_returns_no_numbers(tmp_path: Path) -> None:
     case = constant(tmp_path, 1, metrics=[curve()])
     with pytest.raises(RanksFailed) as failed:
         case.train(2)
-    # A rank may hear that another one has ended before it comes so far itself.
+    # A rank may learn that another rank has ended before it fails itself.
     errors = [e for e in failed.value.errors.values() if isinstance(e, InvalidArgumentError)]
     assert errors
     for error in errors:

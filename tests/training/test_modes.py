@@ -45,7 +45,7 @@ class ReturnsNothing(nn.Linear):
 
 
 class Empty(ReturnsNothing):
-    """A module with a truth value of its own: it is a list without entries."""
+    """A module that is false, because it is an empty list."""
 
     def __len__(self) -> int:
         return 0

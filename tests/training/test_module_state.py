@@ -37,7 +37,7 @@ class FailsAt(Callback):
         if FailsAt.inside is None:
             raise ValueError("a loss")
         if ctx.rank == 0:
-            time.sleep(0.02)  # they are written beside the training
+            time.sleep(0.02)  # checkpoints are written in parallel to the training
             if FailsAt.inside.latest_position() > (1, 0):
                 raise ValueError("a loss")
 
@@ -89,7 +89,7 @@ def test_unsent_gradients_of_powersgd_survive(
     def make(name: str) -> Case:
         compression = hvd.Compression.powersgd(rank=1, warm_up_steps=warm_up_steps)
         one = case(tmp_path / name, wide(), compression=compression)
-        if fails_at == 14:  # what is left is the checkpoint of the epoch
+        if fails_at == 14:  # only the checkpoint of the epoch is left
             one.options["checkpoint_interval_s"] = 300.0
         return one
 
@@ -153,7 +153,7 @@ class Counts(nn.Module):
 
 
 class Caches(nn.Module):
-    """Fills a buffer with the length of its input, or another one if this rank saw something large."""
+    """Fills a buffer that grows with the seen rows, and another one if this rank saw a large value."""
 
     def __init__(self) -> None:
         super().__init__()

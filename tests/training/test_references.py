@@ -103,7 +103,7 @@ def test_tensors_that_functions_refer_to_are_not_owned_by_them() -> None:
     names = ["first", "default", "keyword.0"]
     assert same_elsewhere(inner) == dict.fromkeys(names, False)
     assert tensors(Loss(f=inner)) == {f"f.{name}": False for name in names}
-    # What it has comes first, whatever names it.
+    # The callable's own tensors come first.
     assert tensors(Loss(f=inner, w=first))["w"]
 
     class Callable:

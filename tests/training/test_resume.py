@@ -40,7 +40,7 @@ from tests.training.ranks import RUN_DIR, Case, linear, without_times
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.timeout(300),
-]  # processes start several times, on a machine that may do other things too
+]  # processes start several times, perhaps on a busy machine
 SIZE, BATCH_SIZE, ROWS, EPOCHS = 2, 4, 1200, 2
 NUM_STEPS = EPOCHS * ROWS // (SIZE * BATCH_SIZE)
 STEP_S = 0.01
@@ -182,8 +182,8 @@ def test_a_run_killed_at_random_steps_equals_an_undisturbed_one_bit_by_bit(
         epoch, step = Checkpoints(one.store, RUN_DIR).latest_position()
         safe = epoch * (NUM_STEPS // EPOCHS) + step
         assert position < safe <= position + kill_after
-        # The first step that will be repeated began no longer than the interval before the kill.
-        # A machine that stood still has not trained.
+        # The first repeated step began at most the interval before the kill.
+        # A stopped machine has not trained.
         repeated = began[safe - position :]
         stood = sum(max(0.0, b - a - 0.1) for a, b in itertools.pairwise(repeated))
         assert repeated[-1] - repeated[0] - stood <= INTERVAL_S

@@ -96,7 +96,7 @@ def test_a_loss_over_all_pairs_is_described_with_shapes_and_the_line_to_write() 
         (squeezed, COLUMN.double(), COLUMN.double(), False),
         (squeezed, COLUMN.bfloat16(), COLUMN.bfloat16(), False),
         (lambda o, t: ((o.squeeze() - t) ** 2).mean(), COLUMN, COLUMN.long(), False),
-        # Of whole batches: `pairs_rows=False` is for them.
+        # Functions of whole batches, for which `pairs_rows=False` exists.
         (lambda o, t: (o.mean() - t.mean()) ** 2, COLUMN, COLUMN, False),
     ],
 )
@@ -232,10 +232,10 @@ class Noisy(nn.Module):
         (cox, COLUMN, COLUMN),
         (counted, COLUMN, COLUMN),
         (Noisy(), COLUMN, COLUMN),
-        # Constant, or without a look at the labels: the model computes its loss itself.
+        # Constant, or independent of the labels: the model computes its loss itself.
         (lambda o, t: o.mean(), COLUMN, COLUMN),
         (lambda o, t: torch.ones(()), COLUMN, COLUMN),
-        # What made-up numbers do not suit is left to the training.
+        # Functions that fail on made-up numbers are left to the training.
         (lambda o, t: [][0], COLUMN, COLUMN),
         (lambda o, t: {"loss": o.mean()}, COLUMN, COLUMN),
         (lambda o, t: (o - t).mean() / 0.0, COLUMN, COLUMN),

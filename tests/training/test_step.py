@@ -228,7 +228,7 @@ def test_gradients_of_a_step_are_reduced_once(tmp_path: Path) -> None:
 
         return run_ranks(2, rank, using=use_engine)[0]
 
-    # 8 batches: 8 steps or 2. Whatever else is reduced is reduced per epoch.
+    # 8 batches: 8 steps or 2. All other reductions are per epoch.
     assert operations(1) - operations(4) == 6
 
 

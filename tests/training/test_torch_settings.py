@@ -20,7 +20,7 @@ from tests.transform.test_worker import transformed
 
 pytestmark = pytest.mark.pure
 
-# One of each kind; those of GPUs are flags on any machine.
+# One of each kind. GPU settings are flags on any machine.
 CHANGES: dict[str, tuple[Callable[[], object], object]] = {
     "set_default_dtype": (lambda: torch.set_default_dtype(torch.float64), torch.float64),
     "set_float32_matmul_precision": (
@@ -111,7 +111,7 @@ def test_a_setting_goes_with_the_work_and_is_put_back(name: str) -> None:
 def test_the_newer_names_of_a_setting_go_too() -> None:
     """torch refuses to return the older form of a setting after the newer form was set."""
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        torch.set_float32_matmul_precision("high")  # what older versions have in its place
+        torch.set_float32_matmul_precision("high")  # the setting of older versions
     else:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"

@@ -176,7 +176,7 @@ def test_lbfgs_on_ranks_takes_the_steps_of_one_process(
 
 
 class Centred(nn.Module):
-    """Subtracts a moving average of its own, and has a buffer that it never changes."""
+    """Subtracts its own moving average, and has a buffer that it never changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def test_short_epochs_share_checkpoints_and_the_best_one_is_there(
             **{"epochs": 9, "batch_size": 8, "has_validation": True, "validation": 0.2},
             **{"return_best": True, "monitor": Monitor("val_loss")},
         }
-        # Too large a rate: the best epoch is none of the last ones.
+        # The rate is too large, so the best epoch is not among the last ones.
         return Case(
             store,
             model,
@@ -587,7 +587,7 @@ def test_a_split_without_validation_rows_is_named(store: Store) -> None:
 
 @pytest.mark.parametrize("rows", [2, 3])
 def test_ranks_without_rows_neither_hang_nor_fail(store: Store, rows: int) -> None:
-    # Of two rows, one trains and one validates, so of three ranks two have nothing in either.
+    # One of two rows trains and one validates, so two of three ranks have no rows in either.
     case = Case(store, linear(), torch.optim.SGD, rows=rows, metrics=["mae"])
     options = {"epochs": 2, "batch_size": 4, "has_validation": True, "validation": 1 / rows}
     history = case.train(3, **options).history

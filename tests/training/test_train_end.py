@@ -76,7 +76,7 @@ def test_the_returned_model_has_the_averaged_weights(store: Store, ranks: Any) -
     callback = Averages()
     callback.ranks = ranks
     average = case(store, callback)
-    # One more checkpoint than epochs would show that nothing but the model's part has changed.
+    # A checkpoint more than epochs would show that only the model's part has changed.
     average.train(2, num_checkpoints=3)
     states = [average.checkpoint(epoch).model for epoch in (1, 2, 3)]
     found = result(store, 3)
@@ -84,14 +84,14 @@ def test_the_returned_model_has_the_averaged_weights(store: Store, ranks: Any) -
         expected = sum(state[name] for state in states) / 3
         torch.testing.assert_close(found[name], expected)
         assert not torch.equal(found[name], states[2][name])
-    # Statistics of these rows alone.
+    # Statistics of only these rows.
     module = net()
     module.load_state_dict(found)
     rows = torch.linspace(-1, 1, 60).reshape(20, 3)
     torch.testing.assert_close(found["1.running_mean"], module[0](rows).mean(0).detach())
     assert not torch.equal(found["1.running_mean"], states[2]["1.running_mean"])
 
-    # A relaunch behind the last epoch gives them once more: `on_train_end` finds the weights of then.
+    # A relaunch after the last epoch gives them again, because `on_train_end` finds the same weights.
     before = store.read_bytes(f"{RUN_DIR}/user/found")
     average.train(2, num_checkpoints=3)
     assert store.read_bytes(f"{RUN_DIR}/user/found") == before

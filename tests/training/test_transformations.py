@@ -112,7 +112,7 @@ def test_a_field_with_axes_keeps_them_as_an_argument() -> None:
     binding = bind_transformed(bind_inputs(nn.Conv2d(1, 1, 2), schema), schema)
     (image,), _ = binding.apply({"x": np.zeros((5, 1, 2, 2), np.float32)})
     assert image.shape == (5, 1, 2, 2)
-    # As a DataFrame has it, at the time of `transform`.
+    # As in the DataFrame of `transform`.
     (image,), _ = binding.apply({"x": np.zeros((5, 4), np.float32)})
     assert image.shape == (5, 1, 2, 2)
 

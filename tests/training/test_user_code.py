@@ -232,7 +232,7 @@ def test_callbacks_are_called_in_order_on_their_ranks(store: Store) -> None:
     }
     assert written == {"Recorder-0": expected, "Recorder-1": expected, "OnlyFirst-0": expected}
     for record in result.history:
-        # Rank 0's record counts; what is logged is a mean over calls and ranks: 0, 0 and 1 per step.
+        # Rank 0's record counts. Logged numbers are means over calls and ranks: 0, 0 and 1 per step.
         assert record["own"] == record["epoch"] * 2
         assert record["note"] == "text"
         assert record["rank"] == pytest.approx(1 / 3)
@@ -382,7 +382,7 @@ class Begins(Callback):
         assert not ctx.model.training
         ctx.log("drawn", self.drawn)
         if Begins.fails_behind and ctx.epoch > 1:
-            time.sleep(0.02)  # they are written beside the training
+            time.sleep(0.02)  # checkpoints are written in parallel to the training
             if Begins.fails_behind.latest_position() > (1, 0):
                 raise ValueError("a loss")
 
@@ -697,7 +697,7 @@ def test_a_transformation_that_changes_its_mind_stops_all_ranks(store: Store) ->
         )
 
 
-# --- what the driver refuses -----------------------------------------------------------------------------
+# --- refusals of the driver -------------------------------------------------------------------------------
 
 
 def one(ctx: Any) -> None: ...

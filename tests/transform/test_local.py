@@ -75,7 +75,7 @@ def trained(
         inputs=params.get("inputs"),
         input_shapes=params.get("input_shapes"),
     )
-    # A trial of a copy: modules of these tests keep their inputs, or take what zeros are not.
+    # A trial of a copy, because modules of these tests keep their inputs or refuse zeros.
     is_tried = not any(c.is_collated or c.kind == "sparse" for c in columns)
     trial = copy.deepcopy(module).eval()
     found = output_widths(trial, inputs, columns) if is_tried else [1]
@@ -303,7 +303,7 @@ def test_a_loaded_model_has_the_params_of_its_class(tmp_path: Path) -> None:
         ours = {n: v for n, v in vars(theirs).items() if n not in ("use_gpu", "explicit")}
         assert {n: getattr(mine, n) for n in ours} == ours
         assert load_local(path).output_cols == model.local().output_cols
-    # Horovod's model of a LightningModule differs in its module alone; keras/test_params loads that of Keras.
+    # Horovod's model of a LightningModule differs only in its module. keras/test_params loads the Keras model.
     assert len(local_model.CLASSES) == len(kinds) + 2
     assert (
         local_model.CLASSES["sparkhvd.horovod.spark.lightning.estimator.TorchModel"]
@@ -383,7 +383,7 @@ assert found[0] == found[1] == found[2], found
     reason="polars is not installed; the test above has the stream of Arrow by which it is read",
 )
 def test_frames_of_polars() -> None:
-    # In a process of its own: polars keeps threads and descriptors.
+    # In a separate process, because polars keeps threads and descriptors.
     command = [sys.executable, "-c", _POLARS, str(VERSION_1 / "plain_model")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -414,7 +414,7 @@ def test_arrays_keep_their_shape_and_whole_numbers_their_type() -> None:
     for given in (images, images[:, None], images.reshape(3, 4), torch.tensor(images).bfloat16()):
         found = model.predict(given)["y__output"]
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    # A whole number of JSON in a column of doubles is rounded as a double is; one of an integer column stays exact.
+    # A whole number of JSON in a column of doubles is rounded like a double. In an integer column it stays exact.
     big = 2**24 + 1
     assert trained(nn.Identity(), A).local().predict([{"a": big}])["y__output"] == [2.0**24]
     with pytest.raises(InvalidArgumentError, match=r"cannot hold exactly, for example 16777217"):

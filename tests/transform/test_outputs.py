@@ -60,7 +60,7 @@ def outputs(
         ("softmax", 3, {"output_fn": print}, CLASSES),
         ("sigmoid", 1, {"output_fn": print}, CLASSES),
         ("value", 1, {"output_fn": print}, ALONE),
-        # A name that is set counts in any case, the default's own too.
+        # A name that was set always counts, even the default name.
         ("identity", 1, {"predictionCol": "prediction"}, VALUE),
         ("identity", 3, {"rawPredictionCol": "r"}, ["y__output", "r"]),
         (

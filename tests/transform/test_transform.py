@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.spark
 
 # One unit in the last place of float32 numbers about 1: the order in which a matrix product adds depends on the
-# processor and on how many rows it has at once, and shows where a sum is near 0.
+# processor and on the number of rows at once, and shows if a sum is near 0.
 ROUNDING = 1.2e-7
 
 
@@ -104,7 +104,7 @@ def test_columns_of_spark_ml_have_their_types_and_meaning(
     assert isinstance(kinds["y__output"], DoubleType if width == 1 else VectorUDT)
     assert isinstance(kinds["prediction"], DoubleType)
     assert isinstance(kinds["raw"], VectorUDT)
-    # Later stages know widths and classes without looking at rows.
+    # Later stages know widths and classes without reading rows.
     classes = 2 if (link, width) == ("sigmoid", 1) else width
     attributes = {f.name: f.metadata.get("ml_attr") for f in out.schema.fields}
     assert attributes["raw"] == {"num_attrs": classes}
@@ -283,7 +283,7 @@ def test_fill_values_follow_a_renamed_column(df: DataFrame) -> None:
     holes = df.selectExpr("array(1.0D, if(k < 3, NULL, 2.0D)) AS z")
     model = fitted(mlp(2)).setFeatureCols(["z"]).setHandleInvalid({"x": 2.0})
     assert len({row.y__output for row in model.transform(holes).collect()}) == 1
-    # A name of this DataFrame goes before one of the training.
+    # A name in this DataFrame has priority over a name in the training data.
     model.setHandleInvalid({"x": 2.0, "z": 5.0})
     assert len({row.y__output for row in model.transform(holes).collect()}) == 2
 

@@ -116,7 +116,7 @@ def test_weights_in_a_broadcast_outlive_the_model_and_go_with_the_last_plan(df: 
     spark, module = df.sparkSession, of_size(2.0)
     before = broadcast_files(spark)
     model = fitted(module)
-    model.transform(df).createOrReplaceTempView("predicted")  # no object of Python holds the plan
+    model.transform(df).createOrReplaceTempView("predicted")  # no Python object holds the plan
     del model
     (own,) = broadcast_files(spark) - before
     for seed in range(1, 6):  # more than are kept
@@ -165,7 +165,7 @@ def test_planning_starts_no_job(df: DataFrame, tmp_path: Path) -> None:
             assert out.columns == ["x", "k", "y__output"]
         assert list(tracker.getJobIdsForGroup("planning")) == []
         out.count()
-        # Spark's listeners hear of it a little later.
+        # Spark's listeners learn of it a little later.
         wait_until(lambda: tracker.getJobIdsForGroup("planning"), "the job is known to Spark")
     finally:
         context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]  # None clears
@@ -196,7 +196,7 @@ def test_a_worker_loads_a_model_once(df: DataFrame, tmp_path: Path) -> None:
     for _ in range(3):
         assert len(out.collect()) == 20
     pids = log.read_text().split()
-    # 12 tasks in two or so processes; how many more Spark starts depends on its pace.
+    # 12 tasks in about two processes. Spark may start more, depending on its pace.
     assert len(pids) == len(set(pids)) < 12
 
 

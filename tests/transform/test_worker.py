@@ -94,7 +94,7 @@ def test_a_model_that_no_rank_could_run_raises(model: nn.Module) -> None:
         lambda x: torch.load("/of/the/executors/table.pt"),
         lambda x: x.to("cuda") if torch.version.cuda else x.to("meta").item(),
         lambda x: __import__("of_the_executors"),
-        # Values of real rows, which made-up ones need not have:
+        # Values of real rows, which made-up rows may lack:
         lambda x: torch.linalg.cholesky(x @ x.T - 100 * torch.eye(2)),
         lambda x: x[:, x.std(0) > 0.4] @ torch.ones(4, 1),
     ],
@@ -282,6 +282,6 @@ def test_garbage_collection_of_a_worker_skips_imported_objects() -> None:
 
 
 def test_a_worker_of_transform_loads_neither_pyspark_nor_the_engine() -> None:
-    # Every Python worker of every executor pays for what it imports.
+    # Every Python worker of every executor pays for its imports.
     done = subprocess.run([sys.executable, "-c", _WORKER], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

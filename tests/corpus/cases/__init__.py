@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests.corpus.case import Case
 
-# Modules of this package, with what they import besides torch.
+# Modules of this package, with their imports besides torch.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch_layers": (),
     "torch_losses": (),

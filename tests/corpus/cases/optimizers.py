@@ -135,7 +135,7 @@ CASES = [
             "Tiger",
         )
     ),
-    # One bit of the inputs moves its weights by a tenth: it turns gradients into a basis of eigenvectors.
+    # One bit of the inputs changes its weights by a tenth, because it transforms gradients to a basis of eigenvectors.
     of("pytorch_optimizer", "SOAP", lr=0.01, apart="rounding is magnified"),
     Case("torch_optimizer Lookahead", mlp, TABLE, optimizer=lookahead("torch_optimizer")),
     Case("pytorch_optimizer Lookahead", mlp, TABLE, optimizer=lookahead("pytorch_optimizer")),

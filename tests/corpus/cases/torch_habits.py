@@ -324,7 +324,7 @@ class Scalars(Wraps):
 
 
 class Buffers(Wraps):
-    """Has a buffer outside of its state, one that is None, and a running mean of its own."""
+    """Has a non-persistent buffer, a buffer that is None, and its own running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -674,7 +674,7 @@ CALLS = [
 
 
 # ----------------------------------------------------------------------------------------------------
-# Losses and optimizers of the user's own.
+# The user's own losses and optimizers.
 
 
 class Balanced:

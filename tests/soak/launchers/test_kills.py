@@ -21,7 +21,7 @@ from tests.harness.soak import amount
 
 pytestmark = pytest.mark.soak
 
-# Ranks that meet, talk without end, and have a child each.
+# Ranks that meet, communicate without end, and have a child each.
 SCRIPT = """
 import subprocess
 from sparkhvd import launchers
@@ -74,7 +74,7 @@ def test_no_process_survives_a_kill_of_any_launch_process(tmp_path: Path) -> Non
             victim = chosen.choice(there[kind])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, how)
-            if kind == "guard":  # ranks without a guard continue; their launcher still ends them
+            if kind == "guard":  # ranks without a guard continue, but their launcher ends them
                 time.sleep(0.2)
                 launcher.terminate()
             try:

@@ -1,4 +1,4 @@
-"""Check manifests by published schemas, and print them as JSON; runs in the environment that has kubernetes-validate."""
+"""Check manifests by published schemas, and print them as JSON. Runs in the environment with kubernetes-validate."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ exec ip netns exec $host unshare --uts sh -c "hostname $name; $*"
             "debian": f"--mca plm_rsh_agent {agent} --mca plm rsh --hostfile {hostfile} --mca btl tcp,self --mca pml ob1",
             "mpich": f"-launcher ssh -launcher-exec {agent} -hosts {a.address}:1,{b.address}:2",
         }[mpi.name]
-        # What ssh does not hand over: Open MPI asks for names.
+        # Variables that ssh does not pass on: Open MPI needs their names.
         names = "" if mpi.name == "mpich" else "-x PYTHONPATH -x OMP_NUM_THREADS"
         mpirun = [word for word in mpi.mpirun if word != "--oversubscribe"]  # all on the first host
         words = [*mpirun, *flags.split(), *names.split(), "-np", "3", *mpi.command("hosts")]

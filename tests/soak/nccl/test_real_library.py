@@ -27,7 +27,7 @@ def test_nccl_library_matches_the_engines_expectation_of_its_release(release: Re
     assert lines[:2] == [f"version {release.code}", f"file {library}"]
     assert lines[2].startswith("symbols ")
     assert lines[3] == "unique ids differ"
-    # An error of CUDA and not of an argument: the configuration was understood.
+    # An error of CUDA, not of an argument, so the configuration was accepted.
     assert lines[4].startswith("without a GPU: ncclCommInitRankConfig failed: unhandled cuda error")
 
 

@@ -34,7 +34,7 @@ def session(jars: str, warehouse: Path) -> SparkSession:
 
 
 def write(spark: SparkSession) -> list[int]:
-    """Write tables with deletes; return the snapshots of the first."""
+    """Write tables with deletes, and return the snapshots of the first."""
     merge = ", ".join(
         f"'write.{each}.mode'='merge-on-read'" for each in ("delete", "update", "merge")
     )

@@ -1,4 +1,4 @@
-"""Compare rows of Iceberg tables that Spark wrote with what ranks read: `read_iceberg <warehouse> <results>`; in the main environment."""
+"""Compare rows of Iceberg tables that Spark wrote with the ranks' rows: `read_iceberg <warehouse> <results>`, in the main environment."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Iceberg's Spark runtime with the oldest pyspark: reuse by snapshot, and its tables read in place (`make test-oldest`).
 
-The runtime and Iceberg's table are real. The package `snowpark-connect-deps-iceberg` has the jars of PyPI; `tools/relocated_jackson.py` makes the
+The runtime and Iceberg's table are real. The package `snowpark-connect-deps-iceberg` has the jars of PyPI. `tools/relocated_jackson.py` makes the
 classes that they lack.
 """
 

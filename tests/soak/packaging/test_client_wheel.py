@@ -78,7 +78,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-# Windows has none of these modules and names. What the libraries beneath import is their own business, so they
+# Windows has none of these modules and names. The libraries below may import them, so they
 # come first.
 WITHOUT_UNIX = """
 import os, signal, socket, sys

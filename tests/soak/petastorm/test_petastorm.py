@@ -132,7 +132,7 @@ def test_codecs_of_every_kind_reach_the_model_and_transform(
     )
     trained = fit.fit_on_parquet(encoded)
     assert [record["rows"] for record in trained.getHistory()] == [30, 30]
-    # The bytes are the same in Spark's eyes, and the model has kept the codecs.
+    # Spark sees the same bytes, and the model has kept the codecs.
     found = trained.transform(spark.read.parquet(str(encoded))).collect()
     assert sorted(r["id"] for r in found) == list(range(ROWS))
     assert all(np.isfinite(r["y__output"]) for r in found)

@@ -35,7 +35,7 @@ PAGES = (
     *("engine", "runner", "estimator", "api/estimator", "api/torch", "results/step"),
     *("source/notebooks/quickstart", "source/notebooks/when_it_fails", "source/CHANGELOG"),
 )
-# Each page in a frame of its own, and what the frames show.
+# Each page in a separate frame, and the layout in the frames.
 FRAMES = """<!DOCTYPE html><body style="margin:0">%s<pre></pre><script>
 onload = () => {
   const found = [...document.querySelectorAll("iframe")].map((frame) => {

@@ -23,7 +23,7 @@ from tests.harness.waiting import wait_until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
-# The training continues until the driver has marked that its fault is over, and two ranks are there.
+# The training continues until the driver has marked the end of its fault, and two ranks have joined.
 PROGRAM = """
 import signal, threading
 from sparkhvd.runner import run_elastic
@@ -139,7 +139,7 @@ def test_a_speculative_copy_of_a_task_counts_as_a_slot(tmp_path: Path) -> None:
         "spark.executor.memory": "512m",
         "spark.speculation": "true",
         "spark.speculation.interval": "100ms",
-        # Of a stage with no more tasks than an executor has cores, by its conf; the copy goes to another host.
+        # For a stage whose tasks fit one executor's cores, by its conf. The copy runs on another host.
         "spark.executor.cores": "2",
         "spark.speculation.task.duration.threshold": "1s",
     }
@@ -211,7 +211,7 @@ def test_the_loss_of_executors_is_survived_by_a_client_that_they_do_not_reach(
     assert re.search(r"SIZES task \[(1, )?2\]", output), output
     assert f"FAILED ElasticError {lost}" in output, output
     assert output.count("Relaunching (1 of 2)") == 2, output
-    # The first epoch is not trained on again: 13 steps of two ranks, or up to 25 of one.
+    # The first epoch is not repeated: 13 steps of two ranks, or up to 25 of one.
     (steps,) = re.findall(r"FIRST EPOCH (\d+)", output)
     assert int(steps) <= 30, output
 

@@ -40,7 +40,7 @@ from tests.harness.spark import CONF, cluster_of_hosts, standalone_cluster, writ
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 SEED = int(os.environ.get("SPARKHVD_LIVES_SEED", secrets.randbelow(2**32)))
 LIVES = amount(1, int(os.environ.get("SPARKHVD_LIVES", "14")))
-# An undisturbed fit takes seconds; a relaunch, waits for stopped processes and a loaded machine come on top.
+# An undisturbed fit takes seconds. A relaunch, waits for stopped processes and a busy machine add to it.
 DEADLINE_S = 240.0
 LEFT_S = 30.0
 EXECUTOR = "CoarseGrainedExecutorBackend"

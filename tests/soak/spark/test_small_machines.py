@@ -210,7 +210,7 @@ except Exception as error:
             tmp_path / "script.py", body, master="local[2]", conf={"spark.local.dir": str(place)}
         )
         output = run_script(script).output
-    # Spark prunes the column of texts, so the fit may fit; else the reason is in the error.
+    # Spark prunes the column of texts, so the fit may succeed. Otherwise the error has the reason.
     assert len(weights(output)) == 1 or "No space left" in output, output
 
 

@@ -78,7 +78,7 @@ class Recorder:
             from accelerate.state import GradientState
 
             self.join()
-            # A loop that an error has left stays the active one, and what follows fails for it.
+            # A loop that an error has left stays active, and later calls would fail because of it.
             GradientState().dataloader_references = [None]
         return result
 
@@ -139,7 +139,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.nn.parallel.DistributedDataParallel = OnCPU  # type: ignore[misc,assignment]
     recorder = Recorder(backend)
-    recorder.join()  # on CPUs Accelerate asks for Gloo, and takes a group that is there
+    recorder.join()  # on CPUs Accelerate requests Gloo, but uses an existing group
     script = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
     recorder.watch(script)
     try:

@@ -34,7 +34,7 @@ def fabric(package: Any, strategy: str, **options: Any) -> Any:
         made = package.strategies.DDPStrategy(process_group_backend="gloo")
     elif strategy == "views":
         made = sparkhvd.lightning.FabricStrategy(gradient_as_bucket_view=True)
-    # The number of ranks is the job's; Fabric's own strategies ask for it.
+    # The job has the number of ranks. Fabric's own strategies require it.
     options |= {"devices": RANKS} if strategy == "gloo" else {}
     found = package.Fabric(accelerator="cpu", strategy=made, **options)
     found.launch()
@@ -66,7 +66,7 @@ def classifier(package: Any, strategy: str) -> Found:
     f = fabric(package, strategy)
 
     def parts() -> tuple[Any, Any, Any]:
-        model = classifier_net(1 + f.global_rank)  # rank 0's is everyone's
+        model = classifier_net(1 + f.global_rank)  # all ranks get rank 0's
         model, optimizer = f.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
         return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 

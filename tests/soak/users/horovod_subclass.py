@@ -303,7 +303,7 @@ def tokens(text: str) -> Any:
 
 
 class TextClassifier(TorchEstimator):  # type: ignore[misc]  # untyped
-    # Of a name that the estimator has, too, and refuses for a LightningModule.
+    # The estimator has a Param of this name too, and refuses it for a LightningModule.
     learning_rate = Param(Params._dummy(), "learning_rate", "of the module's optimizer")
 
     def _fit(self, dataset: Any) -> Any:

@@ -91,7 +91,7 @@ def adam() -> Row:
 
 
 def clipped() -> Row:
-    """The norm is that of the reduced gradients; weights decay."""
+    """Clip by the norm of the reduced gradients, with weight decay."""
     return fitted(hvd.DistributedOptimizer(keras.optimizers.AdamW(0.01, global_clipnorm=0.1)))
 
 

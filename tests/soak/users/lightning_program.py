@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-# The last optimizer step of an epoch has one batch of the two that are accumulated.
+# The last optimizer step of an epoch has one batch instead of two accumulated ones.
 BATCH, ROWS, WIDTH, ACCUMULATED = 12, 60, 5, 2
 Row = dict[str, Any]
 
@@ -383,7 +383,7 @@ def fails(package: str, how: str, folder: str) -> str:
     except ValueError:
         if how == "raised":
             raise
-        time.sleep(8)  # lives on, longer than the others may need to learn of it
+        time.sleep(8)  # stays alive, longer than the others may need to learn of the failure
     except Exception as error:
         seconds = time.time() - mark.stat().st_mtime
         learned = f"{type(error).__name__} {seconds:.1f} {error}"

@@ -85,7 +85,7 @@ def lightning(backend: str) -> dict[str, Any]:
 def accelerate(backend: str) -> dict[str, Any]:
     from accelerate import Accelerator
 
-    dist.init_process_group(backend)  # on CPUs Accelerate takes only a group that is there
+    dist.init_process_group(backend)  # on CPUs Accelerate uses only an existing group
     accelerator = Accelerator(cpu=True)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -30,7 +30,7 @@ LAUNCHERS = {
 
 
 def launched(launcher: str, strategy: str, folder: Path) -> dict[str, Any]:
-    """Run every loop in two processes; return rank 0's results."""
+    """Run every loop in two processes, and return rank 0's results."""
     file = folder / f"{strategy}.json"
     command = [sys.executable, *LAUNCHERS[launcher], "-m", program.__name__, strategy, str(file)]
     ended = subprocess.run(
@@ -70,7 +70,7 @@ def test_loops_of_launched_scripts(
 
 def test_loops_inside_run_on_spark(with_gloo: dict[str, Any], spark: SparkSession) -> None:
     names = ["classifier", "gan"]
-    # Rank 0's, because the other has running statistics of its own.
+    # Rank 0's, because the other rank has its own running statistics.
     found = run(program.results, (LIGHTNING, "sparkhvd", names), num_proc=2, spark=spark)[0]
     # Tuples of metrics are lists in the file.
     assert_same(json.loads(json.dumps(found)), {name: with_gloo[name] for name in names})

@@ -252,7 +252,7 @@ def test_lora_sends_and_saves_only_trained_weights(df: DataFrame, tmp_path: Path
     best = min(model.history, key=lambda record: record["val_loss"])["epoch"]
     found, compared = (checkpoint_bytes(tmp_path, *run) for run in (("lora", best), ("full", 3)))
     assert found <= 0.02 * compared
-    # The frozen weights are those that came in, and the rest is of the best epoch.
+    # The frozen weights are unchanged, and the others belong to the best epoch.
     before, after = lora().state_dict(), model.getModel().state_dict()
     assert all(torch.equal(after[n], v) for n, v in before.items() if "base_layer" in n)
     assert not any(torch.equal(after[n], v) for n, v in before.items() if "lora_B" in n)
@@ -283,7 +283,7 @@ def test_lora_resumes_exactly_with_its_saved_frozen_weights(df: DataFrame, tmp_p
     options = {"store": tmp_path, "callbacks": [FailsOnce(tmp_path / "mark")], "run_id": "parts"}
     with pytest.raises(sparkhvd.RankError, match="once"):
         fitted(df, lora(), **options)
-    # As of a script that makes its base by random numbers each time.
+    # Like a script that makes its base from random numbers each time.
     found = fitted(df, lora(seed=1), **options).getModel().state_dict()
     options = {**options, "run_id": "whole"}
     for name, value in fitted(df, lora(), **options).getModel().state_dict().items():

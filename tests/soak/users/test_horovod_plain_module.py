@@ -98,7 +98,7 @@ def of_lightning(folder: Path, **options: Any) -> dict[str, Any]:
         "log_every_n_steps": 1,
         "callbacks": [
             Seen(folder, options.pop("killed", None)),
-            # Its folder is the run's, whatever it was given.
+            # Its folder is the run's, whatever the user gave.
             pl.pytorch.callbacks.ModelCheckpoint("elsewhere", save_last=True),
         ],
         **options,
@@ -114,7 +114,7 @@ def test_a_plain_module_is_trained_by_lightning(df: DataFrame, tmp_path: Path) -
     assert type(model.getModel()) is Net
     assert (tmp_path / "a" / "steps of 1").read_text() == "18"
     runs = tmp_path / "a" / "store" / "runs"
-    # Of Lightning's own choice: TensorBoard where it is installed.
+    # Lightning chooses it: TensorBoard if it is installed.
     assert [*runs.rglob("logs/**/metrics.csv"), *runs.rglob("logs/**/events.*")]
     assert list(runs.rglob("lightning/last.ckpt"))
     record = model.getHistory()[2]

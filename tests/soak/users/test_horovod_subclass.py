@@ -15,7 +15,7 @@ from tests.harness.spark import connect_server, run_on  # noqa: E402
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 CASES = ["fit_pictures", "fit_texts"]
-# A process of its own: `horovod` stays there.
+# A separate process, because `horovod` stays imported there.
 PROGRAM = """
 from pathlib import Path
 from tests.soak.users.horovod_subclass import {case}

@@ -23,7 +23,7 @@ from tests.soak.users import keras_program as program  # noqa: E402 - after impo
 
 # Importing Keras takes long on a busy machine.
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
-# Sums of three ranks' gradients are rounded otherwise than those of one batch; half precision more so.
+# Sums of three ranks' gradients are rounded differently from sums of one batch, most of all in half precision.
 ROUNDING, OF_CASE = 2e-5, {"half": 1e-3}
 
 
@@ -73,7 +73,7 @@ def test_warm_up_follows_the_formula_and_corrects_the_momentum() -> None:
         ]
         rates = [rate for rate, _ in found["steps"]]
         assert rates == pytest.approx(wanted, rel=1e-5)
-        # The velocity has the rate of the step before in it.
+        # The velocity contains the rate of the previous step.
         ratios = [after / before for before, after in zip([0.1, *rates], rates, strict=False)]
         momenta = [momentum for _, momentum in found["steps"]]
         assert momenta == pytest.approx([0.9 * ratio for ratio in ratios], rel=1e-5)

@@ -84,7 +84,7 @@ def assert_same(found: KerasModel, wanted: KerasModel) -> None:
         assert record == pytest.approx(other, abs=1e-4)
 
 
-# Of 62 and of 65 rows to train on: the last step has 2 rows, all of one rank, and 5.
+# 62 and 65 training rows: the last step has 2 rows, all on one rank, or 5.
 @pytest.mark.parametrize("number", [83, 87])
 def test_two_ranks_give_the_model_and_the_metrics_of_one(
     spark: SparkSession, number: int, tmp_path: Path

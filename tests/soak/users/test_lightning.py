@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Importing Lightning takes long on a busy machine.
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 LIGHTNING, OTHER = program.PACKAGES
-# Sums of three ranks' gradients are rounded otherwise than those of one batch; half precision more so.
+# Sums of three ranks' gradients are rounded differently from sums of one batch, most of all in half precision.
 ROUNDING, OF_CASE = 2e-5, {"mixed": 0.03, "double": 1e-12}
 
 

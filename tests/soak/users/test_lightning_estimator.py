@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 travels_by_value = by_value(__name__)
-# Of which 75 are trained on: 6 whole steps, and one of 3 rows.
+# 75 are training rows: 6 whole steps, and one of 3 rows.
 ROWS = 100
 
 
@@ -60,7 +60,7 @@ class Regression(pl.LightningModule):  # type: ignore[misc]  # untyped
 
 
 class KilledOnce(pl.Callback):  # type: ignore[misc]  # untyped
-    """Rank 1 is killed at a batch if a file does not exist yet."""
+    """Kills rank 1 at a batch, unless a file exists."""
 
     def __init__(self, file: Path, epoch: int, batch: int) -> None:
         self.file, self.at = file, (epoch, batch)

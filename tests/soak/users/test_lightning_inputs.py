@@ -74,7 +74,7 @@ class Texts(pl.LightningModule):  # type: ignore[misc]  # untyped
 
 
 def pictures(spark: SparkSession, folder: Path, broken: set[int]) -> DataFrame:
-    """Dark and bright pictures by their paths; some files are cut off."""
+    """Dark and bright pictures by their paths. Some files are truncated."""
     folder.mkdir()
     rng = np.random.default_rng(3)
     rows = []

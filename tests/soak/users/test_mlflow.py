@@ -94,7 +94,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server(tmp_path_factory.mktemp("mlflow"))
     made.start()
     with pytest.MonkeyPatch.context() as patch:
-        # As a user has it: mlflow's own calls of these tests need no minutes.
+        # Like a user's setting. mlflow's own calls in these tests need no minutes.
         patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         mlflow.set_tracking_uri(made.uri)
         yield made
@@ -200,7 +200,7 @@ def test_no_entry_is_lost_when_the_server_is_down_for_a_minute(
     assert len(lines) == 2
     assert lines[0].startswith(f"MLflow at 127.0.0.1:{server.port} does not respond (")
     assert "responds again" in lines[1]
-    assert model.timings["train"] < 60  # the training has waited for nothing
+    assert model.timings["train"] < 60  # the training has not waited
 
 
 def test_an_absent_server_costs_the_patience_and_a_warning(df: DataFrame, store: Store) -> None:
