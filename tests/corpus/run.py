@@ -257,7 +257,7 @@ class Checks:
         return outcome(difference(result, self.result), 0.0)
 
 
-CLOSURE = "each rank of DistributedDataParallel would decide by its own loss"
+CLOSURE = "each rank of DistributedDataParallel would use its own loss for a decision"
 
 
 # ----------------------------------------------------------------------------------------------------

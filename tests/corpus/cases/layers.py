@@ -365,7 +365,7 @@ CASES = [
         adam,
         step=quantized_step,
         apart=BATCHES,
-        no_ddp="it finds torch.distributed and averages its codebook over ranks",
+        no_ddp="the module uses torch.distributed to average its codebook over ranks",
     ),
     Case(
         "finite scalar quantization",

@@ -37,7 +37,7 @@ CE = nn.CrossEntropyLoss
 NOTHING = Data({"x": floats(4)})
 PAIR = Data({"a": floats(3), "b": floats(4)}, {"y": target(floats(3))})
 RANDOM = "random numbers"
-BUFFERS = "DistributedDataParallel gives all ranks the buffers of rank 0 before each forward, the estimator after each epoch"
+BUFFERS = "training changes buffers, which DistributedDataParallel takes from rank 0 before each forward, the estimator before each step"
 T = TypeVar("T")
 
 
@@ -533,7 +533,7 @@ HOOKS = [
         "gradient hook of a parameter",
         hooked(lambda m: m.body[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))),
         TABLE,
-        no_ddp="a hook sees the gradient of a rank before the average, here its share",
+        no_ddp="a hook gets a rank's gradient before the average, in `fit` scaled to its share",
         apart="the hook limits the gradient of each rank",
     ),
 ]
@@ -662,7 +662,7 @@ CALLS = [
         None,
         adam,
         step=penalized,
-        no_ddp="DistributedDataParallel takes no gradients by autograd.grad",
+        no_ddp="DistributedDataParallel does not average gradients of autograd.grad",
     ),
     Case("REINFORCE", lambda: mlp(4, 3), labelled(4), None, adam, step=reinforce, apart=RANDOM),
     Case("two calls per step", mlp, TABLE, None, step=two_views),

@@ -40,8 +40,8 @@ SETS = Data({"x": floats(4)}, {"t": np.tile(np.array([0, 2, -1]), (ROWS, 1))})
 IGNORED = Data({"x": floats(4)}, {"c": np.where(whole(4) == 0, -100, classes(floats(4), 3))})
 PIXELS = Data({"x": floats(2, 4, 4)}, {"c": whole(3, 4, 4)})
 WORDS = Data({"ids": whole(20, 6)}, {"next": whole(20, 6, seed=5)})
-DDP_SUM = "DistributedDataParallel averages over ranks what is a sum"
-DDP_WEIGHTS = "DistributedDataParallel averages the means of ranks, whose weights differ"
+DDP_SUM = "DistributedDataParallel averages a sum over ranks"
+DDP_WEIGHTS = "DistributedDataParallel averages the means of ranks without their different weights"
 WEIGHTED = "gradients are divided by the sum of weights after the backward pass"
 
 

@@ -29,7 +29,7 @@ from tests.corpus.case import (
 )
 
 CE = nn.CrossEntropyLoss
-BUFFERS = "DistributedDataParallel gives all ranks the buffers of rank 0 before each forward, the estimator after each epoch"
+BUFFERS = "training changes buffers, which DistributedDataParallel takes from rank 0 before each forward, the estimator before each step"
 NOTHING = Data({"x": floats(4)})
 SCRIPTED = (
     "torch optimizes TorchScript by what a process has called, which may change the order of sums"
@@ -717,7 +717,7 @@ PROGRAMS = [
         labelled(4),
         None,
         step=adversarial_rows,
-        no_ddp="DistributedDataParallel takes no gradients by autograd.grad",
+        no_ddp="DistributedDataParallel does not average gradients of autograd.grad",
     ),
     Case("distillation", Student, labelled(4), None, step=distil, optimizer=adam),
     Case(
