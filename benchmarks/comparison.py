@@ -323,7 +323,13 @@ def main() -> None:
         ]
         for name, rounds in found.items()
     ]
-    header = ["tool", "start of the session, s", "first, s", "later, s", "error (noise: 1.0)"]
+    header = [
+        "tool",
+        "before the first training, s",
+        "first, s",
+        "later, s",
+        "RMSE (1.0 is the best possible)",
+    ]
     report.table(header, rows)
     report.raw.update(found)
     report.note(

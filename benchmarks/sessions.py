@@ -258,7 +258,13 @@ def main() -> None:
     _, waterfall = sorted(waterfalls, key=lambda each: each[0])[len(waterfalls) // 2]
     whole = max(last for _, _, last, _ in waterfall)
     report.table(
-        ["process of a first fit and its transform", "from, s", "to, s", "CPU, s", "seen"],
+        [
+            "process of a first fit and its transform",
+            "from, s",
+            "to, s",
+            "CPU, s",
+            f"alive, 0 to {whole:.1f} s",
+        ],
         [
             [name, f"{first:.2f}", f"{last:.2f}", f"{cpu:.2f}", f"`{bar(first, last, whole)}`"]
             for name, first, last, cpu in waterfall
