@@ -122,7 +122,7 @@ def test_table_has_a_line_per_setting() -> None:
     assert len(lines) == 2 + len(fields(Settings))
     assert (
         "| `spin_us` | `SPARKHVD_SPIN_US` | `100` | us | Time that a waiting thread spins before it "
-        "sleeps; longer than it takes to wake a thread. |" in lines
+        "sleeps. It should be longer than it takes to wake a thread. |" in lines
     )
 
 
