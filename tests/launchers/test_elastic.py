@@ -84,7 +84,9 @@ def test_a_discovery_script_adds_and_removes_slots(tmp_path: Path) -> None:
         job.wait_for(r"3 -> 1 rank in .*: process 1 on localhost left: its slot is gone; process 2")
         job.wait_for(r"rank 0 of 1", 2)
         hosts.write_text("nonsense here\n")
-        job.wait_for(r"printed 'nonsense here'; each of its lines must be .* Keeping the last known hosts\.$")
+        job.wait_for(
+            r"printed 'nonsense here'; each of its lines must be .* Keeping the last known hosts\.$"
+        )
         assert job.end() == 0
 
 
