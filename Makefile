@@ -1,7 +1,7 @@
 # Build, test, measure. Most targets need `make env`. See CONTRIBUTING.md.
 #
 #   make demo     train on handwritten digits with two Spark tasks
-#   make quick    two minutes: lint, and the cheapest tests of everything
+#   make quick    three minutes: lint, and the cheapest tests of everything
 #   make test     lint, C++ tests, Python tests (what .ci/run runs)
 #   make soak     everything, including the long tests; also in parts: make soak-help
 #   make wheel    the wheels, into dist/
