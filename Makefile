@@ -9,7 +9,7 @@
 #   make docs     the documentation as a site, into build/site
 #   make fuzz     libFuzzer and atheris on parsers of a peer's bytes and of files; the first needs clang
 #   make gpu      checks and figures on one GPU, one table each
-#   make bench    every benchmark that needs only this machine
+#   make bench    the benchmarks listed at `bench:`; some of them need root
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -216,7 +216,7 @@ test-python: env stand-in $(CLASSES)
 # does not find it, as behind a constraint or without an index.
 TORCH_NEWEST ?= torch==2.14.1
 TORCH_ENV := build/torch-env-$(subst torch==,,$(TORCH_NEWEST))
-TORCH_TESTS := tests/distributed/test_reconfigure.py tests/basics/test_lazy_compiler.py::test_no_compiler_is_imported_by_what_trains tests/basics/test_lazy_compiler.py::test_every_optimizer_of_torch_gives_the_same_bits 'tests/distributed/test_collectives.py::test_collectives_and_their_users_give_what_one_process_computes[2]' tests/torch/test_optimizer.py
+TORCH_TESTS := tests/distributed/test_reconfigure.py tests/basics/test_lazy_compiler.py::test_no_compiler_is_imported_by_what_trains tests/basics/test_lazy_compiler.py::test_torch_optimizers_give_the_same_bits_without_compiler_import 'tests/distributed/test_collectives.py::test_collectives_and_their_users_give_what_one_process_computes[2]' tests/torch/test_optimizer.py
 
 $(TORCH_ENV)/.stamp: tools/torch_env.sh | $(BUILD_TOOLS)
 	@tools/torch_env.sh $(PY) $(TORCH_ENV) "$(TORCH_NEWEST)" || test $$? -eq 3

@@ -82,9 +82,9 @@ def parse(f: Field[object], source: str, text: str) -> object:
     try:
         value = _PARSERS[kind](text)
     except (KeyError, ValueError):
+        expected = "0 or 1" if kind is bool else f"a number such as {f.default!r}"
         raise InvalidArgumentError(
-            f"{source}={text!r} is not a valid {kind.__name__}. "
-            f"Give a plain {kind.__name__} like {f.default!r}, or unset it."
+            f"{source}={text!r} is not a valid {kind.__name__}. Give {expected}, or remove it."
         ) from None
     check(f, value, source)
     return value

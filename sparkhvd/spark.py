@@ -454,11 +454,11 @@ def check_dataframe(call: str, value: object) -> None:
     if is_dataframe(value):
         return
     kind = type(value)
-    remedy = "spark.createDataFrame(...) makes one"
+    remedy = "create it with spark.createDataFrame(...)"
     if hasattr(value, "to_spark"):  # a frame of pandas on Spark
-        remedy = "frame.to_spark() makes one"
+        remedy = "convert it with frame.to_spark()"
     elif kind.__module__.partition(".")[0] == "pandas":
-        remedy = "spark.createDataFrame(frame) makes one"
+        remedy = "convert it with spark.createDataFrame(frame)"
     raise InvalidArgumentError(
         f"{call} got a {kind.__module__.partition('.')[0]}.{kind.__name__}; it takes a DataFrame of Spark: {remedy}."
     )

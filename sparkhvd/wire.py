@@ -230,7 +230,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 @functools.cache
 def _readers(kind: type) -> dict[str, tuple[Callable[[Any], Any], bool]]:
-    """By name of a field: its reader, and whether the field is required."""
+    """Map each field's name to its reader, and to whether the field is required."""
     hints = typing.get_type_hints(kind)
     return {
         f.name: (_reader(hints[f.name]), f.default is MISSING and f.default_factory is MISSING)

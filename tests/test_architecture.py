@@ -168,7 +168,7 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def test_imports_point_downwards() -> None:
+def test_modules_import_only_from_lower_layers() -> None:
     # Its script is not in every environment that sees the package.
     program = "import importlinter.cli; importlinter.cli.lint_imports_command()"
     command = [sys.executable, "-c", program, "--no-cache"]
@@ -230,7 +230,7 @@ def find_imports() -> Iterator[Import]:
                     yield Import(module_name(path), target, id(node) in lazy, id(node) in typing)
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_modules_have_no_import_cycles() -> None:
     graph: dict[str, set[str]] = defaultdict(set)
     for each in imports():
         graph[each.module].add(each.target)
@@ -246,7 +246,7 @@ def test_imports_inside_functions_have_a_reason() -> None:
     assert dict(found) == listed
 
 
-def test_packages_that_functions_import_have_a_reason() -> None:
+def test_packages_imported_inside_functions_have_a_reason() -> None:
     found: Counter[str] = Counter()
     for path in SOURCES:
         statements = {
@@ -263,7 +263,7 @@ def test_packages_that_functions_import_have_a_reason() -> None:
     assert dict(found) == {name: count for name, (count, _) in LAZY_PACKAGES.items()}
 
 
-def test_packages_list_their_modules_from_the_bottom_up() -> None:
+def test_packages_list_their_modules_in_dependency_order() -> None:
     """The list in a package's docstring names every module, and each module imports only modules above it."""
     pages, wrong = {}, []
     for path in SOURCES:
@@ -318,7 +318,7 @@ def test_every_public_name_can_be_imported() -> None:
     assert missing == []
 
 
-def test_only_listed_files_touch_the_environment() -> None:
+def test_only_listed_files_use_environment_variables() -> None:
     names = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
     uses = [
         f"{relative(path)}:{node.lineno}"
@@ -340,7 +340,7 @@ SHARED_NAMES = {
 }
 
 
-def test_only_listed_files_use_the_folder_for_temporary_files() -> None:
+def test_only_listed_files_use_the_temporary_folder() -> None:
     uses = {
         relative(path)
         for path in SOURCES
@@ -382,7 +382,7 @@ def unpickling(tree: Iterator[ast.AST]) -> list[str]:
         "torch.load(x)",
     ],
 )
-def test_every_form_of_unpickling_is_found(call: str) -> None:
+def test_unpickling_check_finds_every_form(call: str) -> None:
     assert len(unpickling(ast.walk(ast.parse(call)))) == 1
     assert unpickling(ast.walk(ast.parse("cloudpickle().dumps(json.loads(x))"))) == []
 
@@ -397,7 +397,7 @@ def test_only_listed_files_unpickle() -> None:
     assert uses == []
 
 
-def test_one_function_reads_json() -> None:
+def test_only_one_function_reads_json() -> None:
     """`wire.read_json` limits size and depth. `tests/harness/parsers.py` lists its callers."""
     found = {
         str(path.relative_to(ROOT))
@@ -423,7 +423,7 @@ def test_unpickling_functions_are_called_by_their_qualified_names() -> None:
     assert hidden == []
 
 
-def test_only_listed_files_look_below_the_dataframe_api() -> None:
+def test_only_listed_files_use_spark_below_the_dataframe_api() -> None:
     below = {"rdd", "_jvm", "_jsc", "_jdf", "_jsparkSession", "sparkContext", "_sc"}
     uses = [
         f"{relative(path)}:{node.lineno}: .{node.attr}"
@@ -440,20 +440,20 @@ def test_allow_lists_name_only_files_that_exist() -> None:
     assert sorted(name for name in listed if not (ROOT / name).exists()) == []
 
 
-def test_page_of_settings_has_the_table_that_the_code_prints() -> None:
+def test_settings_page_has_the_table_that_the_code_prints() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     found = re.search(r"<!-- settings -->\n(.*?)\n<!-- /settings -->", text, re.DOTALL)
     assert found is not None, "docs/settings.md has no settings table"
     assert found[1].strip() == markdown_table(), "Regenerate it: python -m tools.settings"
 
 
-def test_page_of_errors_matches_the_sources() -> None:
+def test_errors_page_matches_the_sources() -> None:
     assert errors_page.FILE.read_text() == errors_page.page(), (
         "Regenerate it: python -m tools.errors"
     )
 
 
-def test_page_of_waits_matches_the_sources() -> None:
+def test_waits_page_matches_the_sources() -> None:
     assert waits_page.FILE.read_text() == waits_page.page(), "Regenerate it: python -m tools.waits"
 
 
@@ -469,7 +469,7 @@ def test_contributing_names_every_top_level_folder() -> None:
     assert sorted(f for f in folders - named if not f.startswith(".")) == []
 
 
-def test_words_by_which_make_chooses_cpp_tests_are_parts_of_names() -> None:
+def test_words_that_select_cpp_tests_in_make_match_test_names() -> None:
     """A renamed C++ test must stay in the checks of `make test` that select tests by words."""
     sources = (ROOT / "native" / "tests").glob("*.cc")
     names = {n for path in sources for n in re.findall(r"^TEST\((\w+)", path.read_text(), re.M)}
@@ -486,7 +486,7 @@ def test_words_by_which_make_chooses_cpp_tests_are_parts_of_names() -> None:
     assert sorted(unknown) == []
 
 
-def test_tests_that_make_names_exist() -> None:
+def test_tests_named_in_the_makefile_exist() -> None:
     named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / "Makefile").read_text())
     assert len(named) > 3
     missing = [
@@ -495,7 +495,7 @@ def test_tests_that_make_names_exist() -> None:
     assert missing == []
 
 
-def test_links_in_the_documents_lead_somewhere() -> None:
+def test_links_in_the_documents_have_a_target() -> None:
     broken = []
     for page in [
         *ROOT.glob("*.md"),
@@ -516,7 +516,7 @@ def test_header_and_python_agree_on_the_abi_version() -> None:
     assert re.search(rf"ABI_VERSION\w*\s*(:\s*\w+\s*)?=\s*{found[1]}\b", engine)
 
 
-def test_a_collective_takes_the_files_that_its_recipe_names() -> None:
+def test_new_collective_recipe_names_the_files_that_mention_scatter() -> None:
     recipe = (ROOT / "native" / "README.md").read_text().split("## How to add a collective")[1]
     steps = re.findall(r"^\d\. `([^`]+)`", recipe, flags=re.MULTILINE)
     named = {
@@ -537,7 +537,7 @@ def test_a_collective_takes_the_files_that_its_recipe_names() -> None:
     assert len(named) == 5
 
 
-def test_engine_uses_only_mutexes_that_clang_can_check() -> None:
+def test_engine_uses_only_mutexes_that_clang_checks() -> None:
     sources = [*(ROOT / "native" / "src").rglob("*.h"), *(ROOT / "native" / "src").rglob("*.cc")]
     others = re.compile(r"std::(\w*mutex|unique_lock|scoped_lock|lock_guard)\b")
     found = {relative(path) for path in sources if others.search(path.read_text())}
@@ -559,7 +559,7 @@ def test_shipped_sources_contain_no_unfinished_marks() -> None:
     assert found == []
 
 
-def test_sources_use_no_ambiguous_words() -> None:
+def test_sources_contain_no_ambiguous_words() -> None:
     """docs/architecture.md has one word for each thing."""
     wrong = re.compile(
         r"\b(nproc|world_rank|comm_size|(?<!def )node_rank)\b"

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.pure
     ("marks", "found"),
     [("[]", "has no tier"), ("[pytest.mark.pure, pytest.mark.spark]", "has pure and spark")],
 )
-def test_a_module_without_one_tier_is_an_error_that_names_the_tiers(
+def test_module_without_exactly_one_tier_fails_collection(
     request: pytest.FixtureRequest, tmp_path: Path, marks: str, found: str
 ) -> None:
     path = tmp_path / "test_without_one_tier.py"
@@ -27,9 +27,7 @@ def test_a_module_without_one_tier_is_an_error_that_names_the_tiers(
     assert "pytestmark = pytest.mark.ranks" in report.longrepr
 
 
-def test_a_module_with_one_tier_is_collected(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_module_with_one_tier_is_collected(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     path = tmp_path / "test_with_one_tier.py"
     path.write_text(
         "import pytest\n\npytestmark = pytest.mark.ranks\n\n\ndef test() -> None: ...\n"

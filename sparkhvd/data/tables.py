@@ -171,7 +171,7 @@ _ML_PACKAGES = ("org.apache.spark.ml.", "org.apache.spark.sql.ml.")
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """Identity of the data of a plan.
+    """Facts that identify the rows that a plan reads, to decide whether written data can be reused.
 
     Attributes:
         obstacle: reason why the data have no identity; "" if they have one.

@@ -208,7 +208,7 @@ def as_torch(error: BaseException) -> BaseException:
 
 _UNLIMITED = timedelta(0)
 
-# Shortest and longest interval between polls of the works of futures. The engine's thread finishes a work within 1 ms.
+# Shortest and longest interval between polls of works that have a future. The engine's thread finishes a work within 1 ms.
 _FIRST_LOOK_S = 0.0005
 _LAST_LOOK_S = 0.004
 # Delay before the first poll of works that the end of a backward pass should complete. The poll is needed if the pass
@@ -253,7 +253,7 @@ class BackwardQueue:
         try:
             after_backward(end)
         except RuntimeError:
-            # This thread runs a node, but not a pass that can have callbacks at its end.
+            # Autograd accepts no callback here: the thread runs an autograd node outside of a backward pass.
             return False
         # If the pass ends in another exception, autograd frees `end`, and then nothing raises the work's error.
         weakref.finalize(end, work.leave_pass).atexit = False

@@ -505,8 +505,8 @@ class EngineHandles:
         self.pid = os.getpid()
         # Every work that has not been released, and the memory that its operation reads and writes.
         self.works: dict[int, object] = {}
-        # Memory of operations without a work that may still run: their submission failed inside the library (for
-        # lack of memory, say), perhaps after the engine had accepted them. Kept as long as the engine.
+        # Memory that a failed submission may still use: the library failed (for lack of memory, say), perhaps after it
+        # had accepted the operation. Such operations have no work. Freed with the engine.
         self.lost: list[object] = []
         # Works that Python has dropped; released once they have finished.
         self.orphans: deque[int] = deque()

@@ -191,8 +191,8 @@ class Work:
                     raise self._state.to_exception(status, buffer)
                 if time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
-                        f"{self._name}: not launched within the {timeout_s} s of wait_stream(). It continues: "
-                        "wait again, or shut the engine down."
+                        f"{self._name}: the operation was not launched within {timeout_s} s, the timeout of wait_stream(). "
+                        "It is still pending: wait again, or shut the engine down."
                     )
                 self._check()
         finally:

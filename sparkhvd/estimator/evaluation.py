@@ -114,7 +114,7 @@ class ClassificationSummary(_Summary):
     def _of_two_classes(self, name: str) -> float:
         if self.numClasses != 2:
             raise InvalidArgumentError(
-                f"{name} is a measure for two classes, but the model has {self.numClasses}."
+                f"{name} is a metric for two classes, but the model has {self.numClasses} classes."
             )
         return BinaryClassificationEvaluator(
             labelCol=self.labelCol,

@@ -90,7 +90,7 @@ def place_of(what: str, comm: Communicator) -> tuple[int, int]:
     if is_inter:
         raise InvalidArgumentError(
             f"{what}: {comm!r} is an intercommunicator, whose groups only communicate with each other. Give an intracommunicator, "
-            "such as comm.Merge() makes of it."
+            "such as the result of comm.Merge()."
         )
     return rank, size
 

@@ -84,7 +84,7 @@ class RankClaim:
         with self._lock:
             if self._taken_by:
                 raise InvalidArgumentError(
-                    f"init(): process {self._taken_by}, which this process has started, has called init() before it and is {self._who} now. Call "
+                    f"init(): process {self._taken_by}, which this process started, called init() first and is now {self._who}. Call "
                     "init() here before that program starts, or only in that program."
                 )
             take(self.descriptor)
@@ -133,10 +133,10 @@ class RankClaim:
 
     def _how(self) -> str:
         if self._taken_by:
-            return f"process {self._taken_by} has called init() before it, and is {self._who} now"
+            return f"process {self._taken_by} called init() first and is now {self._who}"
         if self._is_own:
-            return f"{self._who}, which has started it, has called init() itself"
-        return f"the process of {self._who}, or a program of its, has called init() before it"
+            return f"{self._who}, which started it, called init() itself"
+        return f"the process of {self._who}, or a program that it started, called init() first"
 
 
 def _launcher_in(env: Mapping[str, str]) -> str:

@@ -45,7 +45,7 @@ METRICS = {
 
 
 class LoadMonitor:
-    """Sampler of this process's load until `close`."""
+    """Samples the load of this process until `close`."""
 
     def __init__(
         self,

@@ -36,8 +36,8 @@ _REPLY = struct.Struct(f"!{NONCE_BYTES}s{MAC_BYTES}s")
 # A notice: magic, the rank that reports, generation, news, the rank it is about, proof. Longer than a hello.
 NOTICE = struct.Struct(f"!8sIIBI{MAC_BYTES}s")
 NOTICE_MAGIC = b"sparkhvn"
-# Header of a rank's message, before its row: one of the next three kinds, and the reported rank; for NEWS_MET
-# `Settings.streams` - 1.
+# Header of a rank's message: u8 kind (below), u32 value. The value is the reported rank. For NEWS_MET it is
+# `Settings.streams` - 1. The sender's row follows.
 NEWS = struct.Struct("!BI")
 NEWS_MET = 0
 NEWS_LOST = 1
@@ -234,7 +234,7 @@ class Endpoint:
 
 
 class HandshakeSide(Protocol):
-    """One side of a handshake: a rank of a job, or of a service with a key."""
+    """One side of a handshake: a rank of a job, or a process that serves or uses a service with a key."""
 
     @property
     def key(self) -> bytes:
@@ -254,7 +254,7 @@ class HandshakeSide(Protocol):
 
     @property
     def size(self) -> int:
-        """Upper bound of the sides' numbers."""
+        """Number of sides, or a larger number. Every `rank` is below it."""
 
 
 @dataclass(frozen=True)

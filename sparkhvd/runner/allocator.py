@@ -52,7 +52,7 @@ def keep_freed_memory() -> bool:
         True if the allocator was changed.
     """
     environ = os.environ  # noqa: TID251 - glibc's own variables
-    # glibc has read it; the user's own processes must not inherit it.
+    # glibc has read the variable. The user's own processes must not inherit sparkhvd's part of it.
     tunables = environ.pop(_TUNABLES, "").split(":")
     others = [tunable for tunable in tunables if tunable not in ("", _NO_CACHE)]
     if others:
@@ -62,7 +62,7 @@ def keep_freed_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     if not mallopt(_M_TRIM_THRESHOLD, _NEVER):
         return False
-    # Before 2.35 the threshold is at most 32 MiB; there, turn mmap off instead.
+    # glibc before 2.35 allows a threshold of at most 32 MiB. There, switch mmap off instead.
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES) or mallopt(_M_MMAP_MAX, 0))
 
 

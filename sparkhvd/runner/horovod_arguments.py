@@ -53,7 +53,7 @@ def check_hosts(hosts: str | None, num_proc: int) -> None:
     places = place_ranks(parse_hosts(hosts), num_proc)
     if others := [place.host for place in places if not is_here(place.host)]:
         raise InvalidArgumentError(
-            f"hosts is {hosts!r}, and this call starts processes on this host only, which is not {', '.join(others)}. "
+            f"hosts is {hosts!r}, but this call starts processes only on this host, not on {', '.join(others)}. "
             "Call sparkhvd.run_hosts, which reaches them by ssh, or start Spark there and call sparkhvd.run."
         )
 

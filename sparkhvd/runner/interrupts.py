@@ -99,7 +99,7 @@ class Interrupter:
 
         Its connection stays open until all ranks have ended.
         """
-        with contextlib.suppress(OSError):  # not a task, or it is gone
+        with contextlib.suppress(OSError):  # the peer is no task, or has ended
             known_until = time.monotonic() + _HANDSHAKE_S
             hello = yield from read(sock, HELLO.size, known_until)
             if (yield from answer(self._job, SERVICE_STAGE, hello, sock, known_until)) is None:

@@ -216,7 +216,11 @@ def _report(
     for rank in range(plan.size):
         own = parts.get(rank, {})
         if results.OUTCOME_PART not in own:
-            raise RankError(f"Spark returned no row of rank {rank}.", rank=rank, exit="lost")
+            raise RankError(
+                f"Spark returned no result of rank {rank}. See the log of its executor.",
+                rank=rank,
+                exit="lost",
+            )
         outcomes.append(Outcome.from_json(own.pop(results.OUTCOME_PART).decode()))
         values.append(launching.load_result(b"".join(own[part] for part in sorted(own))))
     if not all_ok(outcomes, plan.size):
@@ -423,7 +427,8 @@ def _settings(
         and master.startswith("local")
         and not master.startswith("local-cluster")
     ):
-        # The zygote ends with the driver's JVM, which a notebook leaves idle for longer than a cluster's executors.
+        # On a local master the zygote ends with the driver's JVM, so it needs no short idle time. Pauses in a notebook are
+        # longer than a minute.
         chosen = replace(chosen, values=replace(chosen.values, nursery_idle_s=ZYGOTE_STAYS_S))
     return chosen
 

@@ -213,8 +213,8 @@ class ForkedProcess:
                 answer = self._receive()
         self._channel.close()
         os.close(self._pidfd)
-        # Without an answer the zygote is gone or stopped, and the pid may belong to another process. The group dies
-        # with its pipe.
+        # Without an answer the zygote has ended or is stopped. Do not signal the pid: it may belong to another process
+        # by now. The group of the trainer ends when its pipe closes.
         return (
             ProcessExit(None)
             if answer is None

@@ -324,7 +324,8 @@ if TYPE_CHECKING:
 
 # Half of Spark's limit for a function, to which Spark adds its own part.
 INLINE_BYTES = 512 << 10
-# Broadcast variables kept for the next function with equal bytes: a pipeline has few stages with a model.
+# How many broadcast variables to keep for later functions with equal bytes. Four are enough: a pipeline has few stages
+# with a model.
 _KEPT = 4
 
 

@@ -30,7 +30,7 @@ _DEFAULT_LIMIT = 1 << 30
 # The row with this part number holds the outcome; parts 0, 1, ... are the result.
 OUTCOME_PART = -1
 _SIZE = re.compile(r"(\d+)\s*([kmgtp]?)b?")
-# Spark's count for a task beyond its rows: mainly accumulators.
+# Bytes that Spark counts for a task in addition to its rows, mainly accumulators.
 _TASK_BYTES = 16 << 10
 _LEAST_PIECE_BYTES = 64 << 10
 

@@ -24,7 +24,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import launching
 from sparkhvd.runner.output import Tail
 
-# How long the other ranks may take to end by themselves, once one has failed.
+# How long the other ranks may take to end by themselves, after a rank has failed.
 GRACE_S = 2.5
 # Time between SIGTERM and SIGKILL.
 KILL_S = 0.5

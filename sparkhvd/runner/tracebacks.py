@@ -31,7 +31,7 @@ _STDLIB = re.compile(r"[/\\]lib(?:64)?[/\\]python3\.\d+[/\\](?!site-packages|dis
 # The last sentence of the engine's message about a lost rank.
 _ADVICE = re.compile(r"( stopped because of another rank: .*\.) [A-Z][^.]*\.$", re.DOTALL)
 _OF_SPARK = ("pyspark", "py4j")
-# Packages that sparkhvd itself calls.
+# sparkhvd, and packages that it calls. Their frames are not the user's.
 _OURS = frozenset(
     (
         "Python",
@@ -81,7 +81,7 @@ class Frame:
 
     @property
     def lines(self) -> list[str]:
-        """Lines as Python writes them."""
+        """This frame's lines, as in a traceback of Python."""
         first = f'  File "{self.file}", line {self.line}, in {self.function}'
         return [first, f"    {self.code}"] if self.code else [first]
 

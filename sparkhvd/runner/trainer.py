@@ -46,7 +46,7 @@ EXIT_GRACE_S = 30.0
 INTERRUPT_GRACE_S = 5.0
 # How long a message waits for earlier lines whose stream blocks.
 _BLOCKED_S = 1.0
-# How long a trainer's pipes may take to end if processes outside its group hold them.
+# How long to read a trainer's pipes after its end. Processes outside its group may still hold them.
 _DRAIN_S = 5.0
 # How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it initializes each of them.
 GPU_ANSWER_S = 120.0

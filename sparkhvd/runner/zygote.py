@@ -42,7 +42,7 @@ _OLD_S = 5.0
 # Zygotes of a family that can notify each other.
 _MOST = 16
 _MESSAGE_BYTES = 1 << 16
-# Channel, gate, specification, result and log; then the listeners.
+# Descriptors of a fork request, in this order: channel, gate, specification, result, log, and up to two listeners.
 _FEWEST_DESCRIPTORS, _MAX_DESCRIPTORS = 5, 7
 
 

@@ -16,7 +16,7 @@ from sparkhvd.torch.context import Context, ContextPart, context, is_initialized
 
 
 class ProcessSet:
-    """Set of ranks for common operations.
+    """Ranks that run collectives among themselves.
 
     Args:
         ranks_or_comm: the ranks, or a communicator of MPI, whose ranks are read at registration.

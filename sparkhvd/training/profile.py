@@ -178,7 +178,7 @@ class RunTimeline:
 
 # Bins of the histogram of step times: from 16 us up to nine minutes, with four bins per factor of two.
 _FIRST_S, _PER_OCTAVE, _NUM_BINS = 16e-6, 4, 100
-# If there are more epochs, every second epoch is dropped, because each epoch rewrites the whole file.
+# Most epochs in the file. If there are more, every second epoch is dropped, because each epoch rewrites the whole file.
 _MOST_EPOCHS = 200
 # The first numbers that a rank sends for an epoch. The bins, the number of load samples, and the samples follow.
 _NUMBERS = ("gradient_wait_s", "data_wait_s", "seconds", "rows")

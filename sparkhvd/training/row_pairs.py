@@ -267,7 +267,7 @@ def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
             return True
         # A mean error (output - label).mean() has the same value for all shapes, so broadcasting does not matter.
         changed = _value(call, made, _other_axes(given) if tried.is_metric else other, tried)
-        # A sum of errors does not pair rows either; with broadcasting it is multiplied by the number of rows.
+        # A sum of errors does not pair rows either. Broadcasting multiplies it by the number of rows.
         is_sum = tried.is_metric and _is_close(num_rows * value, changed, made.dtype)
         depends |= not (is_sum or _is_close(value, changed, made.dtype))
     return not depends

@@ -28,7 +28,7 @@ def test_binary_array_equals_arrow(values: tuple[bytes, ...]) -> None:
     assert found.equals(pa.array(list(values), pa.binary()))
 
 
-def test_no_pandas_is_imported() -> None:
+def test_arrow_conversion_imports_no_pandas() -> None:
     """An import of pandas costs each Python worker of Spark a second of CPU."""
     code = (
         "import sys, pyarrow as pa; from sparkhvd.arrow_buffers import *;"

@@ -13,7 +13,7 @@ from sparkhvd.cpus import cgroup_quota
 pytestmark = pytest.mark.pure
 
 
-def test_quota_of_cgroup_version_2_counts_the_groups_above(tmp_path: Path) -> None:
+def test_cgroup_v2_quota_includes_limits_of_parent_groups(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("0::/a/b\n")
     (tmp_path / "a" / "b").mkdir(parents=True)
@@ -23,7 +23,7 @@ def test_quota_of_cgroup_version_2_counts_the_groups_above(tmp_path: Path) -> No
     assert cgroup_quota(tmp_path, own) == 1.5
 
 
-def test_quota_of_cgroup_version_1(tmp_path: Path) -> None:
+def test_cgroup_v1_quota_is_read(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("4:cpu,cpuacct:/a\n")
     (tmp_path / "cpu" / "a").mkdir(parents=True)
@@ -37,7 +37,7 @@ def test_quota_of_cgroup_version_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quota", "allowed", "whole"), [(None, 1, 1), (0.2, 0.2, 1), (1.5, 1, 1), (8.0, 1, 1)]
 )
-def test_allowed_is_the_lesser_of_affinity_and_quota(
+def test_allowed_cpus_are_the_lesser_of_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, allowed: float, whole: int
 ) -> None:
     before = os.sched_getaffinity(0)
@@ -49,6 +49,6 @@ def test_allowed_is_the_lesser_of_affinity_and_quota(
         os.sched_setaffinity(0, before)
 
 
-def test_a_fraction_of_a_processor_is_one_more_for_the_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jvm_gets_fractional_processor_count_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpus, "allowed", lambda: 1.5)
     assert cpus.jvm_processors() == 2

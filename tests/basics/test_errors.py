@@ -84,7 +84,7 @@ def test_errors_are_caught_by_their_builtin_bases() -> None:
     assert not issubclass(InvalidArgumentError, CollectiveError)
 
 
-def test_messages_list_thirty_of_many_columns() -> None:
+def test_error_messages_list_at_most_thirty_columns() -> None:
     names = [f"feature_{i}" for i in range(10_000)]
     assert listed(map(repr, names[:30])).endswith("'feature_28', 'feature_29'")
     assert listed(map(repr, names)).endswith("'feature_28', 'feature_29', and 9,970 more")

@@ -13,7 +13,7 @@ from sparkhvd.interfaces import address_on, address_towards, interfaces, own_add
 pytestmark = pytest.mark.pure
 
 
-def test_interfaces_match_the_operating_systems_list() -> None:
+def test_interfaces_match_the_list_of_the_operating_system() -> None:
     families = (socket.AF_INET, socket.AF_INET6)
     known = {
         (name, each.address)
@@ -34,7 +34,7 @@ def test_interfaces_match_the_operating_systems_list() -> None:
         ("::1/128,lo", "::1"),
     ],
 )
-def test_a_choice_is_by_name_or_network_in_its_order(choice: str, address: str) -> None:
+def test_interfaces_are_chosen_by_name_or_network_in_given_order(choice: str, address: str) -> None:
     if "::1" in choice and "::1" not in {each.address for each in interfaces()}:
         pytest.skip("this host has no IPv6")
     assert address_on(choice) == address
@@ -50,6 +50,6 @@ def test_wrong_interface_choices_raise_a_clear_error() -> None:
         address_on("10.0.0.0/99")
 
 
-def test_own_address_follows_the_chosen_interface_or_the_route() -> None:
+def test_own_address_is_on_the_chosen_interface_or_the_route() -> None:
     assert own_address("lo", "192.0.2.77") == "127.0.0.1"
     assert address_towards("127.0.0.1") == "127.0.0.1"

@@ -246,7 +246,7 @@ def test_no_compiler_is_imported_by_what_trains(outputs: Outputs) -> None:
     assert output.splitlines()[-1] == "[]"
 
 
-def test_every_optimizer_of_torch_gives_the_same_bits(outputs: Outputs) -> None:
+def test_torch_optimizers_give_the_same_bits_without_compiler_import(outputs: Outputs) -> None:
     status, output = outputs["optimizers"]
     assert status == 0, output
     lazy, was_loaded, plain, is_loaded = output.splitlines()[-1].split()

@@ -14,11 +14,11 @@ from sparkhvd.settings import JobSettings, RankSettings, Settings, conf_keys, ma
 pytestmark = pytest.mark.pure
 
 
-def test_settings_default_without_variables() -> None:
+def test_settings_have_defaults_without_variables() -> None:
     assert Settings.resolve({}) == Settings()
 
 
-def test_environment_wins_over_the_default_and_code_over_both() -> None:
+def test_environment_overrides_default_and_code_overrides_environment() -> None:
     environ = {"SPARKHVD_SPIN_US": "7"}
     assert Settings.resolve(environ).spin_us == 7
     with pytest.warns(UserWarning, match="spin_us") as caught:
@@ -28,7 +28,7 @@ def test_environment_wins_over_the_default_and_code_over_both() -> None:
     )
 
 
-def test_agreeing_sources_and_none_do_not_warn() -> None:
+def test_equal_or_missing_values_in_two_sources_cause_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Settings.resolve({"SPARKHVD_SPIN_US": "7"}, spin_us=7).spin_us == 7
@@ -48,7 +48,7 @@ def test_horovod_variables_are_aliases_that_sparkhvd_variables_override() -> Non
 @pytest.mark.parametrize(
     ("text", "value"), [("0", False), ("1", True), ("true", True), ("False", False)]
 )
-def test_booleans_are_read(text: str, value: bool) -> None:
+def test_boolean_variables_accept_digits_and_words(text: str, value: bool) -> None:
     assert Settings.resolve({"SPARKHVD_SHARED_MEMORY": text}).shared_memory is value
 
 
@@ -57,11 +57,11 @@ def test_booleans_are_read(text: str, value: bool) -> None:
     [
         (
             {"SPARKHVD_BUCKET_BYTES": "64MB"},
-            "SPARKHVD_BUCKET_BYTES='64MB' is not a valid int. Give a plain int like 4194304, or unset it.",
+            "SPARKHVD_BUCKET_BYTES='64MB' is not a valid int. Give a number such as 4194304, or remove it.",
         ),
         (
             {"SPARKHVD_SHARED_MEMORY": "maybe"},
-            "SPARKHVD_SHARED_MEMORY='maybe' is not a valid bool. Give a plain bool like True, or unset it.",
+            "SPARKHVD_SHARED_MEMORY='maybe' is not a valid bool. Give 0 or 1, or remove it.",
         ),
         (
             {"SPARKHVD_ISA": "sse"},
@@ -94,13 +94,13 @@ def test_unknown_name_lists_the_settings() -> None:
         Settings.resolve({}, slot=3)
 
 
-def test_port_range_is_a_range() -> None:
+def test_port_range_text_becomes_a_range() -> None:
     assert Settings().ports == range(1)
     assert Settings(port_range="40000-40002").ports == range(40000, 40003)
     assert Settings(port_range="40000").ports == range(40000, 40001)
 
 
-def test_settings_as_people_write_numbers_travel_too() -> None:
+def test_numbers_of_other_types_convert_to_the_setting_type() -> None:
     written: Any = {"shared_memory": 0, "keep_freed_memory": 1, "bucket_bytes": 16e6}
     settings = Settings(**written)
     assert (settings.shared_memory, settings.keep_freed_memory) == (False, True)
@@ -108,7 +108,7 @@ def test_settings_as_people_write_numbers_travel_too() -> None:
     assert Settings.from_json(settings.to_json()) == settings
 
 
-def test_settings_travel_as_json_and_do_not_change() -> None:
+def test_settings_survive_json_and_are_immutable() -> None:
     settings = Settings(isa="scalar", port_range="5-9", shared_memory=False)
     assert Settings.from_json(settings.to_json()) == settings
     with pytest.raises(FrozenInstanceError):
@@ -117,7 +117,7 @@ def test_settings_travel_as_json_and_do_not_change() -> None:
         replace(settings, slots=0)
 
 
-def test_table_has_a_line_per_setting() -> None:
+def test_settings_table_has_a_line_per_setting() -> None:
     lines = markdown_table().splitlines()
     assert len(lines) == 2 + len(fields(Settings))
     assert (
@@ -126,14 +126,17 @@ def test_table_has_a_line_per_setting() -> None:
     )
 
 
-def test_the_conf_wins_over_the_environment_and_its_errors_name_the_key() -> None:
+def test_spark_conf_overrides_environment_and_its_errors_name_the_key() -> None:
     environ = {"SPARKHVD_SPIN_US": "7", "SPARKHVD_SLOTS": "5"}
     conf = {"spark.sparkhvd.spin_us": "8", "spark.sparkhvd.shared_memory": "false"}
     found = Settings.resolve(environ, conf=conf)
     assert (found.spin_us, found.slots, found.shared_memory) == (8, 5, False)
     assert Settings.resolve({}, conf=conf, spin_us=9).spin_us == 9
     for text, message in (
-        ("x", "spark.sparkhvd.slots='x' is not a valid int. Give a plain int like 4, or unset it."),
+        (
+            "x",
+            "spark.sparkhvd.slots='x' is not a valid int. Give a number such as 4, or remove it.",
+        ),
         ("1", "spark.sparkhvd.slots is 1; it must be from 2 to 64."),
     ):
         with pytest.raises(InvalidArgumentError) as failed:
@@ -141,7 +144,7 @@ def test_the_conf_wins_over_the_environment_and_its_errors_name_the_key() -> Non
         assert str(failed.value) == message
 
 
-def test_variables_of_executors_in_the_conf_count_between_conf_and_environment() -> None:
+def test_executor_variables_in_conf_override_environment_but_not_conf() -> None:
     environ = {"SPARKHVD_SPIN_US": "7", "SPARKHVD_BUCKET_BYTES": "1"}
     conf = {
         "spark.executorEnv.HOROVOD_FUSION_THRESHOLD": "2",

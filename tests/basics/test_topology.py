@@ -12,11 +12,11 @@ from sparkhvd.topology import Topology, topology
 pytestmark = pytest.mark.pure
 
 
-def test_topology_of_one_rank() -> None:
+def test_single_rank_has_local_and_cross_size_one() -> None:
     assert topology(0, ["a"]) == Topology(0, 1, 0, 1, 0, 1, (0,))
 
 
-def test_topology_of_two_hosts_interleaved() -> None:
+def test_interleaved_ranks_of_two_hosts_get_local_and_cross_ranks() -> None:
     places = [topology(r, ["b", "a", "b", "a"]) for r in range(4)]
     assert [p.hosts for p in places] == [(0, 1, 0, 1)] * 4
     assert [(p.local_rank, p.local_size) for p in places] == [(0, 2), (0, 2), (1, 2), (1, 2)]
@@ -24,7 +24,7 @@ def test_topology_of_two_hosts_interleaved() -> None:
     assert all(p.is_homogeneous for p in places)
 
 
-def test_uneven_hosts_count_only_hosts_that_have_the_local_rank() -> None:
+def test_cross_size_counts_only_hosts_that_have_the_local_rank() -> None:
     # Hosts: a has ranks 0 and 3, b has rank 1, c has ranks 2, 4 and 5.
     places = [topology(r, ["a", "b", "c", "a", "c", "c"]) for r in range(6)]
     assert [(p.cross_rank, p.cross_size) for p in places] == [
@@ -46,7 +46,7 @@ def test_rank_out_of_range_is_refused() -> None:
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
-def test_ranks_are_consistent(hosts: list[int]) -> None:
+def test_local_and_cross_ranks_are_consistent_for_any_hosts(hosts: list[int]) -> None:
     places = [topology(r, hosts) for r in range(len(hosts))]
     for host in set(hosts):
         local = [p for p in places if hosts[p.rank] == host]

@@ -28,7 +28,7 @@ JSON = st.recursive(
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5), st.integers(1, 50))
-def test_frames_arrive_whole_however_they_are_cut(payloads: list[bytes], size: int) -> None:
+def test_frames_arrive_whole_for_any_cut(payloads: list[bytes], size: int) -> None:
     sent = b"".join(map(wire.frame_of, payloads))
     came, found = bytearray(), []
     for start in range(0, len(sent), size):
@@ -58,7 +58,9 @@ def test_frames_pass_through_pipes(size: int) -> None:
     st.dictionaries(st.text(), JSON, max_size=4),
     st.binary(),
 )
-def test_messages_are_rebuilt(kind: str, values: dict[str, object], data: bytes) -> None:
+def test_messages_survive_packing_and_unpacking(
+    kind: str, values: dict[str, object], data: bytes
+) -> None:
     message = wire.unpack(wire.pack(kind, data, values))
     assert (message.kind, message.values, message.data) == (kind, values, data)
 
@@ -80,7 +82,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("payload", HOSTILE)
-def test_malformed_messages_are_refused(payload: bytes) -> None:
+def test_malformed_messages_raise_valueerror(payload: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - also of json
         wire.unpack(payload)
     with pytest.raises(ValueError):  # noqa: PT011
@@ -102,12 +104,12 @@ def test_malformed_messages_are_refused(payload: bytes) -> None:
         b'{"message": "none of these"}',
     ],
 )
-def test_a_member_cannot_raise_another_error_in_the_coordinator(text: bytes) -> None:
+def test_malformed_message_raises_only_valueerror_in_coordinator(text: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         coordinator.take(bytearray(wire.frame_of(text)))
 
 
-def test_larger_frames_are_refused_before_they_have_come() -> None:
+def test_oversized_frames_are_refused_before_their_content_arrives() -> None:
     with pytest.raises(ValueError, match="a message of 11 bytes"):
         wire.take_frame(bytearray(wire.LENGTH.pack(11)), 10)
     with pytest.raises(ValueError, match="a message of 18446744073709551615 bytes"):
@@ -116,7 +118,7 @@ def test_larger_frames_are_refused_before_they_have_come() -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 2**63), st.text(), st.booleans()), max_size=4))
-def test_records_are_rebuilt(given_records: list[tuple[int, str, bool]]) -> None:
+def test_records_survive_packing_and_unpacking(given_records: list[tuple[int, str, bool]]) -> None:
     records = [Record(n, text, is_metrics=m) for n, text, m in given_records]
     expected = [
         Record(n, text.encode(errors="replace").decode(), is_metrics=m)
@@ -125,7 +127,7 @@ def test_records_are_rebuilt(given_records: list[tuple[int, str, bool]]) -> None
     assert list(frames.unpack(frames.pack(records))) == expected
 
 
-def test_a_shown_frame_carries_an_integer() -> None:
+def test_shown_frame_accepts_only_an_integer_number() -> None:
     came = bytearray(frames.shown(7) + frames.shown(8)[:-1])
     assert (frames.take_shown(came), frames.take_shown(came)) == (7, None)
     for number in ("7", None, 1.5):

@@ -29,7 +29,9 @@ print("ALL WELL")
 
 
 @soak("runner/test_elastic_spark; cluster/test_losses loses executors")
-def test_a_lost_executor_leaves_and_its_successor_joins(cluster: Cluster, tmp_path: Path) -> None:
+def test_ranks_of_lost_executor_leave_and_ranks_of_its_replacement_join(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     output = cluster.run(with_folder(LOSS, tmp_path))
     assert "ALL WELL" in output
     assert "Relaunching" not in output
@@ -87,7 +89,7 @@ print("ALL WELL")
 
 
 @soak("elastic/test_coordinator, elastic: the store; a lost executor: here")
-def test_a_coordinator_in_a_task_is_found_through_the_store_and_its_loss_survived(
+def test_job_finds_coordinator_through_store_and_survives_its_loss(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     body = with_folder(BEHIND_NAT + LOST_COORDINATOR, tmp_path)
@@ -116,7 +118,7 @@ print("ALL WELL")
 
 
 @soak("the coordinator in a task: here; the same port: runner/test_elastic_spark")
-def test_a_client_of_spark_connect_with_a_store_and_without(
+def test_connect_client_runs_elastic_with_store_and_reports_unreachable_driver_without(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     kept = "from sparkhvd.spark import SparkShim\nreach = SparkShim.own_addresses\n"

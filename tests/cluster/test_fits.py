@@ -117,7 +117,9 @@ def check(output: str) -> None:
     assert wait_for_no_trainers() == set()
 
 
-def test_fit_transform_save_load_and_ranks_over_connect(cluster: Cluster, tmp_path: Path) -> None:
+def test_fit_transform_save_load_and_ranks_work_over_connect(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     program = with_folder(PRELUDE + PROGRAM + CLASSES + RANKS, tmp_path)
     output = run_client(cluster.remote, program, tmp_path, timeout_s=600, prefix=STRICT)
     # Python prints a warning when it frees objects such as unclosed files, and continues.
@@ -126,7 +128,7 @@ def test_fit_transform_save_load_and_ranks_over_connect(cluster: Cluster, tmp_pa
 
 
 @soak("Connect, here; classic Spark: estimator/test_fit and test_losses")
-def test_fit_transform_save_and_load_are_the_same_in_classic_and_connect(
+def test_fit_transform_save_and_load_agree_in_classic_and_connect(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     folders = [tmp_path / mode for mode in ("classic", "connect")]
@@ -141,7 +143,7 @@ def test_fit_transform_save_and_load_are_the_same_in_classic_and_connect(
 
 
 @soak("classic and Connect on a standalone cluster, here; a local master: estimator/test_fit")
-def test_fit_transform_save_and_load_are_the_same_in_every_mode(
+def test_fit_transform_save_and_load_agree_in_every_spark_mode(
     spark_mode: Callable[[str, Path], str], spark: SparkSession, tmp_path: Path
 ) -> None:
     folders = [tmp_path / mode for mode in ("local", "other")]
@@ -194,7 +196,7 @@ print("WEIGHTS", digest(model.getModel()))
 @soak(
     "estimator/test_faults: a relaunched fit equals an undisturbed one; test_losses: a killed executor"
 )
-def test_a_fit_outlives_its_executor_and_ends_with_the_same_weights(
+def test_fit_survives_loss_of_executor_with_the_same_weights(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
@@ -234,7 +236,7 @@ finally:
 
 
 @soak("data/test_reuse")
-def test_kept_data_of_files_are_used_by_another_application(
+def test_another_application_reuses_kept_data_of_files(
     spark: SparkSession, cluster: Cluster, tmp_path: Path
 ) -> None:
     first = run_here(spark, f"import os\n{KEPT}", tmp_path)
@@ -313,7 +315,7 @@ def of_a_client(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
     return folder, run_client(cluster.remote, body, folder, conf=conf)
 
 
-def test_the_conf_reaches_a_client_of_connect(of_a_client: tuple[Path, str]) -> None:
+def test_connect_client_applies_conf_of_server_and_session(of_a_client: tuple[Path, str]) -> None:
     """The conf of the server's application applies, and the conf of the client's session."""
     _, output = of_a_client
     assert "FOUND 1 3 112.5 9" in output  # the last value is the application's
@@ -321,7 +323,7 @@ def test_the_conf_reaches_a_client_of_connect(of_a_client: tuple[Path, str]) -> 
     assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output
 
 
-def test_a_client_warns_of_a_table_read_without_its_log(
+def test_connect_client_warns_of_a_table_read_without_its_log(
     of_a_client: tuple[Path, str],
 ) -> None:
     folder, output = of_a_client
@@ -331,7 +333,7 @@ def test_a_client_warns_of_a_table_read_without_its_log(
     )
 
 
-def test_data_go_when_the_process_ends_and_connect_needs_a_key(
+def test_connect_reuses_data_only_by_key_and_deletes_them_at_exit(
     of_a_client: tuple[Path, str],
 ) -> None:
     folder, output = of_a_client

@@ -157,7 +157,7 @@ print("ALL WELL")
 
 
 @soak("runner/test_live")
-def test_a_flood_of_a_rank_is_counted(tmp_path: Path) -> None:
+def test_omitted_lines_of_a_flood_are_counted(tmp_path: Path) -> None:
     output = run_on("local-cluster[1,1,1024]", FLOOD, tmp_path)
     print(*(line for line in output.splitlines() if "FLOOD" in line))
     assert "ALL WELL" in output, output
@@ -180,7 +180,7 @@ run(print, ("a quiet line",), num_proc=2, spark=spark, verbose=0)
 
 @soak("runner/test_launching")
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.invalid"])
-def test_ranks_of_a_local_master_meet_whatever_name_others_have_for_the_driver(
+def test_local_master_ranks_connect_although_driver_host_is_unreachable(
     tmp_path: Path, host: str
 ) -> None:
     body = """
@@ -202,14 +202,16 @@ assert run(sums, num_proc=2, spark=spark) == [2.0, 2.0]
 
 
 @soak("runner/test_live; lines of a fit over Connect: test_fits")
-def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Path) -> None:
+def test_connect_client_shows_live_output_through_a_visible_store(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     body = with_folder(PROGRAM, tmp_path)
     output = run_client(cluster.remote, body, tmp_path)
     assert "ALL WELL" in output, output
 
 
 @soak("runner/test_reach")
-def test_a_connect_client_without_a_store_listens_and_reports_missing_connections(
+def test_connect_client_without_store_listens_and_reports_missing_connections(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     output = run_client(cluster.remote, with_folder(RUN, tmp_path), tmp_path)
@@ -217,7 +219,7 @@ def test_a_connect_client_without_a_store_listens_and_reports_missing_connection
 
 
 @soak("lines of a fit over Connect: test_fits")
-def test_a_client_of_connect_that_does_not_see_the_store(
+def test_connect_client_shows_live_output_of_an_unseen_store(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     output = unseen_store.run(PROGRAM, tmp_path)

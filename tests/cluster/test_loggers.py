@@ -85,13 +85,15 @@ print("ALL WELL")
 
 
 @soak("a classic session: runner/test_local, soak/users/test_mlflow")
-def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Path) -> None:
+def test_loggers_get_numbers_if_connect_client_sees_the_store(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     output = run_client(cluster.remote, with_folder(PROGRAM, tmp_path), tmp_path)
     assert "ALL WELL" in output, output
 
 
 @soak("a classic session: runner/test_local, soak/users/test_mlflow")
-def test_a_client_of_connect_that_does_not_see_the_store(
+def test_loggers_get_numbers_if_connect_client_cannot_see_the_store(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     output = unseen_store.run(PROGRAM, tmp_path)

@@ -142,7 +142,7 @@ print("ALL WELL")
 """
 
 
-def test_a_killed_executor_is_a_loss_and_the_job_survives_it(cluster: Cluster) -> None:
+def test_job_survives_a_killed_executor(cluster: Cluster) -> None:
     output = cluster.run(EXECUTOR_LOSS, timeout_s=400)
     assert (
         "sparkhvd: Rank 1 of 2 was lost together with its Spark task: ExecutorLostFailure (executor"
@@ -154,7 +154,7 @@ def test_a_killed_executor_is_a_loss_and_the_job_survives_it(cluster: Cluster) -
 
 
 @soak("test_killed_writers_neither_repeat_nor_lose_rows, here")
-def test_an_outrun_attempt_does_not_count(tmp_path: Path) -> None:
+def test_file_of_a_slower_task_attempt_is_not_used(tmp_path: Path) -> None:
     body = """
     data = Path(FOLDER, "speculation/store/data/k/app")
 
@@ -185,7 +185,7 @@ def test_an_outrun_attempt_does_not_count(tmp_path: Path) -> None:
 
 
 @soak("test_killed_writers_neither_repeat_nor_lose_rows, here")
-def test_a_writer_that_outlives_its_materialization_takes_its_file_back(tmp_path: Path) -> None:
+def test_late_writer_deletes_its_file_after_failed_materialization(tmp_path: Path) -> None:
     body = """
     def failing(batches):
         yield from batches

@@ -140,20 +140,20 @@ def check(output: str) -> None:
 
 
 @SLOW
-def test_results_errors_and_interrupts_on_a_standalone_cluster(cluster: Cluster) -> None:
+def test_standalone_cluster_gives_results_errors_and_interrupts(cluster: Cluster) -> None:
     check(cluster.run(PROGRAM, timeout_s=400))
 
 
-@soak("test_results_errors_and_interrupts_on_a_standalone_cluster, here")
+@soak("test_standalone_cluster_gives_results_errors_and_interrupts, here")
 @pytest.mark.parametrize("remote", [False, True], ids=["local-cluster", "connect"])
 @SLOW
-def test_results_errors_and_interrupts_on_a_local_cluster(tmp_path: Path, remote: bool) -> None:
+def test_local_cluster_gives_results_errors_and_interrupts(tmp_path: Path, remote: bool) -> None:
     body = f"{PROGRAM}\nspark.stop()\n"
     check(run_on("local-cluster[2,1,1024]", body, tmp_path, remote=remote, timeout_s=400))
 
 
-@soak("test_results_errors_and_interrupts_on_a_standalone_cluster, here")
-def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
+@soak("test_standalone_cluster_gives_results_errors_and_interrupts, here")
+def test_run_works_in_a_session_without_network_settings(tmp_path: Path) -> None:
     # As a user writes it. Spark then names the host, and the name must be resolved.
     program = """
     from sparkhvd.runner import run

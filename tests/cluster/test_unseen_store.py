@@ -179,7 +179,7 @@ def test_a_client_trains_on_files_that_only_executors_see(printed: dict[str, str
 
 
 @soak("data/test_store_places; a client that saves and loads: test_fits")
-def test_a_client_reaches_all_of_a_store_that_it_does_not_see(printed: dict[str, str]) -> None:
+def test_client_uses_an_unseen_store_and_gets_its_errors(printed: dict[str, str]) -> None:
     output = printed["store"]
     said = refused(output)
     assert said[0].startswith("REFUSED FileNotFoundError")
@@ -200,7 +200,7 @@ def test_credentials_are_not_in_the_log_of_the_server(
 
 
 @soak("test_a_client_trains_on_files_that_only_executors_see, here; estimator/test_runs")
-def test_clients_resume_runs_of_other_clients_in_an_unseen_store(
+def test_client_resumes_run_of_another_client_in_an_unseen_store(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     """A fit that takes both slots prints its epochs at its end, and a fit with one rank prints them at once."""
@@ -223,7 +223,7 @@ def test_clients_resume_runs_of_other_clients_in_an_unseen_store(
 
 
 @soak("a coordinator in a task, by a client that sees the store: test_elastic")
-def test_elastic_ranks_meet_in_a_store_unseen_by_the_client(
+def test_elastic_fit_works_in_a_store_unseen_by_the_client(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     given = 'GIVEN = FOLDER + "/come-and-go"\nNUM_PROC = (1, 2)\n'
@@ -264,7 +264,7 @@ print("AGAIN", store.exists("a"))
 
 
 @soak("test_a_client_trains_on_files_that_only_executors_see, here")
-def test_an_unseen_store_without_a_free_slot_raises_in_time(
+def test_unseen_store_without_a_free_slot_raises_in_time(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     output = unseen_store.run(NO_SLOT, tmp_path)
@@ -309,7 +309,7 @@ first.join(200), second.join(200)
 
 
 @soak("runner/test_admission")
-def test_a_fit_waits_for_an_earlier_one_of_the_same_client(
+def test_fit_waits_for_an_earlier_fit_of_the_same_client(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
     output = unseen_store.run(TWO_FITS, tmp_path)

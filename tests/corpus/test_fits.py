@@ -26,7 +26,9 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fit_trains_as_a_plain_loop(name: str, spark: SparkSession, tmp_path: Path) -> None:
+def test_fit_gives_the_results_of_a_plain_loop(
+    name: str, spark: SparkSession, tmp_path: Path
+) -> None:
     checks: dict[str, Any] = {}
     Checks(spark, Ddp(), tmp_path).one_rank(find(name), checks)
     record = {"case": name, "seconds": 0.0, "checks": checks}

@@ -17,7 +17,7 @@ def record(case: str, **checks: Any) -> page.Record:
     return {"case": case, "date": "2026-11-29", "seconds": 1.0, "checks": checks}
 
 
-def test_page_counts_equal_programs_and_names_failed_programs() -> None:
+def test_page_counts_passed_programs_and_names_failed_programs() -> None:
     found = {
         "a.one": record("a.one", **{"one rank": EQUAL, "two ranks": EQUAL}),
         "a.two": record(

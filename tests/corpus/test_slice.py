@@ -65,6 +65,6 @@ SLICE = [
 
 
 @pytest.mark.parametrize("name", SLICE)
-def test_a_rank_trains_as_a_plain_loop(name: str, tmp_path: Path) -> None:
+def test_rank_gives_the_results_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     case = find(name)
     assert difference(train_on_ranks(case, tmp_path), train(case)) <= case.tolerance

@@ -72,7 +72,7 @@ def test_scalars_take_the_stored_dtype(source: pa.Array, dtype: str) -> None:
         np.testing.assert_array_equal(values, np.array(source.to_pylist(), dtype))
 
 
-def test_sliced_lists_become_rows() -> None:
+def test_sliced_list_arrays_become_rows() -> None:
     array = pa.array([[9, 9, 9], [1, 2, 3], [4, 5, 6]], pa.list_(pa.int32()))[1:]
     values, found = column_to_numpy(array, column("array", "int64"))
     np.testing.assert_array_equal(values, [[1, 2, 3], [4, 5, 6]])
@@ -80,7 +80,7 @@ def test_sliced_lists_become_rows() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_vectors_are_densified_in_any_mixture(start: int) -> None:
+def test_mixed_dense_and_sparse_vectors_become_dense_rows(start: int) -> None:
     rows = [dense(0, 0, 1), sparse(3, {0: 5.0, 2: 7.0}), dense(1, 2, 3), sparse(3, {})]
     expected = [[0, 0, 1], [5, 0, 7], [1, 2, 3], [0, 0, 0]]
     values, found = column_to_numpy(pa.array(rows, VECTOR)[start:], column("vector", "float32"))
@@ -139,7 +139,7 @@ def test_unusable_rows_are_counted(
         (pa.array([True, None]), 1, "uint8", 1),
     ],
 )
-def test_fill_values_need_not_fit_the_source(
+def test_fill_value_may_exceed_the_source_type(
     source: pa.Array, value: float, dtype: str, expected: float
 ) -> None:
     first = source[0].as_py()
@@ -160,18 +160,18 @@ def test_int64_overflows_are_counted_despite_a_fill_value() -> None:
     assert column_to_numpy(array, filled)[1] == InvalidRowCounts(overflows=1)
 
 
-def test_rows_of_nested_arrays_are_counted_as_rows() -> None:
+def test_rows_of_nested_arrays_with_nan_are_counted_once() -> None:
     array = pa.array([[[float("nan")] * 2] * 3, [[1.0, 2.0]] * 3])
     assert column_to_numpy(array, column("array", "float32"))[1].nans == 1
 
 
-def test_integers_beyond_half_precision_are_counted() -> None:
+def test_integers_beyond_float16_are_counted_as_overflows() -> None:
     values, found = column_to_numpy(pa.array([65535, 1], pa.uint16()), column("scalar", "float16"))
     assert values is None
     assert found == InvalidRowCounts(overflows=1)
 
 
-def test_rows_without_entries_have_entries_of_any_shape() -> None:
+def test_empty_rows_fit_any_entry_shape() -> None:
     kind = pa.list_(pa.list_(pa.float64()))
     nested = replace(column("ragged", "float32"), shape=(-1, 2), source="array<array<double>>")
     for rows in ([[], []], [[[1.0, 2.0]], []]):
@@ -184,7 +184,7 @@ def test_rows_without_entries_have_entries_of_any_shape() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("source", ["int64", "uint64"])
-def test_integers_are_usable_exactly_where_torch_represents_them(dtype: str, source: str) -> None:
+def test_integers_are_usable_if_torch_represents_them_exactly(dtype: str, source: str) -> None:
     powers = [2**n for n in range(64 if source == "uint64" else 63)]
     values = sorted({p + d for p in powers for d in (-1, 0, 1)} | {3 * p for p in powers[:-2]})
     stored = "float32" if dtype == "bfloat16" else dtype
@@ -199,7 +199,7 @@ def test_integers_are_usable_exactly_where_torch_represents_them(dtype: str, sou
     assert usable.tolist() == exact
 
 
-def test_decimals_within_int64_are_exact() -> None:
+def test_decimals_within_int64_keep_their_exact_value() -> None:
     numbers = [2**53 + 1, -(2**63), 0]
     values, found = column_to_numpy(decimals(*numbers), column("scalar", "int64"))
     assert found.is_clean
@@ -275,7 +275,7 @@ def test_nan_and_infinity_are_kept_bit_by_bit() -> None:
     assert found.counts()["nans"] == 0
 
 
-def test_an_error_of_nan_says_how_to_keep_it() -> None:
+def test_nan_error_explains_how_to_keep_nan() -> None:
     array = pa.array([NAN, 1.0])
     for dtype, says in (
         (
@@ -330,7 +330,7 @@ def test_ragged_rows_are_counted_by_width(array: pa.Array) -> None:
     assert not found.is_clean
 
 
-def test_null_vectors_are_counted() -> None:
+def test_rows_with_null_vectors_are_counted() -> None:
     values, found = column_to_numpy(
         pa.array([dense(1.0), None], VECTOR), column("vector", "float32")
     )
@@ -339,7 +339,7 @@ def test_null_vectors_are_counted() -> None:
     assert dict(found.shapes) == {(1,): 1}
 
 
-def test_a_validation_flag_is_set_above_zero() -> None:
+def test_validation_values_above_zero_become_true() -> None:
     flag = column("scalar", "uint8", "bool")
     values, _ = column_to_numpy(pa.array([0.0, 2.0, -1.0]), flag, is_flag=True)
     np.testing.assert_array_equal(values, [0, 1, 0])
@@ -347,7 +347,7 @@ def test_a_validation_flag_is_set_above_zero() -> None:
     np.testing.assert_array_equal(values, [0, 1, 1])
 
 
-def test_findings_add_and_survive_json() -> None:
+def test_invalid_row_counts_add_up_and_survive_json() -> None:
     _, a = column_to_numpy(pa.array([[1.0], [1.0, 2.0], None]), column("array", "float32"))
     b = InvalidRowCounts.from_dict(a.to_dict())
     b.add(a)
@@ -377,7 +377,7 @@ print([m for m in ("pandas", "pyarrow.compute", "torch", "pyspark") if m in sys.
 """
 
 
-def test_valid_data_import_no_slow_module() -> None:
+def test_conversion_of_valid_data_imports_no_slow_module() -> None:
     # pandas and pyarrow.compute would cost every Python worker half a second.
     done = subprocess.run([sys.executable, "-c", _WORKER], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

@@ -54,7 +54,7 @@ def test_batches_of_wide_rows_are_bounded_in_bytes(spark: SparkSession, knows_by
     assert len(found) < 200
 
 
-def test_vectors_of_known_width_are_bounded_without_a_look_at_every_row(
+def test_vector_batches_are_bounded_by_the_width_in_metadata(
     spark: SparkSession,
 ) -> None:
     vector = array_to_vector(F.expr("array_repeat(id * 1D, 1000)"))
@@ -67,7 +67,7 @@ def test_vectors_of_known_width_are_bounded_without_a_look_at_every_row(
     assert 0.8 * (1 << 20) < max(size for _, size in found) <= 1.1 * (1 << 20)
 
 
-def test_a_row_beyond_the_bound_forms_its_own_batch(spark: SparkSession) -> None:
+def test_row_larger_than_the_limit_forms_its_own_batch(spark: SparkSession) -> None:
     df = spark.range(0, 5, 1, 1).selectExpr("array_repeat(id * 1D, 20000) AS x")
     with bounded_batches(df, batch_bytes=100_000):
         assert [rows for rows, _ in sizes(df)] == [1] * 5
@@ -75,7 +75,9 @@ def test_a_row_beyond_the_bound_forms_its_own_batch(spark: SparkSession) -> None
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("given", [None, "7", "20000"])
-def test_the_users_bounds_are_restored(spark: SparkSession, key: str, given: str | None) -> None:
+def test_batch_limits_of_the_user_are_restored(
+    spark: SparkSession, key: str, given: str | None
+) -> None:
     df = spark.range(5)
     if given is not None:
         spark.conf.set(key, given)
@@ -91,7 +93,7 @@ def test_the_users_bounds_are_restored(spark: SparkSession, key: str, given: str
     assert inside == (given if is_theirs else ours)
 
 
-def test_a_bound_that_the_user_sets_meanwhile_stays(spark: SparkSession) -> None:
+def test_limit_set_by_the_user_inside_the_block_stays(spark: SparkSession) -> None:
     try:
         with bounded_batches(spark.range(5)):
             spark.conf.set(BYTES_KEY, "12345")
@@ -100,7 +102,7 @@ def test_a_bound_that_the_user_sets_meanwhile_stays(spark: SparkSession) -> None
         spark.conf.unset(BYTES_KEY)
 
 
-def test_a_bound_that_could_not_be_set_is_forgotten(spark: SparkSession) -> None:
+def test_limit_that_spark_refuses_is_not_remembered(spark: SparkSession) -> None:
     bounds, key = _Bounds(), ("session", RECORDS_KEY)
     before = spark.conf.get(RECORDS_KEY)
     with pytest.raises(Exception, match="maxRecordsPerBatch"):
@@ -111,7 +113,7 @@ def test_a_bound_that_could_not_be_set_is_forgotten(spark: SparkSession) -> None
     assert spark.conf.get(RECORDS_KEY) == before
 
 
-def test_two_threads_have_the_smaller_bound_and_the_last_puts_it_back(spark: SparkSession) -> None:
+def test_two_threads_use_the_smaller_limit_and_the_last_restores_it(spark: SparkSession) -> None:
     both, one_left = threading.Barrier(2), threading.Event()
     seen: dict[str, Any] = {}
     spark.conf.set(RECORDS_KEY, "5000")

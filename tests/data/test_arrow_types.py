@@ -46,7 +46,9 @@ def sent(vectors: list[dict[str, object] | None]) -> list[pa.Array]:
     ],
     ids=["dense", "sparse", "both", "dense, null", "all", "null", "none"],
 )
-def test_vectors_survive_the_way_through_arrow(vectors: list[dict[str, object] | None]) -> None:
+def test_vectors_survive_conversion_to_arrow_and_back(
+    vectors: list[dict[str, object] | None],
+) -> None:
     other = pa.array(range(len(vectors)), pa.int64())
     columns = [other, *sent(vectors), other]
     batch = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
@@ -57,7 +59,7 @@ def test_vectors_survive_the_way_through_arrow(vectors: list[dict[str, object] |
     assert joined.column(2).equals(other)
 
 
-def test_a_batch_without_vectors_passes() -> None:
+def test_batch_without_vectors_is_returned_unchanged() -> None:
     batch = pa.RecordBatch.from_arrays([pa.array([1])], names=["c0"])
     assert join_vectors(batch, (False,)) is batch
 
@@ -78,7 +80,7 @@ def test_a_batch_without_vectors_passes() -> None:
     ],
     ids=str,
 )
-def test_types_equal_pysparks(kind: pa.DataType) -> None:
+def test_arrow_types_equal_those_of_pyspark(kind: pa.DataType) -> None:
     from pyspark.sql.pandas.types import from_arrow_type
 
     mine, theirs = spark_type(kind), from_arrow_type(kind)
@@ -89,7 +91,7 @@ def test_types_equal_pysparks(kind: pa.DataType) -> None:
     assert [f.name for f in inner[0]] == [f.name for f in inner[1]]
 
 
-def test_arrow_types_unknown_to_spark_are_mapped() -> None:
+def test_arrow_types_unknown_to_spark_map_to_spark_types() -> None:
     tensors = (
         pa.fixed_shape_tensor(pa.float32(), (2, 3)) if hasattr(pa, "fixed_shape_tensor") else None
     )
@@ -109,7 +111,7 @@ def test_arrow_types_unknown_to_spark_are_mapped() -> None:
     assert type(spark_type(STRUCT)) is type(spark_type(STRUCT))
 
 
-def test_metadata_of_horovods_models_has_the_classes_of_pyspark() -> None:
+def test_horovod_model_metadata_has_pyspark_type_classes() -> None:
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql.types import ArrayType, LongType
 

@@ -54,7 +54,7 @@ class Two(One):
         return self.layer(x) * ids * scale
 
 
-def test_scalars_array_and_vector_mean_the_same_for_one_argument() -> None:
+def test_scalars_or_one_array_column_form_the_same_single_argument() -> None:
     four = schema_of(*(column(n) for n in "abcd"))
     array = schema_of(column("v", 4))
     values = batch_of(four)
@@ -66,20 +66,20 @@ def test_scalars_array_and_vector_mean_the_same_for_one_argument() -> None:
         np.testing.assert_array_equal(x.numpy(), joined)
 
 
-def test_one_scalar_column_is_joined_to_one_axis() -> None:
+def test_single_scalar_column_becomes_an_argument_of_width_one() -> None:
     schema = schema_of(column("a"))
     (x,), _ = bind_inputs(One(), schema).apply(batch_of(schema))
     assert x.shape == (ROWS, 1)
 
 
-def test_as_many_arguments_as_columns_get_one_each() -> None:
+def test_each_argument_gets_one_column_if_counts_match() -> None:
     schema = schema_of(column("x", 4), column("i", None, "int64"))
     (x, i), _ = bind_inputs(Two(), schema).apply(batch_of(schema))
     assert (x.shape, x.dtype) == ((ROWS, 4), torch.float32)
     assert (i.shape, i.dtype) == ((ROWS,), torch.int64)
 
 
-def test_other_counts_are_an_error_with_both() -> None:
+def test_error_names_argument_and_column_counts_that_mismatch() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         bind_inputs(Two(), schema_of(column("a"), column("b"), column("c")))
     assert str(caught.value) == (
@@ -89,7 +89,7 @@ def test_other_counts_are_an_error_with_both() -> None:
     )
 
 
-def test_inputs_by_name() -> None:
+def test_inputs_assign_columns_to_arguments_by_name() -> None:
     schema = schema_of(column("a"), column("b", 2), column("c", None, "int64"))
     binding = bind_inputs(Two(), schema, inputs={"x": ["a", "b"], "ids": "c"})
     args, kwargs = pickle.loads(pickle.dumps(binding)).apply(batch_of(schema))
@@ -129,7 +129,7 @@ def test_input_shapes_may_include_the_batch_dimension(shape: list[int]) -> None:
     assert x.shape == (ROWS, 1, 2, 2)
 
 
-def test_input_shapes_give_one_argument_per_column() -> None:
+def test_input_shapes_assign_one_column_to_each_argument() -> None:
     schema = schema_of(column("v", 4), column("i", None, "int64"))
     (x, i), _ = bind_inputs(Two(), schema, input_shapes=[[-1, 4], [-1, 1]]).apply(batch_of(schema))
     assert (tuple(x.shape), tuple(i.shape)) == ((ROWS, 4), (ROWS, 1))
@@ -181,7 +181,7 @@ def test_input_shapes_of_unknown_width_are_checked_at_the_first_batch() -> None:
         ([column("a", None, "bfloat16"), column("b", None, "bfloat16")], torch.bfloat16),
     ],
 )
-def test_integers_are_cast_only_when_joined_with_floats(
+def test_integer_columns_become_floats_only_when_joined_with_floats(
     columns: list[Column], expected: torch.dtype
 ) -> None:
     schema = schema_of(*columns)
@@ -194,7 +194,7 @@ def test_integers_are_cast_only_when_joined_with_floats(
     assert casts == ["float32" if cast else "" for cast in is_cast]
 
 
-def test_integers_of_two_arguments_must_fit_the_narrower() -> None:
+def test_integer_column_in_two_arguments_is_cast_to_the_narrower_float() -> None:
     schema = schema_of(
         column("a"), column("d", None, "float64", explicit=True), column("i", None, "int64")
     )
@@ -232,7 +232,7 @@ def test_arguments_of_scripted_compiled_and_variadic_modules_are_found() -> None
 
 
 @pytest.mark.filterwarnings("error")
-def test_read_only_columns_are_copied_not_shared() -> None:
+def test_read_only_columns_are_copied() -> None:
     schema = schema_of(column("v", 4), labels=(column("y"),))
     batch = batch_of(schema)
     for array in batch.values():
@@ -250,7 +250,7 @@ def test_read_only_columns_are_copied_not_shared() -> None:
     assert bind_inputs(One(), two).apply(both)[0][0].shape == (ROWS, 2)
 
 
-def test_model_dtype_is_that_of_its_parameters() -> None:
+def test_model_dtype_is_the_dtype_of_its_parameters() -> None:
     assert model_dtype(One()) == "float32"
     assert model_dtype(One().double()) == "float64"
     assert model_dtype(nn.ReLU()) == "float32"
@@ -276,7 +276,7 @@ def test_a_custom_loss_may_broadcast_shapes_given_by_label_shapes() -> None:
         torchs.match([output], torchs.apply(batch_of(schema)))
 
 
-def test_error_about_a_shape_says_how_to_state_it() -> None:
+def test_shape_error_explains_how_to_give_the_shape() -> None:
     schema = schema_of(column("x", 4), labels=(column("y", 1),))
     binding = bind_labels(schema, mine)
     with pytest.raises(InvalidArgumentError, match=r"label_shapes=\{'y': \[1\]\}"):
@@ -322,7 +322,7 @@ INT, FLOAT = column("y", None, "int64"), column("y")
         ),
     ],
 )
-def test_labels_meet_their_outputs(
+def test_labels_get_the_dtype_and_shape_that_their_loss_needs(
     loss: Callable[..., Tensor],
     label: Column,
     output_shape: tuple[int, ...],
@@ -365,7 +365,7 @@ def test_labels_meet_their_outputs(
         (nn.MSELoss(), FLOAT, (), "must return one row per row"),
     ],
 )
-def test_a_remaining_broadcast_is_an_error_with_both_shapes(
+def test_label_that_would_broadcast_raises_error_with_both_shapes(
     loss: Callable[..., Tensor], label: Column, output_shape: tuple[int, ...], message: str
 ) -> None:
     schema = schema_of(column("x", 4), labels=(label,))
@@ -386,13 +386,13 @@ def test_number_of_outputs_and_losses_must_match() -> None:
         bind_labels(schema, [mine, mine, mine])
 
 
-def test_a_floating_class_index_is_named_before_any_job() -> None:
+def test_error_names_float_label_of_a_class_loss_before_any_job() -> None:
     schema = schema_of(column("x", 4), labels=(FLOAT,))
     with pytest.raises(InvalidArgumentError, match=r"label_dtypes=\{'y': 'int64'\}"):
         bind_labels(schema, nn.CrossEntropyLoss())
 
 
-def test_a_step_without_rows_matches_too() -> None:
+def test_labels_match_outputs_in_a_step_without_rows() -> None:
     schema = schema_of(column("x", 4), labels=(INT,))
     binding = bind_labels(schema, nn.CrossEntropyLoss())
     (found,) = binding.match([torch.zeros(0, 3)], binding.apply(batch_of(schema, 0)))
@@ -430,7 +430,7 @@ def test_a_custom_loss_gets_labels_of_the_given_shapes(
         ([[0], [1]], "A shape is a list of positive numbers"),
     ],
 )
-def test_label_shapes_that_do_not_fit(shapes: Any, message: str) -> None:
+def test_label_shapes_that_mismatch_columns_raise_a_clear_error(shapes: Any, message: str) -> None:
     schema = schema_of(column("x", 4), labels=(column("y", 6), column("z")))
     with pytest.raises(InvalidArgumentError, match=message):
         bind_labels(schema, mine, shapes)
@@ -514,7 +514,7 @@ def test_torch_errors_on_integer_labels_get_a_label_dtypes_hint(
         (nn.CrossEntropyLoss(ignore_index=0), 0, 1, 1, "Label 'k' is 1 in the data"),
     ],
 )
-def test_labels_beyond_the_classes_of_the_output_are_named(
+def test_error_names_labels_beyond_the_classes_of_the_output(
     loss: Any, low: int, high: int, classes: int, says: str
 ) -> None:
     label = column("k", dtype="int64")
@@ -548,7 +548,7 @@ def test_class_ranges_of_custom_losses_are_not_checked() -> None:
     )
 
 
-def test_arguments_for_labels_are_known_by_their_names() -> None:
+def test_label_arguments_of_forward_are_recognized_by_name() -> None:
     class Forecaster(nn.Module):
         def forward(
             self, past_values: Tensor, future_values: Tensor | None = None, labels: Any = None

@@ -77,7 +77,7 @@ def test_a_checksum_table_matches_the_content_or_is_detected_as_damaged() -> Non
         table[at] ^= 16
 
 
-def test_other_programs_read_the_file(store: Store, tmp_path: Path) -> None:
+def test_pyarrow_reads_a_file_with_checksums(store: Store, tmp_path: Path) -> None:
     manifest = make(store)
     table = pq.read_table(tmp_path / "store" / manifest.files[0].path)
     assert table["y"].chunk(0)[7].as_py() == (7).to_bytes(8, "little")
@@ -85,9 +85,7 @@ def test_other_programs_read_the_file(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "memory://blocks-test/store"], ids=["local", "remote"])
-def test_the_smallest_read_near_a_flipped_bit_is_an_error_and_others_are_not(
-    tmp_path: Path, url: str
-) -> None:
+def test_only_reads_of_the_block_with_a_flipped_bit_raise(tmp_path: Path, url: str) -> None:
     store = Store.create(url or tmp_path / "store")
     manifest = make(store)
     path = manifest.files[0].path
@@ -105,7 +103,7 @@ def test_the_smallest_read_near_a_flipped_bit_is_an_error_and_others_are_not(
 
 
 @pytest.mark.parametrize("damage", ["table", "trailer"])
-def test_damaged_checksums_are_an_error(store: Store, tmp_path: Path, damage: str) -> None:
+def test_damaged_checksums_raise_an_error(store: Store, tmp_path: Path, damage: str) -> None:
     manifest = make(store)
     path = tmp_path / "store" / manifest.files[0].path
     content = bytearray(path.read_bytes())
@@ -119,7 +117,7 @@ def test_damaged_checksums_are_an_error(store: Store, tmp_path: Path, damage: st
         source.read(["y"], np.array([1]))
 
 
-def test_the_first_epoch_beyond_memory_reads_the_data_once(
+def test_first_epoch_of_data_beyond_memory_reads_each_byte_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte is read by one of the ranks, and the second epoch reads no more bytes than the first."""

@@ -89,7 +89,7 @@ def test_runs_are_listed_and_deleted(store: Store) -> None:
         store.delete_run("ended")
 
 
-def test_a_finished_run_keeps_the_checkpoints_asked_for(store: Store) -> None:
+def test_finished_run_keeps_the_requested_checkpoints(store: Store) -> None:
     checkpoints = Checkpoints(store, "runs/r")
     save(store, "runs/r", 6, num_epochs=3, keep=lambda epochs: 1)
     assert checkpoints.saved_epochs() == {1, 4, 5, 6}
@@ -152,7 +152,7 @@ def test_the_second_fit_of_a_run_is_refused_while_the_first_lives(store: Store) 
     assert store.list("runs/r") == []
 
 
-def test_a_killed_holder_of_this_machine_is_given_up_at_once(tmp_path: Path, store: Store) -> None:
+def test_lock_of_a_killed_local_process_is_taken_immediately(tmp_path: Path, store: Store) -> None:
     code = (
         "import sys; from sparkhvd.data.store.locks import acquire;"
         "from sparkhvd.data.store.store import Store;"
@@ -184,7 +184,7 @@ def holder(store: Store) -> locks.Lease:
     return found
 
 
-def test_a_holder_of_another_machine_is_given_up_when_it_stops_renewing(
+def test_lock_of_a_remote_process_expires_without_renewal(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(locks, "EXPIRES_S", 0.5)
@@ -202,7 +202,7 @@ def test_a_holder_of_another_machine_is_given_up_when_it_stops_renewing(
     renewing.join()
 
 
-def test_a_holder_renews_and_notices_that_it_was_taken_over(
+def test_lock_holder_renews_its_lock_and_detects_a_takeover(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "RENEW_S", 0.02)
@@ -233,7 +233,7 @@ def test_a_process_is_distinguished_from_a_later_process_with_its_pid() -> None:
 # --- checksums ------------------------------------------------------------------------------------------------------
 
 
-def test_a_sealed_file_is_read_or_known_to_be_damaged() -> None:
+def test_sealed_file_is_read_or_recognized_as_damaged() -> None:
     values = {"epoch": 3, "names": ("a", "b"), "rate": 0.1, "none": None}
     data = dump_sealed(values)
     expected = json.loads(json.dumps(values))

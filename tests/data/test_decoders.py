@@ -124,7 +124,9 @@ def test_ranks_without_rows_get_empty_columns(tmp_path: Path, rows: int) -> None
         ),
     ],
 )
-def test_a_decoder_that_fails_says_for_what(tmp_path: Path, decoder: Any, message: str) -> None:
+def test_error_names_decoder_and_value_that_failed(
+    tmp_path: Path, decoder: Any, message: str
+) -> None:
     store, manifest = make(tmp_path)
 
     def read() -> None:
@@ -137,7 +139,7 @@ def test_a_decoder_that_fails_says_for_what(tmp_path: Path, decoder: Any, messag
     assert str(failed.value).startswith(message)
 
 
-def test_a_collate_function_that_fails_says_for_what() -> None:
+def test_error_names_collate_function_that_failed() -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         RowFunctions({}, {"v": lambda rows: rows[9]}).collate_batch({"v": [np.zeros(1)]})
     assert str(failed.value) == (
@@ -147,7 +149,7 @@ def test_a_collate_function_that_fails_says_for_what() -> None:
         RowFunctions({"t": 3})
 
 
-def test_padding_a_list_equals_padding_in_one_piece() -> None:
+def test_padding_a_list_of_rows_equals_padding_ragged_values() -> None:
     rows = [np.array([1.0, 2.0]), np.array([]), np.array([3.0])]
     values = Ragged.from_lengths(np.concatenate(rows), np.array([2, 0, 1]))
     for length in (None, 1, 4):
@@ -157,7 +159,7 @@ def test_padding_a_list_equals_padding_in_one_piece() -> None:
         )
 
 
-def test_the_pages_examples_run() -> None:
+def test_examples_of_the_inputs_page_run() -> None:
     found_names: list[dict[str, Any]] = []
     for name in ("decoders", "images", "collate"):
         found_names.append({})

@@ -17,7 +17,7 @@ class File:
         self.is_closed = True
 
 
-def test_the_files_used_last_stay_open() -> None:
+def test_most_recently_used_files_stay_open() -> None:
     made: list[File] = []
 
     def open_file(number: int) -> File:

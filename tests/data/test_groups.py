@@ -84,7 +84,7 @@ def test_every_row_is_read_once_and_each_group_stays_on_one_rank(
 
 @given(lengths=LENGTHS, size=st.integers(1, 4), batch_size=st.integers(1, 50))
 @settings(max_examples=60, deadline=None)
-def test_epochs_have_other_orders_and_equally_many_steps(
+def test_epochs_have_equal_step_counts_and_a_repeatable_order(
     lengths: list[int], size: int, batch_size: int
 ) -> None:
     plans = [plan_of(lengths, size, batch_size, epoch) for epoch in range(3)]
@@ -111,7 +111,7 @@ def test_batches_are_nearly_full(window_rows: int | None) -> None:
     assert 235 <= counts.min() <= counts.max() <= 276
 
 
-def test_a_group_above_the_batch_is_cut_into_equal_neighbours() -> None:
+def test_group_larger_than_a_batch_is_split_into_consecutive_batches() -> None:
     plan = plan_of([3, 70, 2, 5], 2, 16)
     (rank,) = (rank for rank in range(2) if any(3 in batch for batch in batches_of(plan, rank)))
     batches = batches_of(plan, rank)
@@ -119,7 +119,7 @@ def test_a_group_above_the_batch_is_cut_into_equal_neighbours() -> None:
     assert max(len(batch) for batch in batches) <= 16 + 14
 
 
-def test_windows_read_neighbours_together() -> None:
+def test_windows_read_rows_in_long_consecutive_runs() -> None:
     lengths = np.full(1000, 5)
     plan = plan_of(lengths, 2, 50, window_rows=500, block_rows=100)
     windows = list(plan.windows(0))
@@ -132,7 +132,7 @@ def test_windows_read_neighbours_together() -> None:
     assert all((window.row_numbers() % 2 == 0).all() for window in plan.windows(1))
 
 
-def test_cuts_are_whole_batches() -> None:
+def test_windows_are_cut_only_between_batches() -> None:
     plan = plan_of(np.random.default_rng(2).integers(1, 9, 300), 2, 20)
     sizes = [plan.rows_per_rank(step)[1] for step in range(plan.num_steps)]
     before = plan.rows_before(1, 3)
@@ -145,14 +145,14 @@ def test_cuts_are_whole_batches() -> None:
     assert all(b - a >= 50 for a, b in ranges[:-1])
 
 
-def test_edges_follow_the_numbers_of_a_selection() -> None:
+def test_group_edges_of_selected_rows_follow_their_group_numbers() -> None:
     numbers = np.array([4, 4, 7, 7, 7, 9])
     assert group_edges(numbers, 6).tolist() == [0, 2, 5, 6]
     assert group_edges(numbers, np.array([1, 2, 4])).tolist() == [0, 1, 3]
     assert group_edges(numbers, np.array([], np.int64)).tolist() == [0]
 
 
-def test_a_validation_fraction_takes_whole_groups() -> None:
+def test_validation_fraction_takes_whole_groups() -> None:
     numbers = np.repeat(np.arange(50), np.random.default_rng(3).integers(1, 9, 50))
     train, held_out = split_groups(numbers, 0.3, seed=1)
     assert sorted([*train, *held_out]) == list(range(len(numbers)))
@@ -165,7 +165,7 @@ def test_a_validation_fraction_takes_whole_groups() -> None:
 
 
 @pytest.mark.parametrize("kind", [pa.int32(), pa.string()])
-def test_neighbours_with_equal_values_get_one_number_over_batches(kind: pa.DataType) -> None:
+def test_consecutive_equal_values_get_one_group_number_across_batches(kind: pa.DataType) -> None:
     values = [None, None, 1, 1, 1, 2, 3, 3]
     texts = [None if v is None else str(v) for v in values]
     array = pa.array(texts if kind == pa.string() else values, kind)
@@ -180,7 +180,7 @@ def test_neighbours_with_equal_values_get_one_number_over_batches(kind: pa.DataT
 
 @pytest.mark.parametrize("shuffle_bytes", [1 << 20, 700])
 @pytest.mark.parametrize("size", [2, 5])
-def test_a_reader_gives_the_batches_of_the_plan(
+def test_reader_returns_the_batches_of_its_plan(
     tmp_path: Path, size: int, shuffle_bytes: int
 ) -> None:
     lengths = [4, 30, 1, 6, 2, 9, 3]

@@ -251,7 +251,7 @@ def of_others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_parquet_of_others_is_divided_at_its_row_groups(
+def test_ranks_divide_ordinary_parquet_at_its_row_groups(
     of_two: dict[Key, list[Any]], of_others: Path
 ) -> None:
     alone, together = (of_two["of others", is_shared] for is_shared in MODES)
@@ -260,11 +260,11 @@ def test_parquet_of_others_is_divided_at_its_row_groups(
     assert sum(r["read"] for r in together) <= 1.1 * num_bytes
 
 
-def test_fewer_rows_than_ranks(of_three: dict[Key, list[Any]]) -> None:
+def test_host_rows_work_with_fewer_rows_than_ranks(of_three: dict[Key, list[Any]]) -> None:
     assert [len(r["batches"]) for r in of_three["few", True]] == [2, 2, 2]
 
 
-def test_a_part_that_cannot_be_read_ends_all_ranks(folder: Path, tmp_path: Path) -> None:
+def test_unreadable_file_ends_all_ranks(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     manifest = Manifest.load(Store(str(tmp_path)), DATA_DIR)
     (tmp_path / manifest.files[-1].path).unlink()
@@ -272,7 +272,7 @@ def test_a_part_that_cannot_be_read_ends_all_ranks(folder: Path, tmp_path: Path)
         run_local(epochs, (str(tmp_path), manifest, True), {}, num_proc=2)
 
 
-def test_ranks_that_cannot_share_memory_read_all_rows_each(folder: Path) -> None:
+def test_each_rank_reads_all_rows_if_memory_cannot_be_shared(folder: Path) -> None:
     calls = {key: call for key, call in subsets_of(folder).items() if "all" in key}
     results = by_call(calls, 2, settings=Settings(shared_memory=False))
     alone, together = (results["all", is_shared] for is_shared in MODES)

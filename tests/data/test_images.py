@@ -44,7 +44,7 @@ def encoded(one: Any, form: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
-def test_an_image_becomes_channels_height_and_width() -> None:
+def test_image_array_axes_are_channels_height_and_width() -> None:
     data = encoded(picture(4, 8))
     pixels = np.asarray(picture(4, 8))
     np.testing.assert_array_equal(image(4, 8, dtype="uint8")(data), pixels.transpose(2, 0, 1))
@@ -58,13 +58,13 @@ def test_an_image_becomes_channels_height_and_width() -> None:
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_every_kind_of_image_gets_the_channels(mode: str, channels: int) -> None:
+def test_every_image_mode_converts_to_the_requested_channels(mode: str, channels: int) -> None:
     form = "TIFF" if mode == "CMYK" else "PNG"
     found = image(8, 8, channels, dtype="uint8")(encoded(picture(mode=mode), form))
     assert found.shape == (channels, 8, 8)
 
 
-def test_fits_of_another_size() -> None:
+def test_fit_option_stretches_crops_or_pads_an_image() -> None:
     data = encoded(picture(16, 64))
     stretched, cropped, padded = (
         image(16, 16, dtype="uint8", fit=fit)(data) for fit in ("stretch", "crop", "pad")
@@ -82,14 +82,14 @@ def test_fits_of_another_size() -> None:
     assert image(16, 64, fit="exact")(data).shape == (3, 16, 64)
 
 
-def test_a_large_jpeg_looks_as_decoded_in_full() -> None:
+def test_reduced_jpeg_decoding_is_close_to_full_decoding() -> None:
     large = picture(800, 800)
     found = image(100, 100, dtype="uint8")(encoded(large, "JPEG"))
     whole = np.asarray(large.resize((100, 100))).transpose(2, 0, 1)
     assert np.abs(found.astype(int) - whole).mean() < 2
 
 
-def test_paths_and_urls_are_read(tmp_path: Path) -> None:
+def test_images_are_read_from_paths_and_urls(tmp_path: Path) -> None:
     folder = tmp_path / "a b%20"
     folder.mkdir()
     (folder / "x.png").write_bytes(encoded(picture()))
@@ -114,7 +114,7 @@ def test_paths_and_urls_are_read(tmp_path: Path) -> None:
         ({"dtype": "uint8", "mean": 0.5}, "dtype is 'uint8', but mean and std produce floats"),
     ],
 )
-def test_wrong_arguments_are_refused(keywords: dict[str, Any], message: str) -> None:
+def test_wrong_image_decoder_arguments_are_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         image(**{"height": 8, "width": 8, **keywords})
 
@@ -131,7 +131,7 @@ def made(tmp_path: Path, paths: list[str]) -> tuple[Store, Manifest]:
     return store, Manifest((file,), schema, len(paths), variable_bytes={"photo": total})
 
 
-def test_a_missing_and_a_broken_file_are_named(tmp_path: Path) -> None:
+def test_error_names_a_missing_or_broken_image_file(tmp_path: Path) -> None:
     broken, whole = tmp_path / ("long" * 30 + ".jpg"), tmp_path / "whole.png"
     data = encoded(picture(64, 64), "JPEG")
     whole.write_bytes(encoded(picture()))
@@ -203,7 +203,7 @@ def test_rows_with_broken_images_are_skipped_without_moving_other_rows(
     )
 
 
-def test_other_errors_than_of_an_image_are_never_left_out(tmp_path: Path) -> None:
+def test_broken_skip_hides_only_errors_of_broken_images(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="the path is relative"):
         read_all(*made(tmp_path, ["x.png"]), broken="skip")
     path = tmp_path / "large.png"
@@ -215,7 +215,7 @@ def test_other_errors_than_of_an_image_are_never_left_out(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_several_decoding_threads_equal_a_single_thread(tmp_path: Path, dtype: str) -> None:
+def test_several_decoding_threads_give_the_images_of_one_thread(tmp_path: Path, dtype: str) -> None:
     paths = []
     for number in range(10):
         path = tmp_path / f"{number}.png"
@@ -240,7 +240,7 @@ def test_decoding_lets_other_threads_run() -> None:
     assert turns > 5  # of some 40 ms; with the lock held they were three
 
 
-def test_a_decoder_is_saved_without_code_and_named_by_its_options() -> None:
+def test_image_decoder_is_saved_without_code_and_described_by_options() -> None:
     one = image(8, 8, mean=(0.5, 0.5, 0.5), fit="crop")
     archive = Archive()
     stored = archive.encode("decoders", {"photo": one})
@@ -251,7 +251,7 @@ def test_a_decoder_is_saved_without_code_and_named_by_its_options() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_an_image_is_decoded_into_memory_that_is_given(channels: int) -> None:
+def test_image_is_decoded_into_the_given_memory(channels: int) -> None:
     data = encoded(picture(mode="RGBA"))
     for keywords in ({"dtype": "uint8"}, {"mean": 0.25, "std": 0.5}):
         decode = image(8, 8, channels, **keywords)  # type: ignore[arg-type]
@@ -267,7 +267,7 @@ def test_an_image_is_decoded_into_memory_that_is_given(channels: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_a_loader_gives_images_as_their_decoder_makes_them(tmp_path: Path, dtype: str) -> None:
+def test_loader_returns_images_as_its_decoder_makes_them(tmp_path: Path, dtype: str) -> None:
     store, manifest = some_broken(tmp_path, 6, {1})
     manifest.save(store, "data/k/app")
     decoders = {"photo": image(8, 8, dtype=dtype, broken="skip")}

@@ -46,7 +46,7 @@ print(sum(int(batch["id"].sum()) for batch in dataset.loader(batch_size=64)))
 """
 
 
-def test_killed_readers_leave_no_files_and_the_next_reader_works(tmp_path: Path) -> None:
+def test_killed_readers_leave_no_files_and_later_readers_work(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store")
     made = make(store, [ROWS // 2, ROWS // 2])
     Manifest(made.files, DataSchema((X, ID), ()), ROWS).save(store, DATA_DIR)

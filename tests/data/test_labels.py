@@ -35,17 +35,17 @@ pytestmark = pytest.mark.pure
         (lambda output, label: output.sum(), "identity"),
     ],
 )
-def test_the_loss_decides_the_meaning_of_outputs(loss: Any, link: str) -> None:
+def test_loss_determines_the_link_of_outputs(loss: Any, link: str) -> None:
     assert labels.link_of(loss) == link
 
 
-def test_values_are_never_rounded() -> None:
+def test_predicted_values_of_a_regression_are_not_rounded() -> None:
     output = torch.tensor([[0.25], [-1.75]], dtype=torch.float64)
     assert labels.prediction("identity", output).tolist() == [0.25, -1.75]
     assert labels.prediction("identity", output[:, 0]).tolist() == [0.25, -1.75]
 
 
-def test_one_logit_gives_two_classes() -> None:
+def test_single_logit_gives_probabilities_of_two_classes() -> None:
     output = torch.tensor([0.0, 2.0, -2.0])
     assert labels.prediction("sigmoid", output).tolist() == [False, True, False]
     probability = labels.probability("sigmoid", output)
@@ -55,7 +55,7 @@ def test_one_logit_gives_two_classes() -> None:
     assert labels.raw("sigmoid", output)[1].tolist() == [-2.0, 2.0]
 
 
-def test_the_second_of_two_logits_ranks_as_its_probability_does() -> None:
+def test_raw_second_logit_orders_rows_like_its_probability() -> None:
     output = torch.tensor([[4.0, 5.0], [0.0, 3.0], [1.0, -1.0]])
     raw, probability = labels.raw("softmax", output), labels.probability("softmax", output)
     assert probability is not None
@@ -63,7 +63,7 @@ def test_the_second_of_two_logits_ranks_as_its_probability_does() -> None:
     torch.testing.assert_close(torch.softmax(raw, 1), probability)
 
 
-def test_several_elements_give_the_largest() -> None:
+def test_prediction_of_several_outputs_is_the_largest_index() -> None:
     output = torch.tensor([[1.0, 3.0, 2.0]])
     for link in labels.LINKS:
         assert labels.prediction(link, output).tolist() == [1]
@@ -71,7 +71,7 @@ def test_several_elements_give_the_largest() -> None:
     assert labels.raw("softmax", output).tolist() == [[1.0, 3.0, 2.0]]
 
 
-def test_output_that_is_a_probability_gives_both_classes_or_all() -> None:
+def test_probability_output_gives_probabilities_of_all_classes() -> None:
     one, several = torch.tensor([[0.25], [0.75]]), torch.tensor([[0.25, 0.125, 0.625]])
     assert labels.prediction("probability", one).tolist() == [False, True]
     assert labels.prediction("probability", several).tolist() == [2]

@@ -70,7 +70,7 @@ def test_the_order_of_rows_is_equal_for_any_number_of_ranks(
         assert rows(ranks(dataset, size, 24 // size, shuffle=shuffle, seed=3)) == wanted
 
 
-def test_each_iteration_is_an_epoch_and_the_next_has_another_order(dataset: Dataset) -> None:
+def test_each_iteration_of_a_loader_is_an_epoch_in_another_order(dataset: Dataset) -> None:
     loaders = ranks(dataset, 2, 10)
     assert len(loaders[0]) == len(steps(loaders)) == 51  # of 3 rows at the end
     second = rows(loaders)
@@ -108,7 +108,7 @@ def test_an_epoch_resumes_at_any_row_with_other_ranks_and_batches(dataset: Datas
         assert got == wanted
 
 
-def test_drop_last_ends_an_epoch_behind_its_last_full_step(dataset: Dataset) -> None:
+def test_drop_last_ends_an_epoch_after_its_last_full_step(dataset: Dataset) -> None:
     loaders = ranks(dataset, 2, 10, drop_last=True)
     for each in loaders:
         each.load_state_dict({"epoch": 4, "row": 13, "rows": ROWS})
@@ -163,7 +163,7 @@ def test_an_epoch_beyond_memory_resumes_with_other_ranks(dataset: Dataset, shuff
         ({"shuffle": False}, {"shuffle": False, "shuffle_bytes": 2000}),
     ],
 )
-def test_an_epoch_resumes_only_in_its_original_order(
+def test_epoch_resumes_only_with_its_original_order_options(
     dataset: Dataset, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     begun, other = dataset.loader(0, 2, 10, **before), dataset.loader(0, 2, 10, **after)
@@ -201,7 +201,7 @@ def test_an_epoch_resumes_only_in_its_original_order(
         ({"rows": None}, "Give what state_dict"),
     ],
 )
-def test_a_state_of_another_order_is_refused(
+def test_loader_refuses_a_state_with_other_options(
     dataset: Dataset, change: dict[str, object], text: str
 ) -> None:
     loader = dataset.loader(0, 1, 10)
@@ -211,7 +211,7 @@ def test_a_state_of_another_order_is_refused(
         loader.load_state_dict({})
 
 
-def test_a_state_of_other_data_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+def test_loader_refuses_a_state_of_other_data(dataset: Dataset, tmp_path: Path) -> None:
     state = json.loads(json.dumps(dataset.loader(0, 1, 10).state_dict()))
     store = Store.create(tmp_path / "other")
 
@@ -229,14 +229,14 @@ def test_a_state_of_other_data_is_refused(dataset: Dataset, tmp_path: Path) -> N
         other.load_state_dict({name: state[name] for name in state if name != "data"})
 
 
-def test_a_data_set_that_was_deleted_says_so(dataset: Dataset) -> None:
+def test_error_says_that_the_data_set_was_deleted(dataset: Dataset) -> None:
     again = load(dataset.store, dataset.path)
     dataset.store.delete(f"{dataset.path}/{MANIFEST_NAME}")
     with pytest.raises(StoreError, match="does not exist any more: it was deleted"):
         next(iter(again.loader(0, 1, 10)))
 
 
-def test_resuming_takes_less_than_a_second(dataset: Dataset) -> None:
+def test_loader_resumes_within_a_second(dataset: Dataset) -> None:
     loader = dataset.loader(0, 1, 10)
     loader.load_state_dict({"epoch": 7, "row": 777, "rows": ROWS})
     began = time.monotonic()
@@ -275,7 +275,7 @@ def test_loaders_with_one_seed_agree_on_fractional_subsets(dataset: Dataset) -> 
     assert set(other) != set(held_out)
 
 
-def test_a_loader_travels_and_serves_dataloader(
+def test_pickled_loader_continues_and_dataloader_accepts_loader(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = dataset.loader(0, 1, 10, seed=2)
@@ -310,7 +310,7 @@ def test_rank_and_size_come_from_the_launcher(
         dataset.loader(rank=1)
 
 
-def test_other_ranks_refuse_a_state_without_windows(dataset: Dataset) -> None:
+def test_loader_of_another_size_refuses_a_state_without_windows(dataset: Dataset) -> None:
     """Earlier versions wrote such states, with which other ranks could lose or repeat rows."""
     loaders = ranks(dataset, 2, 10, shuffle_bytes=2000)
     for _ in zip(*[iter(each) for each in loaders], range(3), strict=False):
@@ -327,13 +327,13 @@ def test_other_ranks_refuse_a_state_without_windows(dataset: Dataset) -> None:
     [{"row": 3, "before": [[2, 3, 100]]}, {"size": 0}, {"batch_size": None}, {"size": "2"}],
     ids=str,
 )
-def test_an_inconsistent_state_is_refused(dataset: Dataset, wrong: dict[str, Any]) -> None:
+def test_loader_refuses_an_inconsistent_state(dataset: Dataset, wrong: dict[str, Any]) -> None:
     loader = dataset.loader(0, 2, 10, shuffle_bytes=2000)
     with pytest.raises(InvalidArgumentError, match="Give what state_dict"):
         loader.load_state_dict({**loader.state_dict(), **wrong})
 
 
-def test_wrong_states_and_places_are_refused(dataset: Dataset, tmp_path: Path) -> None:
+def test_states_of_other_data_and_missing_data_sets_raise(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="Load it with the same data"):
         dataset.loader(0, 1).load_state_dict({"epoch": 0, "row": 0, "rows": 5})
     with pytest.raises(InvalidArgumentError, match="There is no data set 'data/none'"):
@@ -368,7 +368,7 @@ def test_wrong_states_and_places_are_refused(dataset: Dataset, tmp_path: Path) -
         ({"batch_format": "list"}, "batch_format is 'list'; it must be 'dict' or 'tuple'"),
     ],
 )
-def test_wrong_arguments_are_refused_when_the_loader_is_made(
+def test_wrong_loader_arguments_raise_in_the_constructor(
     dataset: Dataset, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):

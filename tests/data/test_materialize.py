@@ -131,9 +131,7 @@ def test_one_error_lists_all_problems_with_counts(
     assert not (tmp_path / "store" / DATA_DIR).exists()
 
 
-def test_widths_that_differ_only_between_tasks_are_detected(
-    spark: SparkSession, store: Store
-) -> None:
+def test_array_widths_that_differ_between_tasks_raise(spark: SparkSession, store: Store) -> None:
     df = spark.range(0, 4, 1, 2).select(
         F.when(F.col("id") < 2, F.array(F.lit(1.0)))
         .otherwise(F.array(F.lit(1.0), F.lit(2.0)))
@@ -147,14 +145,14 @@ def test_widths_that_differ_only_between_tasks_are_detected(
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
-def test_empty_data_are_an_error(spark: SparkSession, store: Store, partitions: int) -> None:
+def test_empty_data_raise_an_error(spark: SparkSession, store: Store, partitions: int) -> None:
     df = spark.range(0, 10, 1, partitions).select("id", F.lit(1).alias("label")).filter("id > 100")
     with pytest.raises(InvalidArgumentError, match="The DataFrame has no rows"):
         materialize(df, schema_of(df, ["id"]), store, DATA_DIR)
     assert store.list("data", recursive=True) == []
 
 
-def test_empty_arrays_are_an_error(spark: SparkSession, store: Store) -> None:
+def test_empty_arrays_raise_an_error(spark: SparkSession, store: Store) -> None:
     df = spark.range(3).select(F.array().cast("array<double>").alias("x"), F.lit(1).alias("label"))
     with pytest.raises(
         InvalidArgumentError, match=r"column 'x' \(array<double>\): every row is empty"
@@ -169,7 +167,7 @@ def test_empty_arrays_are_an_error(spark: SparkSession, store: Store) -> None:
         ("0.0D", r"'w' \(double\): all 6 rows hold the sample weight 0"),
     ],
 )
-def test_weights_below_0_or_without_one_above_are_an_error(
+def test_negative_or_all_zero_sample_weights_raise(
     spark: SparkSession, store: Store, weight: str, message: str
 ) -> None:
     df = spark.range(6).selectExpr("id", "1 AS label", f"{weight} AS w")
@@ -177,7 +175,7 @@ def test_weights_below_0_or_without_one_above_are_an_error(
         materialize(df, schema_of(df, ["id"], sample_weight_col="w"), store, DATA_DIR)
 
 
-def test_empty_partitions_have_no_file(spark: SparkSession, store: Store) -> None:
+def test_empty_partitions_write_no_file(spark: SparkSession, store: Store) -> None:
     df = spark.range(0, 10, 1, 5).filter("id in (2, 3, 8)").select("id", F.lit(1).alias("label"))
     manifest = materialize(df, schema_of(df, ["id"]), store, DATA_DIR)
     assert [f.rows for f in manifest.files] == [2, 1]
@@ -191,7 +189,9 @@ def test_empty_partitions_have_no_file(spark: SparkSession, store: Store) -> Non
     assert len(fewer.files) == 1
 
 
-def test_rows_of_a_group_lie_together_in_their_order(spark: SparkSession, store: Store) -> None:
+def test_rows_of_a_group_are_written_consecutively_in_order(
+    spark: SparkSession, store: Store
+) -> None:
     df = spark.range(0, 60, 1, 5).selectExpr("id", "1 AS label", "concat('q', id % 7) AS q")
     schema = schema_of(df, ["id"], group_col="q")
     manifest = materialize(df, schema, store, DATA_DIR, num_partitions=2)
@@ -213,7 +213,9 @@ def test_rows_of_a_group_lie_together_in_their_order(spark: SparkSession, store:
         schema_of(df, ["id"], group_col="id")
 
 
-def test_files_of_other_attempts_do_not_count(spark: SparkSession, store: Store) -> None:
+def test_files_of_other_task_attempts_are_ignored_and_deleted(
+    spark: SparkSession, store: Store
+) -> None:
     store.write_bytes(
         f"{DATA_DIR}/part-00000-999.parquet", b"left by an attempt that Spark gave up"
     )
@@ -242,9 +244,7 @@ class MeasuredStore(Store):
         Path(folder, "grown").write_text(str(peak_bytes() - before))
 
 
-def test_a_writer_keeps_only_part_of_its_data_in_memory(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_writer_holds_only_part_of_its_data_in_memory(spark: SparkSession, tmp_path: Path) -> None:
     # 80 KB per row, in one task: 400 MB as Spark has them.
     rows = amount(5000, 20_000)
     df = spark.range(0, rows, 1, 1).selectExpr("array_repeat(id * 1D, 10000) AS x", "id AS label")
@@ -268,7 +268,7 @@ def test_a_store_invisible_to_the_driver_raises(
         materialize(df, schema_of(df, ["id"]), store, DATA_DIR)
 
 
-def test_a_failing_plan_leaves_no_files(spark: SparkSession, store: Store) -> None:
+def test_failed_spark_plan_leaves_no_files(spark: SparkSession, store: Store) -> None:
     def explode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             yield batch
@@ -281,7 +281,7 @@ def test_a_failing_plan_leaves_no_files(spark: SparkSession, store: Store) -> No
     assert store.list("data", recursive=True) == []
 
 
-def test_small_partitions_of_a_local_master_are_one_file_in_their_order(
+def test_small_partitions_of_local_master_become_one_ordered_file(
     spark: SparkSession, store: Store
 ) -> None:
     number = spark.range(0, 300, 1, 40).selectExpr("id AS label", "id * 0.5 AS x").filter("x != 7")

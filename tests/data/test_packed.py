@@ -62,7 +62,7 @@ def test_rows_are_read_back_from_several_files_and_row_groups(store: Store, tmp_
             assert found[name].dtype == expected.dtype
 
 
-def test_one_file_reads_by_itself(store: Store, tmp_path: Path) -> None:
+def test_read_packed_reads_a_single_file(store: Store, tmp_path: Path) -> None:
     make(store, [250])
     found = read_packed(tmp_path / "store/data/k/app/part-00000-0.parquet")
     np.testing.assert_array_equal(found["a.x"], data(250)["a.x"])
@@ -90,7 +90,9 @@ def test_any_ascending_rows_can_be_read(store: Store, seed: int) -> None:
         np.testing.assert_array_equal(found["a.x"], values["a.x"][rows])
 
 
-def test_far_rows_are_read_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distant_rows_are_read_in_separate_reads(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest, values = make(store, [250])
     rows = np.array([0, 1, 2, 90, 99, 100, 249])
     monkeypatch.setattr("sparkhvd.data.packed.rows._GAP_BYTES", 5 * 12)
@@ -103,7 +105,7 @@ def test_far_rows_are_read_alone(store: Store, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "options", [{"compression": "snappy"}, {"data_page_size": 64, "compression": "NONE"}]
 )
-def test_a_rewritten_file_is_decoded(
+def test_file_rewritten_by_another_program_is_decoded(
     store: Store, tmp_path: Path, options: dict[str, object]
 ) -> None:
     manifest, values = make(store, [250])
@@ -142,7 +144,7 @@ def test_a_file_that_differs_from_the_manifest_is_refused(store: Store) -> None:
         source.read(["y"])
 
 
-def test_a_store_without_local_paths_reads_the_same() -> None:
+def test_remote_store_gives_the_same_rows() -> None:
     store = Store.create("memory://packed-test/prefix")
     manifest, values = make(store, [250, 20])
     with RowSource(store, manifest) as source:
@@ -154,7 +156,7 @@ def test_a_store_without_local_paths_reads_the_same() -> None:
     store.delete("data")
 
 
-def test_appending_in_any_portions_gives_the_same_file(store: Store, tmp_path: Path) -> None:
+def test_file_does_not_depend_on_sizes_of_appended_portions(store: Store, tmp_path: Path) -> None:
     values = data(1000)
     written = []
     for name, sizes in (("one", [1000]), ("many", [1, 99, 250, 0, 650])):
@@ -169,7 +171,7 @@ def test_appending_in_any_portions_gives_the_same_file(store: Store, tmp_path: P
     assert written[0] == written[1]
 
 
-def test_manifest_of_another_format_is_refused() -> None:
+def test_manifest_of_another_format_version_is_refused() -> None:
     text = Manifest(
         (DataFile("p", 1, (1,)),), DataSchema((X,), (Y,)), 1, format_version=99
     ).to_json()
@@ -202,7 +204,9 @@ class FarFile:
 
 
 @pytest.mark.parametrize("is_all", [True, False])
-def test_columns_of_a_served_file_are_asked_for_together(tmp_path: Path, is_all: bool) -> None:
+def test_reads_of_many_columns_from_a_remote_file_are_concurrent(
+    tmp_path: Path, is_all: bool
+) -> None:
     folder = Store.create(tmp_path)
     columns = [Column(f"c{i}", "scalar", "float32", (), "double", "float32") for i in range(50)]
     values = {c.name: np.arange(40, dtype="f4") + i for i, c in enumerate(columns)}
@@ -229,7 +233,7 @@ def test_columns_of_a_served_file_are_asked_for_together(tmp_path: Path, is_all:
         np.testing.assert_array_equal(found[name], value if rows is None else value[rows])
 
 
-def test_the_first_error_of_reads_together_is_raised() -> None:
+def test_first_error_of_concurrent_reads_is_raised() -> None:
     def fail() -> None:
         raise OSError("gone")
 

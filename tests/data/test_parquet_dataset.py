@@ -34,7 +34,7 @@ def manifest_of(path: Any, *features: str, **options: Any) -> Any:
     return read_manifest(dataset, schema)
 
 
-def test_hidden_and_empty_files_are_passed_over(tmp_path: Path) -> None:
+def test_hidden_and_empty_files_are_ignored(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet")
     write(tmp_path / "deep" / "er" / "a.parquet")
     for hidden in ("_SUCCESS", ".b.parquet.crc", "_temporary/0/a.parquet", ".git/x", "deep/_x"):
@@ -67,7 +67,7 @@ def test_partition_columns_come_from_the_names_of_folders(tmp_path: Path) -> Non
         manifest_of(tmp_path, "x", "name", decoders=["name"])
 
 
-def test_folders_of_different_partition_columns_are_an_error(tmp_path: Path) -> None:
+def test_folders_with_different_partition_columns_raise(tmp_path: Path) -> None:
     write(tmp_path / "day=1" / "x.parquet")
     write(tmp_path / "month=1" / "x.parquet")
     with pytest.raises(InvalidArgumentError) as raised:
@@ -75,7 +75,7 @@ def test_folders_of_different_partition_columns_are_an_error(tmp_path: Path) -> 
     assert "folders of 'day', and 'month=1/x.parquet' in folders of 'month'" in str(raised.value)
 
 
-def test_a_path_without_parquet_is_an_error(tmp_path: Path) -> None:
+def test_path_without_parquet_files_raises(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="there is no such file or folder"):
         open_dataset(tmp_path / "missing")
     with pytest.raises(InvalidArgumentError, match="there are no files"):
@@ -96,7 +96,7 @@ def test_a_path_without_parquet_is_an_error(tmp_path: Path) -> None:
         ("metadata/v1.metadata.json", "an Iceberg table"),
     ],
 )
-def test_folders_of_tables_with_a_log_are_refused(tmp_path: Path, log: str, kind: str) -> None:
+def test_folder_of_a_table_with_a_log_is_refused(tmp_path: Path, log: str, kind: str) -> None:
     write(tmp_path / "data" / "deleted.parquet")
     assert open_dataset(tmp_path).files
     (tmp_path / log).parent.mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_folders_of_tables_with_a_log_are_refused(tmp_path: Path, log: str, kind
         ("metadata/00003-0f1e2d3c.gz.metadata.json", "an Iceberg table"),
     ],
 )
-def test_subfolders_of_tables_with_a_log_are_refused(tmp_path: Path, log: str, kind: str) -> None:
+def test_subfolder_of_a_table_with_a_log_is_refused(tmp_path: Path, log: str, kind: str) -> None:
     table, link = tmp_path / "table", tmp_path / "link"
     write(table / "data" / "day=0" / "deleted.parquet")
     link.symlink_to(table / "data" / "day=0")
@@ -167,7 +167,7 @@ def test_error_names_a_file_with_a_damaged_footer(tmp_path: Path) -> None:
         open_dataset(tmp_path)
 
 
-def test_a_file_without_rows_may_have_any_types(tmp_path: Path) -> None:
+def test_column_types_of_a_file_without_rows_are_ignored(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", x=pa.nulls(0), y=pa.nulls(0))
     write(tmp_path / "b.parquet", x=[1.0, 2.0], y=[1.0, 2.0])
     write(tmp_path / "c.parquet", x=pa.array([], pa.string()))
@@ -250,7 +250,7 @@ def test_footers_give_the_ranges_of_integers(tmp_path: Path) -> None:
     assert floats == {name: expected[name] for name in ("k", "words", "day")}
 
 
-def test_footers_do_not_refuse_rows_that_are_left_out(tmp_path: Path) -> None:
+def test_nulls_in_footers_are_allowed_if_invalid_rows_are_skipped(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", a=[1.0, None, 3.0], b=[1.0, None, 3.0])
     manifest = manifest_of(tmp_path, "a", "b", handle_invalid={"a": "skip"})
     with ParquetSource(Store(str(tmp_path)), manifest) as source:
@@ -275,7 +275,7 @@ def test_empty_rows_do_not_determine_the_shape_of_entries(tmp_path: Path, empty:
     assert rows.inner == (2,)
 
 
-def test_no_rows_are_an_error(tmp_path: Path) -> None:
+def test_data_without_rows_raise_an_error(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", x=pa.array([], pa.float64()))
     with pytest.raises(InvalidArgumentError, match="have no rows"):
         manifest_of(tmp_path, "x")
@@ -284,7 +284,7 @@ def test_no_rows_are_an_error(tmp_path: Path) -> None:
         manifest_of(tmp_path, "x", handle_invalid="skip")
 
 
-def test_fingerprint_follows_size_and_time(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_file_size_or_time(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     before = fingerprint(manifest_of(tmp_path, "x"))
     time_ns = (tmp_path / "a.parquet").stat().st_mtime_ns
@@ -307,7 +307,7 @@ def test_fingerprint_of_very_many_files_is_short(
     assert fingerprint(manifest_of(tmp_path, "x")) != before
 
 
-def test_any_file_system_of_fsspec_works(tmp_path: Path) -> None:
+def test_parquet_is_read_from_any_fsspec_file_system(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", x=[1.0, 2.0, 3.0])
     memory = fsspec.filesystem("memory")
     memory.pipe("/bucket/data/k=7/a.parquet", (tmp_path / "a.parquet").read_bytes())

@@ -168,7 +168,7 @@ def test_reads_of_any_rows_in_any_sequence_equal_the_files(
                 assert found["text"].row(at).tobytes() == f"<{row}>".encode()
 
 
-def test_every_type_of_column_equals_arrow(tmp_path: Path) -> None:
+def test_every_column_type_gives_the_values_that_arrow_gives(tmp_path: Path) -> None:
     rows = 50
     numbers = np.arange(rows)
     tensor = pa.fixed_shape_tensor(pa.float64(), [2, 3])
@@ -234,7 +234,7 @@ def test_every_type_of_column_equals_arrow(tmp_path: Path) -> None:
         assert [found[name].row(k).tobytes() for k in range(len(wanted))] == [of(i) for i in wanted]
 
 
-def test_bytes_of_a_fixed_number_with_nulls_are_plain_in_parts() -> None:
+def test_slices_of_fixed_size_binary_with_nulls_become_plain_binary() -> None:
     values = pa.array([b"ab", None, b"cd", b"ef", None], pa.binary(2))
     for part in (values, values.slice(2), values.slice(1, 3), values.slice(0, 0)):
         found = plain(part)
@@ -243,7 +243,7 @@ def test_bytes_of_a_fixed_number_with_nulls_are_plain_in_parts() -> None:
 
 
 @pytest.mark.parametrize("order", [None, [0, 1, 2], [2, 0, 1], [1, 2, 0]])
-def test_tensors_have_their_axes_in_the_order_of_their_permutation(order: list[int] | None) -> None:
+def test_tensor_axes_follow_the_permutation_of_the_arrow_type(order: list[int] | None) -> None:
     kind = pa.fixed_shape_tensor(pa.int32(), [2, 3, 4], permutation=order)
     rows = [list(range(24)), None, list(range(24, 48))]
     whole = pa.ExtensionArray.from_storage(kind, pa.array(rows, pa.list_(pa.int32(), 24)))
@@ -258,7 +258,7 @@ def test_tensors_have_their_axes_in_the_order_of_their_permutation(order: list[i
 
 
 @pytest.mark.skipif(not hasattr(pa, "list_view"), reason="this pyarrow has no views")
-def test_views_as_polars_writes_them_are_plain(tmp_path: Path) -> None:
+def test_arrow_view_types_written_by_polars_are_read(tmp_path: Path) -> None:
     words, lists = ["a", "", "a longer word than fits"], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     columns = {
         "words": pa.array(words).cast(pa.string_view()),
@@ -279,7 +279,7 @@ def test_views_as_polars_writes_them_are_plain(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not WRITES_ALL, reason="this pyarrow cannot write them")
-def test_lists_of_a_fixed_length_with_nulls_are_counted(tmp_path: Path) -> None:
+def test_null_rows_of_fixed_size_lists_are_counted(tmp_path: Path) -> None:
     values = pa.array([[1.0, 2.0]] * 300 + [None, [3.0, 4.0]], pa.list_(pa.float32(), 2))
     pq.write_table(pa.table({"x": values}), tmp_path / "a.parquet")
     store, manifest = manifest_of(tmp_path, label_cols=[])
@@ -408,7 +408,7 @@ def bad(folder: Path, **columns: Any) -> tuple[Any, Manifest]:
         ({"x": [[1, 2], [1, None], None, [1, 2]]}, "(array<double>): 2 of 4 rows are null"),
     ],
 )
-def test_error_counts_unusable_values_per_file(
+def test_error_counts_invalid_values_per_file(
     tmp_path: Path, columns: dict[str, Any], expected: str
 ) -> None:
     store, manifest = bad(tmp_path, **columns)
@@ -420,7 +420,7 @@ def test_error_counts_unusable_values_per_file(
     assert expected in str(raised.value)
 
 
-def test_handle_invalid_skips_or_fills(tmp_path: Path) -> None:
+def test_handle_invalid_skips_or_fills_rows_of_parquet_files(tmp_path: Path) -> None:
     values = {"id": list(range(6)), "y": [0.0, None, 2.0, np.nan, 4.0, 5.0]}
     x = [[None, 1.0], [1.0, 1.0], [2.0, np.nan], [3.0, 1.0], None, [5.0, 1.0]]
     arrays = {"x": pa.array(x, pa.list_(pa.float64())), **values}
@@ -461,7 +461,7 @@ def test_nan_is_kept_in_files_read_in_place(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["k"], [[np.nan, 1], [2, np.nan], [3, np.inf]])
 
 
-def test_a_manifest_survives_json(tmp_path: Path) -> None:
+def test_parquet_manifest_survives_json(tmp_path: Path) -> None:
     write(tmp_path / "k=1" / "name=a b", [10], 4)
     _, manifest = manifest_of(tmp_path, feature_cols=["x", "k"])
     again = Manifest.from_json(manifest.to_json())
@@ -492,7 +492,7 @@ print(peak_bytes() - before)
 """
 
 
-def test_memory_is_bounded_whatever_the_size_of_a_row_group(tmp_path: Path) -> None:
+def test_memory_is_bounded_for_any_row_group_size(tmp_path: Path) -> None:
     rows, columns = 2_000_000, 16
     values = np.random.default_rng(0).random(rows, np.float32)
     pq.write_table(

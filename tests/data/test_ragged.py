@@ -56,7 +56,7 @@ def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 # -- in memory ---------------------------------------------------------------------------------------
 
 
-def test_rows_are_taken_sliced_and_padded_like_lists() -> None:
+def test_ragged_rows_are_taken_sliced_and_padded_like_lists() -> None:
     rows = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0]]
     values = ragged(rows, "float32")
     assert listed(values) == rows
@@ -85,7 +85,9 @@ def test_rows_are_taken_sliced_and_padded_like_lists() -> None:
     large=st.booleans(),
 )
 @settings(max_examples=amount(50, 2000), deadline=None)
-def test_lists_of_any_length_equal_arrow(rows: list[list[int]], start: int, large: bool) -> None:
+def test_lists_of_any_length_survive_conversion_from_arrow(
+    rows: list[list[int]], start: int, large: bool
+) -> None:
     kind = pa.large_list(pa.int32()) if large else pa.list_(pa.int32())
     values, found = column_to_numpy(pa.array(rows, kind)[start:], ragged_column("int64"))
     assert found.is_clean
@@ -95,7 +97,7 @@ def test_lists_of_any_length_equal_arrow(rows: list[list[int]], start: int, larg
 
 @given(rows=st.lists(st.binary(max_size=5), max_size=8), start=st.integers(0, 8))
 @settings(max_examples=amount(50, 2000), deadline=None)
-def test_bytes_equal_arrow(rows: list[bytes], start: int) -> None:
+def test_binary_values_survive_conversion_from_arrow(rows: list[bytes], start: int) -> None:
     for kind in (pa.binary(), pa.large_binary()):
         column = Column("b", "binary", "uint8", (-1,), "binary", "float32", has_decoder=True)
         values, found = column_to_numpy(pa.array(rows, kind)[start:], column)
@@ -104,7 +106,7 @@ def test_bytes_equal_arrow(rows: list[bytes], start: int) -> None:
         assert [values.row(i).tobytes() for i in range(len(values))] == rows[start:]
 
 
-def test_nested_lists_have_one_shape_or_are_counted() -> None:
+def test_nested_lists_of_different_shapes_are_counted() -> None:
     kind = pa.list_(pa.list_(pa.float64()))
     fixed = Column("n", "array", "float32", None, "array<array<double>>", "float32")
     good = pa.array([[[9.0]], [[1, 2], [3, 4], [5, 6]], [[6, 5], [4, 3], [2, 1]]], kind)[1:]
@@ -132,7 +134,7 @@ def test_nested_lists_have_one_shape_or_are_counted() -> None:
     assert values.shape == (2, 1, 2, 1)
 
 
-def test_decimals_are_doubles() -> None:
+def test_decimals_are_stored_as_floats() -> None:
     from decimal import Decimal
 
     column = Column("d", "scalar", "float32", (), "decimal(5,2)", "float32")
@@ -142,7 +144,7 @@ def test_decimals_are_doubles() -> None:
     np.testing.assert_array_equal(values, np.float32([1.25, -3.5]))
 
 
-def test_wide_vectors_stay_sparse_in_any_mixture() -> None:
+def test_wide_vectors_stay_sparse_and_narrow_vectors_become_dense() -> None:
     narrow = [dense(0, 2, 0), sparse(3, {0: 5.0, 2: 0.0}), sparse(3, {}), dense(1, 2, 3)]
     column = Column("x", "vector", "float32", None, "vector", "float32", is_sparse=True)
     for start in (0, 1):
@@ -172,7 +174,7 @@ def test_bad_values_of_long_rows_are_counted_by_row() -> None:
     assert found.fractions == 1
 
 
-def test_nulls_and_nan_take_the_value_that_the_user_gave() -> None:
+def test_fill_value_replaces_nulls_and_nan() -> None:
     nan = float("nan")
 
     def filled(array: pa.Array, kind: str, dtype: str, value: float) -> Any:
@@ -195,7 +197,7 @@ def test_nulls_and_nan_take_the_value_that_the_user_gave() -> None:
     assert found.nulls == 1
 
 
-def test_usable_rows_contain_no_null_or_nan() -> None:
+def test_rows_with_null_or_nan_are_not_usable() -> None:
     nan = float("nan")
     column = Column("c", "array", "float32", None, "", "float32")
     lists = pa.array([[1.0], [1.0, None], None, [nan], [], [2.0, 3.0]])
@@ -302,7 +304,7 @@ def check(found: dict[str, Any], rows: dict[str, list[Any]], numbers: list[int])
 @settings(
     max_examples=amount(50, 3000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-def test_every_type_of_row_is_read_back_from_files(
+def test_rows_of_every_type_are_read_back_from_files(
     shared_store: Store, table: dict[str, Any]
 ) -> None:
     manifest, rows = make(shared_store, table)
@@ -335,7 +337,7 @@ TABLE = {
 @pytest.mark.parametrize(
     "options", [{"compression": "snappy"}, {"data_page_size": 16, "write_batch_size": 1}, {}]
 )
-def test_a_rewritten_file_is_decoded(
+def test_file_rewritten_by_another_program_is_decoded(
     shared_store: Store, options: dict[str, Any], tmp_path: Path
 ) -> None:
     store = Store.create(tmp_path / "store")
@@ -372,7 +374,7 @@ def test_files_written_by_sparkhvd_are_read_without_decoding(
         assert len(source.read(["v"])["v"]) == 30_000
 
 
-def test_a_flipped_bit_is_found_or_changes_no_value(tmp_path: Path) -> None:
+def test_flipped_bit_is_detected_or_changes_no_value(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store")
     manifest, rows = make(store, TABLE)
     path = tmp_path / "store" / manifest.files[0].path
@@ -393,7 +395,7 @@ def test_a_flipped_bit_is_found_or_changes_no_value(tmp_path: Path) -> None:
     assert num_found > 30  # most of such a small file is names and numbers that nothing reads
 
 
-def test_a_row_beyond_a_page_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_larger_than_a_page_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparkhvd.data.packed.writer.PAGE_BYTES", 100)
     store = Store.create(tmp_path / "store")
     with pytest.raises(
@@ -402,7 +404,7 @@ def test_a_row_beyond_a_page_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
         make(store, TABLE)
 
 
-def test_data_of_the_first_format_are_read(tmp_path: Path) -> None:
+def test_data_of_the_first_format_version_are_read(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store")
     manifest, _ = make(store, TABLE)
     import json

@@ -42,7 +42,7 @@ def make(store: Store) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["path", "url", "memory"])
-def test_a_folder_gives_all_rows_in_order(tmp_path: Path, kind: str) -> None:
+def test_folder_returns_all_rows_in_order(tmp_path: Path, kind: str) -> None:
     url = {"path": str(tmp_path), "url": tmp_path.as_uri(), "memory": "memory://packed"}[kind]
     folder = make(Store(url))
     found = read_packed(f"{url}/{folder}/")
@@ -50,7 +50,7 @@ def test_a_folder_gives_all_rows_in_order(tmp_path: Path, kind: str) -> None:
     assert found["text"].tolist() == WORDS
 
 
-def test_one_file_gives_its_rows(tmp_path: Path) -> None:
+def test_single_file_returns_its_rows(tmp_path: Path) -> None:
     folder = make(Store(str(tmp_path)))
     found = read_packed(tmp_path / folder / "part-1.parquet")
     np.testing.assert_array_equal(found["x"], np.arange(2, 8).reshape(3, 2))
@@ -78,20 +78,22 @@ def test_files_other_than_packed_files_raise_a_clear_error(tmp_path: Path) -> No
         ("memory://b/k/100%25", "memory://b/k", "100%25"),
     ],
 )
-def test_an_address_is_split_as_a_store_takes_it(given: str, folder: str, name: str) -> None:
+def test_address_is_split_into_folder_and_file_name(given: str, folder: str, name: str) -> None:
     _, mark, query = given.partition("?")
     if not name:  # as os.path.abspath does
         folder, _, name = folder.rpartition("/")
     assert addresses.split(given) == (f"{folder}{mark}{query}", name)
 
 
-def test_a_folder_of_a_name_with_blanks_is_read_by_its_url(tmp_path: Path) -> None:
+def test_folder_with_blanks_in_its_name_is_read_by_url(tmp_path: Path) -> None:
     folder = make(Store.create(tmp_path / "a b"))
     os.rename(tmp_path / "a b" / folder, tmp_path / "a b" / "c d")
     assert read_packed((tmp_path / "a b" / "c d").as_uri())["text"].tolist() == WORDS
 
 
-def test_dbfs_is_a_folder_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dbfs_url_reads_the_local_dbfs_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     make(Store(str(tmp_path)))
     local = addresses._local
     monkeypatch.setattr(addresses, "_local", lambda path, _: local(f"{tmp_path}{path[5:]}", path))
@@ -99,7 +101,7 @@ def test_dbfs_is_a_folder_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.leaks("file systems keep their connections open")
-def test_the_url_of_a_folder_keeps_its_query(s3: S3) -> None:
+def test_folder_url_keeps_the_query_of_its_store(s3: S3) -> None:
     options = s3.options()
     query = "?" + "&".join(f"{k}={options[k]}" for k in ("endpoint_override", "region", "scheme"))
     user = f"{options['access_key']}:{quote(options['secret_key'], safe='')}@"

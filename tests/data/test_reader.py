@@ -130,9 +130,7 @@ def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 @settings(
     max_examples=amount(75, 10_000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-def test_every_row_is_seen_exactly_once_whatever_the_files_and_ranks(
-    shared_store: Store, case: Case
-) -> None:
+def test_every_row_is_read_once_for_any_files_and_ranks(shared_store: Store, case: Case) -> None:
     manifest = make(shared_store, case.rows_per_file, case.group_rows)
 
     def rank(number: int) -> list[Batch]:
@@ -208,7 +206,7 @@ def test_rows_before_the_first_step_are_not_read(store: Store, shuffle: bool) ->
 # -- orders and subsets ------------------------------------------------------------------------------
 
 
-def test_epochs_differ_and_repeat(store: Store) -> None:
+def test_each_epoch_has_its_own_repeatable_order(store: Store) -> None:
     manifest = make(store, [300, 200])
     for shuffle_bytes in (1 << 30, 100 * ROW_BYTES):
         options = {
@@ -243,7 +241,9 @@ def test_plan_predicts_the_rows_of_batches(store: Store) -> None:
 
 
 @pytest.mark.parametrize("shuffle_bytes", [1 << 30, 50 * ROW_BYTES])
-def test_a_fraction_splits_the_same_way_on_every_reader(store: Store, shuffle_bytes: int) -> None:
+def test_validation_fraction_selects_the_same_rows_in_every_reader(
+    store: Store, shuffle_bytes: int
+) -> None:
     manifest = make(store, [300, 200])
     seen: dict[str, list[int]] = {}
     for subset in ("train", "validation"):
@@ -265,7 +265,7 @@ def test_a_fraction_splits_the_same_way_on_every_reader(store: Store, shuffle_by
     assert sorted(seen["train"] + seen["validation"]) == list(range(500))
 
 
-def test_a_validation_column_splits(store: Store) -> None:
+def test_validation_column_splits_rows(store: Store) -> None:
     manifest = make(store, [300, 200], flag=True)
     for subset, expected in (
         ("train", [i for i in range(500) if i % 5]),
@@ -278,7 +278,7 @@ def test_a_validation_column_splits(store: Store) -> None:
             assert set(batches[0].columns) == {"x", "id"}
 
 
-def test_validation_rows_behind_all_others_are_divided_evenly(store: Store) -> None:
+def test_validation_rows_at_the_end_are_divided_evenly_among_ranks(store: Store) -> None:
     manifest, rows = make(store, [60, 40], flag=True), np.arange(80, 100)
     with RowSource(store, manifest) as source:
         division = RowDivision(source.block_edges)
@@ -287,13 +287,13 @@ def test_validation_rows_behind_all_others_are_divided_evenly(store: Store) -> N
     np.testing.assert_array_equal(np.concatenate(parts), rows)
 
 
-def test_drop_last_leaves_out_the_final_step(store: Store) -> None:
+def test_drop_last_omits_an_incomplete_final_step(store: Store) -> None:
     manifest = make(store, [107])
     with Reader(store, manifest, rank=1, size=2, batch_size=10, drop_last=True) as reader:
         assert [b.num_rows for b in epoch_of(reader)] == [10] * 5
 
 
-def test_a_last_step_with_one_row_more_stays_together(store: Store) -> None:
+def test_single_leftover_row_joins_the_last_step(store: Store) -> None:
     manifest = make(store, [103])
     for shuffle_bytes in (1 << 30, 2 * ROW_BYTES):
         with Reader(
@@ -308,7 +308,7 @@ def test_a_last_step_with_one_row_more_stays_together(store: Store) -> None:
             assert [b.num_rows for b in epoch_of(reader)] == [2] * 25 + [3]
 
 
-def test_batches_are_the_callers_own(store: Store) -> None:
+def test_changing_a_batch_does_not_change_later_epochs(store: Store) -> None:
     manifest = make(store, [100])
     with Reader(store, manifest, rank=0, size=1, batch_size=10, shuffle=False) as reader:
         first = list(reader.epoch(0))
@@ -323,7 +323,7 @@ def test_only_named_columns_are_read(store: Store) -> None:
         assert set(next(iter(reader.epoch(0))).columns) == {"id"}
 
 
-def test_the_order_is_described(store: Store) -> None:
+def test_reader_description_names_the_row_order(store: Store) -> None:
     manifest = make(store, [1000])
 
     def described(**options: object) -> str:
@@ -348,7 +348,7 @@ def reader_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "sparkhvd-reader"]
 
 
-def test_an_epoch_that_is_left_ends_its_thread(store: Store) -> None:
+def test_abandoned_epoch_ends_its_reader_thread(store: Store) -> None:
     manifest = make(store, [5000], group_rows=5000)
     with Reader(store, manifest, rank=0, size=1, batch_size=1, prefetch_bytes=1) as reader:
         epoch = reader.epoch(0)
@@ -363,7 +363,7 @@ def test_an_epoch_that_is_left_ends_its_thread(store: Store) -> None:
 
 
 @pytest.mark.parametrize("shuffle_bytes", [1 << 30, 100 * ROW_BYTES])
-def test_an_epoch_prepared_ahead_is_the_same(store: Store, shuffle_bytes: int) -> None:
+def test_epoch_prepared_ahead_has_the_same_batches(store: Store, shuffle_bytes: int) -> None:
     manifest = make(store, [300, 200])
     options: dict[str, Any] = {
         "rank": 1,
@@ -403,7 +403,7 @@ def test_an_epoch_prepared_ahead_is_the_same(store: Store, shuffle_bytes: int) -
         assert ids([first, *batches]) == plain[3][5:]
 
 
-def test_close_ends_a_running_epoch(store: Store) -> None:
+def test_closing_the_reader_ends_a_running_epoch(store: Store) -> None:
     manifest = make(store, [500_000], group_rows=500_000)
     reader = Reader(store, manifest, rank=0, size=1, batch_size=10, prefetch_bytes=1)
     epoch = reader.epoch(0)
@@ -415,7 +415,7 @@ def test_close_ends_a_running_epoch(store: Store) -> None:
     epoch.close()
 
 
-def test_errors_of_the_thread_reach_the_caller_with_their_place(
+def test_reader_thread_errors_reach_the_caller_with_rank_epoch_and_step(
     store: Store, tmp_path: Path
 ) -> None:
     manifest = make(store, [100, 100])
@@ -434,7 +434,7 @@ def test_errors_of_the_thread_reach_the_caller_with_their_place(
 
 @pytest.mark.parametrize("shuffle_bytes", [1 << 30, 20 * ROW_BYTES], ids=["whole", "streamed"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "list"])
-def test_damaged_data_are_an_error_that_names_them(
+def test_error_names_the_damaged_file(
     store: Store, tmp_path: Path, damage: str, shuffle_bytes: int
 ) -> None:
     manifest = make(store, [100, 100])
@@ -468,7 +468,7 @@ def test_damaged_data_are_an_error_that_names_them(
     assert reader_threads() == []
 
 
-def test_a_read_that_never_returns_times_out(
+def test_hanging_read_times_out(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """open() of a pipe without a writer blocks, as on a mount whose server is gone."""
@@ -509,7 +509,7 @@ def test_an_epoch_waits_for_a_slow_read_of_another_epoch(
         assert len(ids(epoch_of(reader, 2))) == 10
 
 
-def test_an_epoch_that_another_one_has_ended_says_so(store: Store) -> None:
+def test_starting_a_second_epoch_makes_the_first_raise(store: Store) -> None:
     manifest = make(store, [5000], group_rows=5000)
     with Reader(store, manifest, rank=0, size=1, batch_size=1, prefetch_bytes=1) as reader:
         first, second = reader.epoch(0), reader.epoch(1)
@@ -521,7 +521,7 @@ def test_an_epoch_that_another_one_has_ended_says_so(store: Store) -> None:
         assert len(list(second)) == 4999
 
 
-def test_memory_is_bounded_when_streaming(store: Store) -> None:
+def test_streaming_reader_uses_bounded_memory(store: Store) -> None:
     rows = 400_000
     manifest = make(store, [rows], group_rows=50_000)
     assert manifest.num_bytes == rows * ROW_BYTES
@@ -560,13 +560,15 @@ def test_memory_is_bounded_when_streaming(store: Store) -> None:
         ),
     ],
 )
-def test_bad_arguments_are_named(store: Store, options: dict[str, object], message: str) -> None:
+def test_error_names_an_invalid_reader_argument(
+    store: Store, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         Reader(store, make(store, [10]), **options)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
-def test_batches_are_in_page_locked_memory_if_asked_for(store: Store) -> None:
+def test_batches_are_in_page_locked_memory_on_request(store: Store) -> None:
     manifest = make(store, [300, 200])
     with Reader(store, manifest, rank=0, size=1, batch_size=16, pin_memory=True) as reader:
         for batch in epoch_of(reader):

@@ -101,7 +101,7 @@ def check(batch: Batch) -> list[int]:
 )
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("shuffle_bytes", [1 << 20, 3000])
-def test_ranks_share_the_rows_of_every_kind(
+def test_ranks_divide_rows_of_every_column_kind(
     tmp_path: Path,
     rows_per_file: list[int],
     group_rows: int,
@@ -137,7 +137,7 @@ def test_ranks_share_the_rows_of_every_kind(
         assert seen == list(range(manifest.num_rows))
 
 
-def test_num_workers_decode_at_the_same_time(tmp_path: Path) -> None:
+def test_num_workers_threads_decode_concurrently(tmp_path: Path) -> None:
     store = Store.create(tmp_path)
     manifest = make(store, [12], 100)
     together = threading.Barrier(3)

@@ -73,7 +73,7 @@ def run(folder: Path, body: str) -> str:
     return done.stdout
 
 
-def test_data_larger_than_memory_are_read(tmp_path: Path) -> None:
+def test_reader_reads_data_larger_than_memory(tmp_path: Path) -> None:
     manifest = make(tmp_path, 800_000, (X,))
     assert manifest.num_bytes > 190 * MEBIBYTE
     # 64 MiB more than the interpreter has: less than a third of the data, and no copy of them fits.
@@ -96,7 +96,7 @@ def test_data_larger_than_memory_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shuffle_bytes", [4 * MEBIBYTE, 1 << 30], ids=["streamed", "in memory"])
 @pytest.mark.parametrize("columns", [(X,), (X, TOKENS)], ids=["fixed", "variable"])
-def test_memory_stays_flat_over_20_epochs(
+def test_reader_memory_does_not_grow_over_20_epochs(
     tmp_path: Path, columns: tuple[Column, ...], shuffle_bytes: int
 ) -> None:
     manifest = make(tmp_path, 100_000, columns)
@@ -121,7 +121,7 @@ def test_memory_stays_flat_over_20_epochs(
     assert median(seen[15:]) - median(seen[2:7]) < 3 * MEBIBYTE, seen
 
 
-def test_windows_take_no_more_than_they_may(tmp_path: Path) -> None:
+def test_shuffle_windows_stay_within_their_memory_limit(tmp_path: Path) -> None:
     """The process keeps freed blocks, so its peak is compared with that of a reader with small windows."""
     make(tmp_path, amount(400_000, 600_000), (X, TOKENS))
 

@@ -50,9 +50,7 @@ class Counted(io.FileIO):
 
 
 @soak("data/test_host_rows: rows that a validation column divides are read once")
-def test_the_ranks_of_a_host_read_data_with_a_validation_column_once(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_host_reads_data_with_validation_column_once(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "store-reads").mkdir()
     store = CountingStore.create(tmp_path / "store")
     columns = [(F.col("id") * (i + 1) % 7).cast("float") for i in range(8)]

@@ -60,7 +60,7 @@ def without_a_key(spark: SparkSession, label: float) -> DataFrame:
     return spark.createDataFrame([(1, label)], "id int, label double").coalesce(1)
 
 
-def test_the_same_plan_is_materialized_once(
+def test_same_spark_plan_is_materialized_once(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def materialized(*_: Any, **__: Any) -> Any:
@@ -91,7 +91,7 @@ def test_data_of_a_table_changed_during_the_write_are_not_reused(
     assert not again.reused
 
 
-def test_another_plan_type_time_zone_or_data_key_is_another_key(spark: SparkSession) -> None:
+def test_cache_key_depends_on_plan_dtype_time_zone_and_data_key(spark: SparkSession) -> None:
     def key(rows: int = 20, model_dtype: str = "float32", data_key: str | None = None) -> str:
         df = numbers(spark, rows)
         found, _ = plan_key(df, schema_of(df, model_dtype), data_key)
@@ -123,7 +123,9 @@ def test_another_plan_type_time_zone_or_data_key_is_another_key(spark: SparkSess
         ),
     ],
 )
-def test_plans_with_inline_rows_have_no_key(spark: SparkSession, rows: str, others: str) -> None:
+def test_plans_with_inline_rows_have_no_cache_key(
+    spark: SparkSession, rows: str, others: str
+) -> None:
     both = [spark.sql(f"SELECT * FROM VALUES {v} AS t(id, c, label)") for v in (rows, others)]
     assert both[0].semanticHash() == both[1].semanticHash()  # otherwise this test shows nothing
     for df in both:
@@ -132,7 +134,7 @@ def test_plans_with_inline_rows_have_no_key(spark: SparkSession, rows: str, othe
         assert "the plan reads LocalRelation" in reason
 
 
-def test_options_of_a_scan_are_part_of_the_key(spark: SparkSession) -> None:
+def test_scan_options_change_the_cache_key(spark: SparkSession) -> None:
     def text() -> str:
         return plan_facts(numbers(spark)).plan
 
@@ -146,7 +148,7 @@ def test_options_of_a_scan_are_part_of_the_key(spark: SparkSession) -> None:
     assert text() == before
 
 
-def test_columns_truncated_in_spark_output_are_part_of_the_key(spark: SparkSession) -> None:
+def test_columns_truncated_in_printed_plan_change_the_cache_key(spark: SparkSession) -> None:
     def text(value: float) -> str:
         many = [F.col("id").alias(f"c{i}") for i in range(30)]
         return plan_facts(spark.range(2).select(*many, F.lit(value).alias("last"))).plan
@@ -201,7 +203,7 @@ def source(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str
         ),
     ],
 )
-def test_plans_of_other_rows_have_other_facts(
+def test_plans_that_give_different_rows_have_different_keys(
     spark: SparkSession, source: str, make: Any, one: Any, other: Any
 ) -> None:
     def text(value: Any) -> str:
@@ -214,7 +216,7 @@ def test_plans_of_other_rows_have_other_facts(
     assert text(other) != first
 
 
-def test_options_of_file_formats_are_part_of_the_plan(spark: SparkSession, tmp_path: Path) -> None:
+def test_file_format_options_change_the_cache_key(spark: SparkSession, tmp_path: Path) -> None:
     path = str(tmp_path / "source")
     spark.range(3).selectExpr("id", "id + 1").write.csv(path)
     schemas = ("a int, b int", "b int, a int", "a int, b string")
@@ -225,7 +227,7 @@ def test_options_of_file_formats_are_part_of_the_plan(spark: SparkSession, tmp_p
     assert plan_facts(scanned(spark, path, schemas[0])).plan == plan_facts(frames[0]).plan
 
 
-def test_the_ansi_mode_of_an_expression_is_part_of_the_plan(spark: SparkSession) -> None:
+def test_ansi_mode_of_an_expression_changes_the_cache_key(spark: SparkSession) -> None:
     def text() -> str:
         df = spark.range(3).selectExpr("cast(cast(id as string) as int) as a")
         spark.conf.unset("spark.sql.ansi.enabled")
@@ -238,9 +240,7 @@ def test_the_ansi_mode_of_an_expression_is_part_of_the_plan(spark: SparkSession)
     assert len(found) == 2
 
 
-def test_values_of_partitions_in_a_catalog_are_part_of_the_plan(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_catalog_partition_values_change_the_cache_key(spark: SparkSession, tmp_path: Path) -> None:
     path = tmp_path / "part"
     numbers(spark, 3).write.parquet(str(path))
     found = set()
@@ -262,7 +262,7 @@ def labels(store: Store, data: PreparedData) -> list[float]:
     return sorted(read_packed(store.full_url(data.data_dir))["label"].tolist())
 
 
-def test_a_source_is_read_again_only_if_it_changed(
+def test_source_is_read_again_only_after_a_change(
     spark: SparkSession, store: Store, tmp_path: Path
 ) -> None:
     path, root = str(tmp_path / "source"), tmp_path / "store"
@@ -337,7 +337,9 @@ def test_a_file_rewritten_in_place_is_read_again(
     assert (labels(store, first), labels(store, again)) == ([1, 1], [2, 2])
 
 
-def test_a_cached_source_is_its_cache(spark: SparkSession, store: Store, tmp_path: Path) -> None:
+def test_cached_dataframe_is_prepared_from_its_cached_rows(
+    spark: SparkSession, store: Store, tmp_path: Path
+) -> None:
     path = str(tmp_path / "source")
     numbers(spark, 3).write.parquet(path)
     held = spark.read.parquet(path).cache()
@@ -372,7 +374,7 @@ def by_python(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     yield from batches
 
 
-def test_functions_of_spark_ml_are_part_of_the_plan(spark: SparkSession, store: Store) -> None:
+def test_spark_ml_functions_change_the_cache_key(spark: SparkSession, store: Store) -> None:
     columns = vector_to_array(array_to_vector(F.array("label")))
     df = numbers(spark).select("id", columns.getItem(0).alias("label"))
     assert not prepared(df, store).reused
@@ -417,7 +419,9 @@ def test_functions_of_spark_ml_are_part_of_the_plan(spark: SparkSession, store: 
         ),
     ],
 )
-def test_data_that_no_plan_identifies_have_no_key(spark: SparkSession, make: Any, why: str) -> None:
+def test_data_from_unidentifiable_plans_have_no_cache_key(
+    spark: SparkSession, make: Any, why: str
+) -> None:
     df = make(spark)
     key, reason = plan_key(df, schema_of(df), None)
     assert key is None
@@ -425,7 +429,7 @@ def test_data_that_no_plan_identifies_have_no_key(spark: SparkSession, make: Any
     assert "data_key= would tell" in reason
 
 
-def test_data_without_a_key_are_reused_by_a_data_key_only(
+def test_data_without_cache_key_are_reused_only_by_data_key(
     spark: SparkSession, store: Store
 ) -> None:
     df = without_a_key(spark, 2.0)
@@ -437,7 +441,7 @@ def test_data_without_a_key_are_reused_by_a_data_key_only(
     assert prepared(df, store, data_key="mine").reused
 
 
-def test_data_without_a_key_are_shared_in_a_scope_and_go_with_it(
+def test_data_without_cache_key_are_shared_only_within_a_scope(
     spark: SparkSession, store: Store
 ) -> None:
     df, other = without_a_key(spark, 2.0), without_a_key(spark, 3.0)
@@ -460,7 +464,7 @@ def test_data_without_a_key_are_shared_in_a_scope_and_go_with_it(
     store.delete(kept.data_dir)
 
 
-def test_fits_at_the_same_time_materialize_once(spark: SparkSession, store: Store) -> None:
+def test_concurrent_fits_materialize_data_once(spark: SparkSession, store: Store) -> None:
     outcomes = run_threads([lambda: prepared(numbers(spark), store)] * 3)
     assert sorted(o.reused for o in outcomes) == [False, True, True]
 
@@ -476,7 +480,7 @@ def test_release_deletes_all_but_kept_data(spark: SparkSession, store: Store) ->
     assert store.clean() == [kept.data_dir]
 
 
-def test_live_data_of_another_application_are_left_alone(spark: SparkSession, store: Store) -> None:
+def test_release_deletes_no_data_of_another_application(spark: SparkSession, store: Store) -> None:
     first = prepared(numbers(spark), store, app_id="one")
     second = prepared(numbers(spark), store, app_id="two")
     assert not second.reused
@@ -485,7 +489,7 @@ def test_live_data_of_another_application_are_left_alone(spark: SparkSession, st
     assert store.exists(first.data_dir)
 
 
-def test_owners_silent_for_a_day_are_swept(spark: SparkSession, store: Store) -> None:
+def test_data_with_leases_older_than_a_day_are_deleted(spark: SparkSession, store: Store) -> None:
     now = time.time()
     write_lease(store, "data/k/silent", Lease("silent", now - LEASE_S - 10))
     write_lease(store, "data/k/alive", Lease("alive", now - LEASE_S + 100))
@@ -508,7 +512,7 @@ def test_a_lease_is_renewed_every_hour(spark: SparkSession, store: Store) -> Non
     assert after.renewed == before.renewed + 4000
 
 
-def test_unusable_data_leave_no_files(spark: SparkSession, store: Store) -> None:
+def test_data_with_invalid_values_leave_no_files(spark: SparkSession, store: Store) -> None:
     df = spark.range(5).select("id", F.lit(None).cast("double").alias("label"))
     with pytest.raises(InvalidArgumentError, match="5 of 5 rows are null"):
         prepared(df, store)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.pure
     start=st.integers(0, 10_000),
 )
 @settings(max_examples=amount(300), deadline=None)
-def test_every_row_once_and_equal_steps(
+def test_ranks_read_each_row_once_in_equal_step_counts(
     num_rows: int,
     size: int,
     batch_size: int,
@@ -76,7 +76,7 @@ def test_every_row_once_and_equal_steps(
     shuffle=st.booleans(),
 )
 @settings(max_examples=amount(150), deadline=None)
-def test_ranks_together_read_the_batches_of_one_process(
+def test_ranks_together_form_the_global_batches_of_one_process(
     num_rows: int, size: int, batch_size: int, shuffle: bool
 ) -> None:
     options = {"seed": 3, "epoch": 2, "shuffle": shuffle}
@@ -88,7 +88,7 @@ def test_ranks_together_read_the_batches_of_one_process(
         np.testing.assert_array_equal(together, batch_rows(one, 0, step))
 
 
-def test_one_row_is_no_step_of_its_own() -> None:
+def test_single_leftover_row_joins_the_last_step() -> None:
     def last(num_rows: int, **options: bool) -> tuple[int, tuple[int, ...]]:
         plan = epoch_plan(num_rows, size=2, batch_size=8, **options)
         return plan.num_steps, plan.rows_per_rank(plan.num_steps - 1)
@@ -102,7 +102,9 @@ def test_one_row_is_no_step_of_its_own() -> None:
 
 @given(size=st.integers(1, 12), batch_size=st.integers(1, 40), data=st.data())
 @settings(max_examples=amount(300), deadline=None)
-def test_a_final_step_is_level(size: int, batch_size: int, data: st.DataObject) -> None:
+def test_final_step_divides_rows_evenly_among_ranks(
+    size: int, batch_size: int, data: st.DataObject
+) -> None:
     num_rows = data.draw(st.integers(1, size * batch_size))
     counts = level(num_rows, size, batch_size)
     assert sum(counts) == num_rows
@@ -126,32 +128,32 @@ def test_a_final_step_is_level(size: int, batch_size: int, data: st.DataObject) 
         (9, 4, 8, (3, 2, 2, 2)),
     ],
 )
-def test_level_in_examples(
+def test_final_step_rows_per_rank_match_examples(
     num_rows: int, size: int, batch_size: int, expected: tuple[int, ...]
 ) -> None:
     assert level(num_rows, size, batch_size) == expected
 
 
-def test_drop_last_leaves_out_the_final_global_batch() -> None:
+def test_drop_last_omits_an_incomplete_final_global_batch() -> None:
     plan = epoch_plan(107, size=2, batch_size=10, drop_last=True)
     assert (plan.num_steps, plan.num_rows) == (5, 100)
     assert len(np.unique(np.concatenate([rank_rows(plan, r) for r in range(2)]))) == 100
     assert epoch_plan(19, size=2, batch_size=10, drop_last=True).num_steps == 0
 
 
-def test_file_order_slices_each_global_batch_in_memory() -> None:
+def test_unshuffled_global_batches_in_memory_are_sliced_among_ranks() -> None:
     plan = epoch_plan(10, size=2, batch_size=2, shuffle=False)
     assert [batch_rows(plan, r, 1).tolist() for r in range(2)] == [[4, 5], [6, 7]]
     assert [rank_rows(plan, r).tolist() for r in range(2)] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7]]
 
 
-def test_file_order_is_one_contiguous_shard_per_rank_beyond_memory() -> None:
+def test_unshuffled_data_beyond_memory_give_each_rank_a_contiguous_shard() -> None:
     plan = epoch_plan(10, size=2, batch_size=2, shuffle=False, window_rows=4)
     assert [rank_rows(plan, r).tolist() for r in range(2)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
     assert [len(w.row_numbers()) for w in plan.windows(0)] == [4, 2]
 
 
-def test_blocks_let_each_rank_read_its_part_only() -> None:
+def test_each_rank_reads_only_its_part_of_the_blocks() -> None:
     plan = epoch_plan(10_000, size=4, batch_size=10, seed=1, window_rows=500, block_rows=50)
     for rank in range(4):
         blocks = {int(b) for w in plan.windows(rank) for b in np.unique(w.row_numbers() // 50)}
@@ -162,7 +164,7 @@ def test_blocks_let_each_rank_read_its_part_only() -> None:
     assert len(np.unique(batch_rows(plan, 0, 0) // 50)) > 3
 
 
-def test_order_depends_only_on_seed_and_epoch() -> None:
+def test_row_order_depends_only_on_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return rank_rows(epoch_plan(100, size=1, batch_size=7, seed=seed, epoch=epoch), 0).tolist()
 
@@ -172,7 +174,7 @@ def test_order_depends_only_on_seed_and_epoch() -> None:
     assert order(0, 0)[:8] == [75, 88, 27, 62, 65, 17, 56, 96]
 
 
-def test_permutation_is_uniform() -> None:
+def test_row_permutation_is_uniform() -> None:
     first = [rank_rows(epoch_plan(10, size=1, batch_size=10, epoch=e), 0)[0] for e in range(5000)]
     counts = np.bincount(first, minlength=10)
     assert (abs(counts - 500) < 5 * np.sqrt(450)).all()
@@ -180,7 +182,7 @@ def test_permutation_is_uniform() -> None:
 
 @given(num_rows=st.integers(0, 500), fraction=st.floats(0, 0.99), seed=st.integers(0, 9))
 @settings(max_examples=amount(100), deadline=None)
-def test_split_takes_every_row_once(num_rows: int, fraction: float, seed: int) -> None:
+def test_validation_split_takes_every_row_once(num_rows: int, fraction: float, seed: int) -> None:
     if num_rows == 1 and fraction > 0:
         return
     train, held_out = split_validation(num_rows, fraction, seed)
@@ -192,19 +194,19 @@ def test_split_takes_every_row_once(num_rows: int, fraction: float, seed: int) -
         assert abs(len(held_out) - fraction * num_rows) <= 1
 
 
-def test_split_of_one_row_is_an_error() -> None:
+def test_validation_split_of_one_row_raises() -> None:
     with pytest.raises(InvalidArgumentError, match="the data have 1 row, which cannot be split"):
         split_validation(1, 0.5, 0)
 
 
-def test_plan_refuses_invalid_arguments() -> None:
+def test_epoch_plan_refuses_invalid_arguments() -> None:
     with pytest.raises(InvalidArgumentError, match="both must be at least 1"):
         epoch_plan(10, size=0, batch_size=1)
     with pytest.raises(InvalidArgumentError, match="Step 5 does not exist: the epoch has 5 steps"):
         epoch_plan(10, size=1, batch_size=2).rows_per_rank(5)
 
 
-def test_cuts_keep_the_last_step_together() -> None:
+def test_window_cuts_do_not_divide_the_last_step() -> None:
     assert cuts(10, 4, 2) == [(0, 4), (4, 8), (8, 10)]
     assert cuts(7, 2, 3) == [(0, 2), (2, 4), (4, 7)]
     assert cuts(0, 4, 0) == []
@@ -212,7 +214,7 @@ def test_cuts_keep_the_last_step_together() -> None:
 
 @given(st.data())
 @settings(max_examples=amount(60), deadline=None)
-def test_stages_of_other_sizes_use_every_row_once(data: st.DataObject) -> None:
+def test_every_row_is_read_once_although_ranks_and_batch_size_change(data: st.DataObject) -> None:
     """Ranks and batch sizes may change at any step of an epoch that exceeds the memory."""
     num_rows, window = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 80))
     options = {

@@ -65,7 +65,7 @@ def check(features: list[str], **options: Any) -> DataSchema:
         ("vector", "vector", "float32", "float32"),
     ],
 )
-def test_every_supported_type_has_its_storage(
+def test_every_spark_type_maps_to_a_stored_and_a_tensor_dtype(
     name: str, kind: str, stored: str, tensor: str
 ) -> None:
     column = check([name]).features[0]
@@ -76,13 +76,13 @@ def test_every_supported_type_has_its_storage(
 @pytest.mark.parametrize(
     ("model", "stored"), [("float64", "float64"), ("float16", "float16"), ("bfloat16", "float32")]
 )
-def test_floats_follow_the_model(model: str, stored: str) -> None:
+def test_float_columns_take_the_dtype_of_the_model(model: str, stored: str) -> None:
     column = check(["double"], model_dtype=model).features[0]
     assert (column.dtype, column.tensor_dtype) == (stored, model)
 
 
 @pytest.mark.parametrize("model", ["float32", "bfloat16", "float64"])
-def test_numbers_keep_their_types_for_a_function_of_rows(model: str) -> None:
+def test_numbers_keep_their_spark_types_for_transformation_functions(model: str) -> None:
     names = {
         **{"flag": "bool", "byte": "int8", "short": "int16", "int": "int32", "long": "int64"},
         **{"float": "float32", "double": "float64", "price": "float64", "ints": "int32"},
@@ -119,7 +119,7 @@ def test_dtypes_can_be_overridden_by_name_or_position() -> None:
     assert check(["int"], label_dtypes={"label": "float64"}).labels[0].dtype == "float64"
 
 
-def test_error_of_a_missing_column_lists_similar_and_all_names() -> None:
+def test_missing_column_error_lists_similar_and_all_names() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         check(["vectr"])
     assert str(caught.value) == (
@@ -130,7 +130,7 @@ def test_error_of_a_missing_column_lists_similar_and_all_names() -> None:
         check(["VECTOR"])
 
 
-def test_missing_column_of_a_default_name_says_how_to_give_or_make_it() -> None:
+def test_missing_default_column_error_explains_how_to_name_or_create_it() -> None:
     with pytest.raises(InvalidArgumentError, match=r"does not have. Give feature_cols=\[...\], or"):
         check(["features"])
     columns = T.StructType([T.StructField("x", T.DoubleType())])
@@ -138,7 +138,7 @@ def test_missing_column_of_a_default_name_says_how_to_give_or_make_it() -> None:
         check_schema(columns, feature_cols=["x"], label_cols=["label"])
 
 
-def test_a_field_of_a_struct_names_the_select_that_makes_it_a_column() -> None:
+def test_struct_field_error_shows_the_select_that_creates_a_column() -> None:
     inner = T.StructType([T.StructField("a", T.DoubleType())])
     schema = T.StructType([T.StructField("s", inner), T.StructField("y", T.DoubleType())])
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_a_field_of_a_struct_names_the_select_that_makes_it_a_column() -> None:
         ("names", "array<string>", "An array must hold numbers, or arrays of numbers."),
     ],
 )
-def test_unsupported_type_is_named_with_a_remedy(name: str, source: str, remedy: str) -> None:
+def test_error_names_an_unsupported_type_and_a_remedy(name: str, source: str, remedy: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         check(["double", name])
     message = str(caught.value)
@@ -170,7 +170,7 @@ def test_unsupported_type_is_named_with_a_remedy(name: str, source: str, remedy:
     assert remedy in message
 
 
-def test_a_feature_may_be_a_label_if_both_are_stored_alike() -> None:
+def test_column_may_be_feature_and_label_with_equal_storage() -> None:
     schema = check(["label", "double"])
     assert [c.name for c in schema.features] == ["label", "double"]
     assert schema.labels == (schema.features[0],)
@@ -183,7 +183,7 @@ def test_a_feature_may_be_a_label_if_both_are_stored_alike() -> None:
         check(["label"], label_dtypes={"label": "float64"})
 
 
-def test_a_column_has_one_role() -> None:
+def test_column_with_two_roles_raises() -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"'int' is given as feature_cols\[0\] and as feature_cols\[1\]"
     ):
@@ -192,7 +192,7 @@ def test_a_column_has_one_role() -> None:
         check(["double"], sample_weight_col="double")
 
 
-def test_duplicate_column_of_the_dataframe_is_ambiguous() -> None:
+def test_selected_column_with_duplicate_name_raises() -> None:
     twice = T.StructType([*SCHEMA.fields, T.StructField("int", T.LongType())])
     with pytest.raises(InvalidArgumentError, match="'int', which the DataFrame has 2 times"):
         check_schema(twice, feature_cols=["int"], label_cols=["label"])
@@ -225,7 +225,7 @@ def test_validation_fraction_is_checked(fraction: Any) -> None:
     assert check(["vector"], validation=0.2).validation is None
 
 
-def test_dtype_overrides_must_fit_the_columns() -> None:
+def test_invalid_dtype_overrides_raise() -> None:
     with pytest.raises(InvalidArgumentError, match="feature_dtypes names column 'nope'"):
         check(["int"], feature_dtypes={"nope": "float32"})
     with pytest.raises(InvalidArgumentError, match="a list of 1 entries"):
@@ -234,7 +234,7 @@ def test_dtype_overrides_must_fit_the_columns() -> None:
         check(["int"], feature_dtypes={"int": "complex64"})
 
 
-def test_dtype_name_takes_text_torch_and_numpy() -> None:
+def test_dtype_name_accepts_text_torch_and_numpy_dtypes() -> None:
     assert dtype_name("double") == dtype_name(torch.float64) == dtype_name(np.float64) == "float64"
     assert dtype_name(torch.bfloat16) == "bfloat16"
 
@@ -254,7 +254,7 @@ def test_schema_survives_json_and_pickle() -> None:
         schema.column("nope")
 
 
-def test_decimals_and_nested_arrays_are_numbers() -> None:
+def test_decimals_and_nested_arrays_become_float_columns() -> None:
     columns = check(["price", "prices", "nested"]).features
     assert [(c.kind, c.dtype) for c in columns] == [
         ("scalar", "float32"),
@@ -263,7 +263,7 @@ def test_decimals_and_nested_arrays_are_numbers() -> None:
     ]
 
 
-def test_functions_make_room_for_rows_that_differ() -> None:
+def test_decoders_and_collate_functions_allow_rows_of_different_shapes() -> None:
     given = check(
         ["raw", "text", "ints", "nested"],
         decoders=["raw", "text", "nested"],
@@ -295,7 +295,7 @@ def test_functions_make_room_for_rows_that_differ() -> None:
         ),
         (
             {"decoders": ["double"]},
-            "decoders names column 'double' of type double. It takes columns of binary, string and arrays of numbers.",
+            "decoders names column 'double' of type double. It takes only binary columns, string columns and arrays of numbers.",
         ),
         (
             {"decoders": ["text"], "sparse_cols": ["text"]},
@@ -338,7 +338,7 @@ def test_functions_make_room_for_rows_that_differ() -> None:
         ),
         (
             {"handle_invalid": {"double": math.nan}},
-            "handle_invalid fills column 'double' of type double with nan, and NaN is itself replaced.",
+            "handle_invalid fills column 'double' of type double with nan, but handle_invalid also replaces NaN.",
         ),
         (
             {"handle_invalid": {"double": 1e300}},
@@ -371,13 +371,15 @@ def test_functions_make_room_for_rows_that_differ() -> None:
         ),
     ],
 )
-def test_params_by_column_are_checked(options: dict[str, Any], message: str) -> None:
+def test_invalid_params_by_column_raise_a_clear_error(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         check(["double", "text"], **options)
     assert str(caught.value).startswith(message)
 
 
-def test_handle_invalid_differs_by_column() -> None:
+def test_handle_invalid_can_differ_by_column() -> None:
     columns = check(["double", "int"], handle_invalid={"int": 3, "label": "skip"}).columns
     assert [c.invalid for c in columns] == [("error",), ("fill", 3), ("skip",)]
     for value in (1e300, math.inf, True, 0):
@@ -405,7 +407,7 @@ def test_nan_is_kept_only_in_float_columns() -> None:
     assert [c.invalid for c in raw.columns] == [("keep",), ("error",)]
 
 
-def test_errors_of_prepare_name_its_own_arguments(tmp_path: Path) -> None:
+def test_errors_of_prepare_name_arguments_of_prepare(tmp_path: Path) -> None:
     df: Any = SimpleNamespace(columns=list(FIELDS), schema=SCHEMA, sparkSession=None)
     says = "column 'text' is of type string, which cannot become a tensor. Name it in decoded="
     with pytest.raises(InvalidArgumentError, match=says):

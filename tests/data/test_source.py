@@ -45,7 +45,7 @@ def test_parquet_is_read_in_place_and_only_a_manifest_is_written(tmp_path: Path)
         assert rows.read(["x"])["x"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_validation_source_has_a_folder_and_a_key_of_its_own(tmp_path: Path) -> None:
+def test_validation_source_has_a_separate_folder_and_key(tmp_path: Path) -> None:
     target = Target(Store(str(tmp_path)), "runs/a", data_key="mine")
     beside = replace(target, role="validation")
     assert (target.manifest_dir, target.key) == ("runs/a/data", "mine")
@@ -53,7 +53,7 @@ def test_a_validation_source_has_a_folder_and_a_key_of_its_own(tmp_path: Path) -
     assert replace(beside, data_key=None).key is None
 
 
-def test_validation_rows_come_from_a_source_or_a_split(tmp_path: Path) -> None:
+def test_validation_exists_with_a_source_or_a_nonzero_split(tmp_path: Path) -> None:
     source = parquet(tmp_path / "data")
     assert not FitSources(source).has_validation
     assert not FitSources(source, split=0.0).has_validation
@@ -73,7 +73,7 @@ def test_validation_rows_come_from_a_source_or_a_split(tmp_path: Path) -> None:
         (None, None, 101, "the 100 training rows are fewer than"),
     ],
 )
-def test_a_split_leaves_rows_to_train_and_to_validate(
+def test_split_without_training_or_validation_rows_raises(
     tmp_path: Path, marked: int | None, split: float | str | None, full_step: int, message: str
 ) -> None:
     source = parquet(tmp_path / "data")

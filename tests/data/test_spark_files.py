@@ -22,7 +22,7 @@ pytestmark = pytest.mark.pure
         (bytes(50) + b"\n" * 2 + bytes(50), b"\0"),
     ],
 )
-def test_rows_are_bounded_and_whole(
+def test_file_is_cut_into_bounded_rows_that_join_unchanged(
     data: bytes, separator: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spark_files, "CHUNK_BYTES", 8)

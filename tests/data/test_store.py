@@ -43,7 +43,7 @@ def any_store(request: pytest.FixtureRequest) -> Store:
     return found
 
 
-def test_create_makes_an_empty_folder(tmp_path: Path) -> None:
+def test_store_create_makes_an_empty_folder(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path / "a" / "b"))
     assert (tmp_path / "a" / "b").is_dir()
     assert os.listdir(tmp_path / "a" / "b") == []
@@ -51,14 +51,14 @@ def test_create_makes_an_empty_folder(tmp_path: Path) -> None:
     assert store.local_path("runs/1/x") == f"{tmp_path}/a/b/runs/1/x"
 
 
-def test_create_takes_path_and_file_url_as_the_same_store(tmp_path: Path) -> None:
+def test_store_create_accepts_path_and_file_url_as_the_same_store(tmp_path: Path) -> None:
     by_path = Store.create(tmp_path / "with space")
     by_url = Store.create(f"file://{tmp_path}/with%20space/")
     assert by_path == by_url
     assert hash(by_path) == hash(by_url)
 
 
-def test_create_refuses_a_relative_path() -> None:
+def test_store_create_refuses_a_relative_path() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create("some/where")
     assert str(caught.value) == (
@@ -67,23 +67,23 @@ def test_create_refuses_a_relative_path() -> None:
     )
 
 
-def test_create_refuses_an_unknown_scheme() -> None:
+def test_store_create_refuses_an_unknown_scheme() -> None:
     with pytest.raises(InvalidArgumentError, match=r"unknown scheme 'gopher'\. Known are absolute"):
         Store.create("gopher://host/path")
 
 
 @pytest.mark.parametrize("given", ["", "  ", "/", "file://host/path", "s3:bucket"])
-def test_create_refuses_paths_that_name_no_folder(given: str) -> None:
+def test_store_create_refuses_paths_that_name_no_folder(given: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"Store\.create"):
         Store.create(given)
 
 
-def test_create_refuses_dbfs_outside_databricks() -> None:
+def test_store_create_refuses_dbfs_outside_databricks() -> None:
     with pytest.raises(InvalidArgumentError, match="there is no /dbfs here"):
         Store.create("dbfs:/store")
 
 
-def test_create_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_store_create_refuses_an_unwritable_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create(tmp_path / "file" / "store")
@@ -91,7 +91,7 @@ def test_create_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     assert "Give a folder that this user may write" in str(caught.value)
 
 
-def test_errors_and_repr_hide_secrets() -> None:
+def test_store_errors_and_repr_hide_secrets() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create("gopher://user:secret@host/path?key=secret")
     assert "secret" not in str(caught.value)
@@ -99,7 +99,7 @@ def test_errors_and_repr_hide_secrets() -> None:
     assert repr(store) == "Store('s3://bucket/prefix', storage_options=<hidden>)"
 
 
-def test_written_bytes_are_read_back(any_store: Store) -> None:
+def test_store_reads_back_written_bytes(any_store: Store) -> None:
     assert not any_store.exists("runs/1/a")
     any_store.write_bytes("runs/1/a", b"one")
     any_store.write_bytes("runs/1/a", b"two")
@@ -115,7 +115,7 @@ def test_reading_a_missing_file_raises(any_store: Store) -> None:
         any_store.read_bytes("runs/none")
 
 
-def test_list_and_delete(any_store: Store) -> None:
+def test_store_lists_and_deletes_paths(any_store: Store) -> None:
     assert any_store.list("runs") == []
     for path in ("runs/1/a", "runs/1/deep/b", "runs/2/c"):
         any_store.write_bytes(path, b"x")
@@ -141,7 +141,7 @@ def test_deleting_the_whole_store_is_refused(store: Store, path: str) -> None:
     assert store.read_bytes("runs/a") == b"kept"
 
 
-def test_a_file_appears_whole_or_not_at_all(store: Store, tmp_path: Path) -> None:
+def test_file_is_visible_only_after_a_complete_write(store: Store, tmp_path: Path) -> None:
     store.write_bytes("runs/a", b"old")
     with pytest.raises(RuntimeError, match="midway"), store.open_output("runs/a") as sink:  # noqa: PT012
         sink.write(b"half")
@@ -199,7 +199,7 @@ def test_error_names_a_file_that_could_not_be_moved_back(tmp_path: Path) -> None
     assert (tmp_path / "temporary-older").read_bytes() == b"old"
 
 
-def test_readers_never_see_a_mixture_while_writers_race(store: Store) -> None:
+def test_concurrent_writers_never_show_readers_mixed_content(store: Store) -> None:
     size = 1 << 16
     stop = threading.Event()
     store.write_bytes("runs/a", b"0" * size)
@@ -236,7 +236,7 @@ def test_deleting_a_missing_path_succeeds(any_store: Store) -> None:
     assert any_store.list("runs", recursive=True) == ["runs/1/a"]
 
 
-def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
+def test_delete_if_empty_keeps_a_folder_with_files(any_store: Store) -> None:
     any_store.write_bytes("data/k/a", b"x")
     any_store.delete_if_empty("data/k")
     any_store.delete_if_empty("data/none")
@@ -246,7 +246,7 @@ def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
     assert any_store.list("data") == []
 
 
-def test_concurrent_owners_of_one_key_lose_no_lease(store: Store) -> None:
+def test_concurrent_owners_of_one_data_key_lose_no_lease(store: Store) -> None:
     """An owner deletes its folder, and the key's folder if it is empty, while another owner begins there."""
     rounds, ended, lost = 300, threading.Event(), []
 
@@ -275,7 +275,7 @@ def test_concurrent_owners_of_one_key_lose_no_lease(store: Store) -> None:
     assert lost == []
 
 
-def test_foreign_files_in_the_data_folder_are_tolerated(any_store: Store) -> None:
+def test_unknown_files_in_the_data_folder_are_ignored(any_store: Store) -> None:
     any_store.write_bytes("data/.DS_Store", b"x")
     any_store.write_bytes("data/k/README", b"x")
     any_store.write_bytes(
@@ -298,7 +298,7 @@ def test_data_without_a_lease_expire_after_a_day_without_changes(store: Store) -
     assert store.clean(now=now + LEASE_S + 60) == ["data/k/cut off"]
 
 
-def test_a_store_that_fails_in_any_way_keeps_no_other_from_release(
+def test_failing_store_does_not_prevent_release_of_other_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(Store):
@@ -333,7 +333,7 @@ def test_leases_are_renewed_while_data_are_written(
 
 
 @pytest.mark.parametrize("name", ["a b", "x#y", "100%", "what?", "%41"])
-def test_a_folder_of_any_name_is_a_store_of_its_own(store: Store, name: str) -> None:
+def test_folder_with_any_name_can_be_a_store(store: Store, name: str) -> None:
     store.write_bytes(f"{name}/deep/file", b"x")
     below = store.below(name).below("deep")
     assert below.read_bytes("file") == b"x"
@@ -341,7 +341,7 @@ def test_a_folder_of_any_name_is_a_store_of_its_own(store: Store, name: str) -> 
     assert Store("s3://bucket/p?region=r").below(name)._place.address.root == f"bucket/p/{name}"
 
 
-def test_a_driver_of_fsspec_gets_no_name_that_ends_a_url(memory_store: Store) -> None:
+def test_fsspec_store_refuses_folder_names_with_url_delimiters(memory_store: Store) -> None:
     with pytest.raises(InvalidArgumentError, match="a URL of memory cannot"):
         memory_store.below("x#y")
 
@@ -362,7 +362,7 @@ def test_only_empty_folders_created_by_this_store_are_removed(tmp_path: Path) ->
     assert os.listdir(tmp_path / "a") == ["of another"]
 
 
-def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_default_store_is_readable_only_by_its_user(tmp_path: Path) -> None:
     for _ in range(2):
         list(remote.make_private(Store(str(tmp_path / "a" / "b"))))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
@@ -383,7 +383,7 @@ def as_user(number: int) -> Iterator[None]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_data_hidden_from_a_user_do_not_stop_other_work() -> None:
+def test_unreadable_data_of_other_users_cause_no_error() -> None:
     old = time.time() - 2 * LEASE_S
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -437,7 +437,7 @@ def test_clean_deletes_kept_and_abandoned_data_only(store: Store) -> None:
     assert store.exists("models/abc")
 
 
-def test_a_new_store_is_private_and_an_existing_store_keeps_its_permissions(tmp_path: Path) -> None:
+def test_new_store_is_private_and_existing_store_keeps_permissions(tmp_path: Path) -> None:
     Store.create(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     (tmp_path / "shared").mkdir(mode=0o755)

@@ -38,7 +38,7 @@ QUOTED = "sw0rdfish%2F%2B%3D"
 
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.usefixtures("mounts")
-def test_a_store_works_on_a_mount_without_append_or_seek(tmp_path: Path, renames: bool) -> None:
+def test_store_works_on_a_mount_without_append_or_seek(tmp_path: Path, renames: bool) -> None:
     with sequential_mount(tmp_path / "folder", tmp_path / "mount", renames=renames) as mount:
         for mode in ("ab", "r+b"):
             (mount / "probe").write_bytes(b"x")
@@ -72,7 +72,7 @@ def test_a_store_works_on_a_mount_without_append_or_seek(tmp_path: Path, renames
         ]
 
 
-def test_databricks_folders_are_written_in_one_pass() -> None:
+def test_databricks_folders_are_recognized_as_sequential_only() -> None:
     assert addresses.is_sequential("/Volumes/main/default/volume/store")
     assert addresses.is_sequential("/dbfs/store")
     assert not addresses.is_sequential("/")
@@ -81,7 +81,7 @@ def test_databricks_folders_are_written_in_one_pass() -> None:
 @pytest.mark.parametrize(
     "given", ["/Volumes/no/such/volume/store", "dbfs:/Volumes/no/such/volume/store"]
 )
-def test_create_does_not_create_a_databricks_volume(given: str) -> None:
+def test_store_create_does_not_create_a_databricks_volume(given: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create(given)
     assert str(caught.value) == (
@@ -96,7 +96,7 @@ def test_create_does_not_create_a_databricks_volume(given: str) -> None:
 
 
 @pytest.mark.usefixtures("mounts")
-def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+def test_error_names_a_full_store_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
     import torch
 
     with tmpfs(tmp_path / "small", 1 << 20) as place:
@@ -246,11 +246,11 @@ def test_an_unquoted_password_is_refused_and_hidden(scheme: str, password: str) 
         ),
     ],
 )
-def test_options_are_read_from_a_url(url: str, said: dict[str, object]) -> None:
+def test_store_options_are_read_from_the_url(url: str, said: dict[str, object]) -> None:
     assert addresses.url_options(url.partition(":")[0], url) == said
 
 
-def test_every_call_names_an_unreachable_server() -> None:
+def test_every_store_call_names_an_unreachable_server() -> None:
     store = Store("ftp://localhost:1/p")
     calls = (store.list, store.files, lambda: store.exists("a"), lambda: store.delete("a"))
     for call in (*calls, lambda: store.delete_unfinished("a"), store.data_directories):
@@ -258,7 +258,7 @@ def test_every_call_names_an_unreachable_server() -> None:
             call()
 
 
-def test_urls_with_a_port_or_an_at_sign_are_taken() -> None:
+def test_store_accepts_urls_with_port_or_at_sign() -> None:
     for url in (
         "ftp://host:21/p",
         "s3://bucket/a@b",
@@ -267,12 +267,12 @@ def test_urls_with_a_port_or_an_at_sign_are_taken() -> None:
         assert Store(url).url == url
 
 
-def test_a_secret_that_starts_with_another_is_hidden_completely() -> None:
+def test_secret_that_begins_with_another_secret_is_hidden_completely() -> None:
     options = {f"key{i}": "AKIAKEY" + "rest-of-it" * i for i in range(8)}
     assert Store("s3://bucket/p", options).hide("sent AKIAKEY" + "rest-of-it" * 7) == "sent ***"
 
 
-def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
+def test_errors_of_missing_files_and_of_tasks_hide_secrets() -> None:
     store = Store("memory://place", {"password": SECRET})
     for raised in (FileNotFoundError(f"no {SECRET}"), NotADirectoryError(SECRET)):
         with pytest.raises(type(raised)) as caught, store._place.explained("read", "a"):
@@ -307,7 +307,7 @@ def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
         RemoteStore(store, Task()).exists("a")
 
 
-def test_no_param_shows_a_password() -> None:
+def test_store_param_shows_no_password() -> None:
     estimator = TorchEstimator(store=f"ftp://user:{QUOTED}@host/p")
     assert "sw0rdfish" not in estimator.explainParams() + str(
         Archive().encode("store", estimator.getStore())
@@ -315,7 +315,7 @@ def test_no_param_shows_a_password() -> None:
     assert TorchEstimator(store="/a/path").getStore() == "/a/path"
 
 
-def test_an_error_with_a_secret_is_not_chained() -> None:
+def test_error_of_unreachable_store_hides_its_password() -> None:
     url = f"ftp://user:{QUOTED}@localhost:1/p"
     with pytest.raises(InvalidArgumentError) as caught:
         Store.create(url)

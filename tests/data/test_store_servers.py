@@ -43,7 +43,7 @@ def served(
         yield Store.create(f"local://{tmp_path_factory.mktemp('fsspec')}/deep/store")
 
 
-def test_a_served_store_reads_writes_lists_and_deletes(served: Store) -> None:
+def test_remote_store_reads_writes_lists_and_deletes(served: Store) -> None:
     assert SECRET not in served.url
     assert served.list("runs") == []
     assert not served.exists("runs/1/a")
@@ -65,7 +65,7 @@ def test_a_served_store_reads_writes_lists_and_deletes(served: Store) -> None:
     assert served.list("runs", recursive=True) == []
 
 
-def test_an_aborted_writer_neither_publishes_nor_deletes_files(
+def test_aborted_writer_neither_publishes_nor_deletes_files(
     served: Store,
 ) -> None:
     with pytest.raises(KeyboardInterrupt), served.open_output("models/a") as sink:  # noqa: PT012
@@ -88,7 +88,7 @@ def test_an_aborted_writer_neither_publishes_nor_deletes_files(
     assert served.list("models", recursive=True) == ["models/a"]
 
 
-def test_an_interrupted_upload_is_whole(s3: S3) -> None:
+def test_interrupted_upload_is_completed(s3: S3) -> None:
     """pyarrow cannot abort the upload of an object, so an interrupted upload is completed."""
 
     class Interrupted(io.BytesIO):
@@ -107,7 +107,7 @@ def test_an_interrupted_upload_is_whole(s3: S3) -> None:
     assert store.read_bytes("a") == data
 
 
-def test_options_and_url_parameters_combine(s3: S3) -> None:
+def test_store_options_and_url_parameters_combine(s3: S3) -> None:
     given = {name: quote(str(value), safe="") for name, value in s3.options().items()}
     query = f"endpoint_override={given['endpoint_override']}&scheme={given['scheme']}"
     url = f"s3://{given['access_key']}:{given['secret_key']}@bucket/url?{query}"
@@ -115,7 +115,7 @@ def test_options_and_url_parameters_combine(s3: S3) -> None:
     assert Store.create("s3://bucket/url", **s3.options()).read_bytes("a") == b"x"
 
 
-def test_ordinary_parquet_is_read_from_a_served_store(served: Store) -> None:
+def test_ordinary_parquet_is_read_from_a_remote_store(served: Store) -> None:
     for day in range(2):
         table = pa.table({"id": np.arange(day * 1000, (day + 1) * 1000)})
         with served.open_output(f"table/day={day}/part.parquet") as sink:
@@ -159,7 +159,7 @@ def test_rows_and_checkpoints_are_read_back_from_a_remote_store(served: Store) -
     assert served.runs() == ()
 
 
-def test_error_names_a_gone_server_without_its_key(s3: S3) -> None:
+def test_error_names_a_stopped_server_without_its_key(s3: S3) -> None:
     with cable(s3.port) as line:
         store = Store.create("s3://bucket/gone", **s3.options(line.port))
         store.write_bytes("runs/r/a", b"x")

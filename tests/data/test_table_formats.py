@@ -68,7 +68,7 @@ def delta_rows(folder: Path, columns: list[str], version: int | None = None) -> 
 # -- Delta -------------------------------------------------------------------------------------------
 
 
-def test_every_version_of_a_delta_table(tmp_path: Path) -> None:
+def test_every_version_of_a_delta_table_has_deltalake_rows(tmp_path: Path) -> None:
     folder = tmp_path / "a table"
     deltalake.write_deltalake(folder, rows(0, 30), partition_by=["p"])
     deltalake.write_deltalake(folder, rows(30, 10), mode="append")
@@ -90,7 +90,7 @@ def test_every_version_of_a_delta_table(tmp_path: Path) -> None:
     assert rows_of(folder, ["id"], as_of=moment) == delta_rows(folder, ["id"], 1)
 
 
-def test_as_of_goes_by_the_commits_and_not_by_the_times_of_files(tmp_path: Path) -> None:
+def test_as_of_uses_commit_times_instead_of_file_times(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     for part in range(4):
         deltalake.write_deltalake(folder, rows(part, 1), mode="append")
@@ -176,7 +176,7 @@ def test_out_of_range_filter_values_skip_no_delta_file(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "u", ["id"], where="p IS NOT NULL") == [(2.0,)]
 
 
-def test_digests_distinguish_tables_by_their_rows(tmp_path: Path) -> None:
+def test_digests_differ_for_tables_with_different_rows(tmp_path: Path) -> None:
     found = set()
     for number in (1, 2, 3):
         deltalake.write_deltalake(tmp_path / f"{number}", every_type(number))
@@ -238,7 +238,7 @@ def mapped_table(folder: Path, mode: str, features: list[str] | None = None) -> 
     )
 
 
-def test_deletion_vectors_and_column_mapping_of_delta(tmp_path: Path) -> None:
+def test_delta_deletion_vectors_and_column_mapping_are_applied(tmp_path: Path) -> None:
     mapped_table(tmp_path / "t", "name")
     columns = ["x", "my y", "p", "new"]
     found = rows_of(tmp_path / "t", columns)
@@ -259,7 +259,7 @@ def test_error_names_an_unsupported_table_feature(tmp_path: Path) -> None:
         rows_of(tmp_path / "u", ["x"])
 
 
-def test_vacuumed_versions_and_missing_tables(tmp_path: Path) -> None:
+def test_vacuumed_versions_and_missing_tables_raise_a_clear_error(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     deltalake.write_deltalake(folder, rows(0, 10))
     deltalake.write_deltalake(folder, rows(10, 10), mode="overwrite")
@@ -283,7 +283,7 @@ def test_vacuumed_versions_and_missing_tables(tmp_path: Path) -> None:
         rows_of(folder / "sub", ["id"])
 
 
-def test_a_missing_library_is_named_with_its_extra(
+def test_error_names_the_pip_extra_of_a_missing_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deltalake.write_deltalake(tmp_path / "t", rows(0, 3))
@@ -316,7 +316,7 @@ def iceberg_rows(table: Any, columns: list[str], **scan: Any) -> list[tables.Row
 
 
 @pytest.mark.parametrize("version", ["1", "2"])
-def test_every_snapshot_of_an_iceberg_table(catalog: Any, version: str) -> None:
+def test_every_iceberg_snapshot_has_pyiceberg_rows(catalog: Any, version: str) -> None:
     from pyiceberg.transforms import BucketTransform, IdentityTransform
     from pyiceberg.types import LongType
 
@@ -368,7 +368,7 @@ def test_out_of_range_filter_values_skip_no_iceberg_file(catalog: Any) -> None:
         assert found == kept, where
 
 
-def test_the_newest_version_has_the_columns_of_the_table(catalog: Any) -> None:
+def test_newest_iceberg_version_uses_the_current_columns(catalog: Any) -> None:
     from pyiceberg.types import DoubleType
 
     table = catalog.create_table(
@@ -398,7 +398,7 @@ def test_the_newest_version_has_the_columns_of_the_table(catalog: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "puffin"])
-def test_position_deletes_and_deletion_vectors_of_iceberg(catalog: Any, kind: str) -> None:
+def test_iceberg_position_deletes_and_deletion_vectors_are_applied(catalog: Any, kind: str) -> None:
     table = catalog.create_table("db.t", schema=rows(0, 1).schema)
     table.append(rows(0, 1000))
     table.append(rows(1000, 10))
@@ -414,7 +414,7 @@ def test_position_deletes_and_deletion_vectors_of_iceberg(catalog: Any, kind: st
     assert rows_of(state, columns, where="id >= 1000") == [r for r in expected if r[0] >= 1000]
 
 
-def test_equality_deletes_are_an_error_before_any_row(catalog: Any) -> None:
+def test_iceberg_equality_deletes_raise_before_rows_are_read(catalog: Any) -> None:
     table = catalog.create_table("db.t", schema=rows(0, 1).schema)
     table.append(rows(0, 10))
     state = tables.iceberg_deletes(table.metadata_location, {"any": [1]}, "equality")
@@ -422,7 +422,7 @@ def test_equality_deletes_are_an_error_before_any_row(catalog: Any) -> None:
         rows_of(state, ["id"])
 
 
-def test_messages_of_iceberg(catalog: Any, tmp_path: Path) -> None:
+def test_wrong_iceberg_arguments_raise_a_clear_error(catalog: Any, tmp_path: Path) -> None:
     table = catalog.create_table("db.t", schema=rows(0, 1).schema)
     with pytest.raises(InvalidArgumentError, match="the table has no snapshot and so no rows"):
         rows_of("db.t", ["id"], catalog=catalog)
@@ -459,14 +459,16 @@ def test_messages_of_iceberg(catalog: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(amount(2, 800)))
-def test_every_version_of_a_random_history(tmp_path: Path, seed: int) -> None:
+def test_every_version_of_a_random_table_history_is_read_right(tmp_path: Path, seed: int) -> None:
     assert tables.random_history(seed, tmp_path, steps=5).num_checked >= 10
 
 
 # -- incremental, and over ranks ---------------------------------------------------------------------
 
 
-def test_only_new_files_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_footers_of_new_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, store = tmp_path / "t", Store.create(tmp_path / "store")
     for part in range(20):
         deltalake.write_deltalake(folder, rows(100 * part, 100), mode="append")
@@ -504,7 +506,7 @@ def test_only_new_files_are_read_again(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_together_read_every_live_row_once(tmp_path: Path, ranks: int) -> None:
+def test_ranks_together_read_every_undeleted_row_once(tmp_path: Path, ranks: int) -> None:
     mapped_table(tmp_path / "t", "id")
     dataset, schema = tables.dataset_of(tmp_path / "t", ["x"])
     manifest = read_manifest(dataset, schema)
@@ -519,7 +521,7 @@ def test_ranks_together_read_every_live_row_once(tmp_path: Path, ranks: int) -> 
     assert sorted(seen) == sorted(row[0] for row in delta_rows(tmp_path / "t", ["x"]))
 
 
-def test_known_files_that_were_deleted_raise(tmp_path: Path) -> None:
+def test_vacuumed_files_with_known_footers_raise(tmp_path: Path) -> None:
     folder, store = tmp_path / "t", Store.create(tmp_path / "store")
     deltalake.write_deltalake(folder, rows(0, 10))
     deltalake.write_deltalake(folder, rows(10, 10), mode="append")
@@ -542,7 +544,7 @@ def recipe_of(table: TableVersion, losses: tuple[float, ...] = ()) -> recipes.Re
 
 
 @pytest.mark.parametrize("key", ["", "\n", "00" * 31, "00" * 33, "zz" * 32])
-def test_a_key_that_is_none_opens_no_recipe(tmp_path: Path, key: str) -> None:
+def test_missing_or_malformed_key_opens_no_recipe(tmp_path: Path, key: str) -> None:
     run = Store.create(tmp_path / "run")
     facts = {"format": 1, **asdict(recipe_of(TableVersion("delta", "t", "t", "u", 1)))}
     run.write_bytes(recipes.PARAMS_NAME, b"")
@@ -566,7 +568,7 @@ class Trained:
         return self._module
 
 
-def test_digests_of_tensors_of_any_layout() -> None:
+def test_equal_tensors_of_any_layout_have_equal_digests() -> None:
     one, two = torch.eye(2), torch.eye(2) * 2
     dense = torch.ones(2, dtype=torch.complex64)
     for make in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc):
@@ -584,7 +586,9 @@ def test_digests_of_tensors_of_any_layout() -> None:
     )
 
 
-def test_a_finished_fit_survives_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_succeeds_although_its_recipe_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*args: Any, **options: Any) -> str:
         raise OSError("the disk is full")
 
@@ -616,7 +620,7 @@ class Fitter:
         return Trained(torch.nn.Identity())
 
 
-def test_reproduce_looks_for_the_same_table_before_the_fit(
+def test_reproduce_refuses_another_table_before_the_fit(
     tmp_path: Path, catalog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reproduced(table: TableVersion, **options: Any) -> int:
@@ -653,14 +657,14 @@ def test_reproduce_looks_for_the_same_table_before_the_fit(
         ("db.t", {"type": "sql", "uri": "postgresql+x://u:SECRET@h/db", "name": "c"}),
     ],
 )
-def test_no_message_holds_a_secret(table: str, catalog: Any) -> None:
+def test_table_errors_contain_no_secret(table: str, catalog: Any) -> None:
     with pytest.raises(InvalidArgumentError) as found:
         rows_of(table, ["id"], catalog=catalog)
     assert found.value.__suppress_context__
     assert "SECRET" not in "".join(traceback.format_exception(found.value))
 
 
-def test_the_location_of_a_metadata_file_has_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_location_is_passed_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     from pyiceberg.table import StaticTable
 
     def fails(location: str, properties: dict[str, str]) -> None:
@@ -675,7 +679,7 @@ def test_the_location_of_a_metadata_file_has_no_user(monkeypatch: pytest.MonkeyP
     assert found.value.__suppress_context__
 
 
-def test_places_of_files() -> None:
+def test_common_root_of_iceberg_files_is_found() -> None:
     root = iceberg._common_root
     assert root(["s3://b/t/a.parquet", "s3a://b/t/p/b.parquet"]) == (
         "s3://b/t",
@@ -693,7 +697,7 @@ def test_places_of_files() -> None:
         root(["s3://b/a.parquet", "s3://c/a.parquet"])
 
 
-def test_odd_folders_and_deletion_vectors_of_other_files(
+def test_special_folder_names_work_and_foreign_deletion_vectors_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("qu?ery", "a+b", "sp ace"):
@@ -740,7 +744,7 @@ def typed_table(folder: Path, kind: str, *parts: pa.Table) -> None:
     tables.write_delta_log(folder, 0, {"protocol": protocol}, {"metaData": metadata}, *adds)
 
 
-def test_timestamps_of_int96_and_widened_columns(tmp_path: Path) -> None:
+def test_int96_timestamps_are_filtered_and_widened_columns_raise(tmp_path: Path) -> None:
     moments = [datetime(year, 1, 1) for year in (1, 2020, 9999)]  # noqa: DTZ001 - UTC in the table
     part = pa.table({"x": [1.0, 2.0, 3.0], "c": pa.array(moments, pa.timestamp("us"))})
     typed_table(tmp_path / "t", "timestamp", part)
@@ -756,7 +760,7 @@ def test_timestamps_of_int96_and_widened_columns(tmp_path: Path) -> None:
         rows_of(tmp_path / "u", ["x", "c"])
 
 
-def test_an_unplanned_filter_reads_every_file(
+def test_filter_that_pyiceberg_cannot_plan_reads_every_file(
     catalog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pyiceberg.table import DataScan
@@ -777,7 +781,7 @@ def test_an_unplanned_filter_reads_every_file(
 # -- filters and masks -------------------------------------------------------------------------------
 
 
-def test_a_filter_has_the_meaning_of_sql() -> None:
+def test_filters_select_rows_like_sql() -> None:
     table = pa.table(
         {
             "a": pa.array([1, 2, None, 4], pa.int32()),
@@ -810,7 +814,7 @@ def test_a_filter_has_the_meaning_of_sql() -> None:
     )
 
 
-def test_files_with_nan_are_left_out_only_as_their_rows_are(tmp_path: Path) -> None:
+def test_files_with_nan_are_skipped_only_if_no_row_matches(tmp_path: Path) -> None:
     for part in ([1.0, np.nan], [1.0, 1.0], [3.0, np.nan], [np.nan, np.nan]):
         values = pa.table({"x": part, "id": [len(part)] * 2})
         deltalake.write_deltalake(tmp_path / "t", values, mode="append")
@@ -829,7 +833,7 @@ def test_files_with_nan_are_left_out_only_as_their_rows_are(tmp_path: Path) -> N
         assert [row[0] for row in rows_of(tmp_path / "u", ["id"], where=where)] == ids, where
 
 
-def test_large_filters() -> None:
+def test_filters_with_thousands_of_values_work_and_more_raise() -> None:
     table = pa.table({"x": pa.array([1, None, 9_999, 20_000])})
 
     def kept(where: Any) -> list[Any]:
@@ -846,7 +850,7 @@ def test_large_filters() -> None:
     assert values.filter(found.expression).num_rows == 2
 
 
-def test_a_filter_reads_back_from_its_text() -> None:
+def test_filter_survives_conversion_to_text() -> None:
     deep = "x = 1"
     for _ in range(30):
         deep = f"y = 2 AND (z = 3 OR NOT ({deep}))"
@@ -886,7 +890,7 @@ def test_malformed_filters_are_refused(where: Any) -> None:
         filters.parse("(" * 500 + "a = 1" + ")" * 500)
 
 
-def test_masks_of_rows_are_bounded() -> None:
+def test_row_masks_of_wrong_size_are_refused() -> None:
     mask = np.random.default_rng(0).random(1003) < 0.3
     text = packed_rows(mask)
     assert (unpacked_rows(text, 1003) == mask).all()

@@ -48,7 +48,7 @@ def threads(tmp_path_factory: pytest.TempPathFactory) -> None:
     tables.start_threads(tmp_path_factory.mktemp("threads"))
 
 
-def test_a_killed_fit_leaves_footers_that_the_next_one_can_use(tmp_path: Path) -> None:
+def test_next_fit_uses_footers_of_a_killed_fit(tmp_path: Path) -> None:
     folder, store = tmp_path / "t", Store.create(tmp_path / "store")
     chance = random.Random(5)
 
@@ -85,7 +85,9 @@ def test_a_killed_fit_leaves_footers_that_the_next_one_can_use(tmp_path: Path) -
 
 @soak("data/test_table_formats")
 @pytest.mark.parametrize("seed", range(10_000, 10_200))
-def test_a_random_history_in_a_process_of_its_own(tmp_path: Path, seed: int) -> None:
+def test_random_table_history_is_read_right_in_a_separate_process(
+    tmp_path: Path, seed: int
+) -> None:
     command = [sys.executable, "-c", HISTORY, str(seed), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]

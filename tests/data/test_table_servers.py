@@ -32,7 +32,7 @@ def rows(first: int, count: int) -> pa.Table:
     return pa.table({"id": ids, "x": ids * 0.5, "p": [f"p {i % 3}" for i in ids.tolist()]})
 
 
-def test_a_delta_table_on_s3(s3: S3, tmp_path: Path) -> None:
+def test_delta_table_on_s3_is_read(s3: S3, tmp_path: Path) -> None:
     url = f"s3://bucket/delta-{time.monotonic_ns()}/a table"
     given = storage.for_delta(url, s3.options())
     assert given["AWS_ALLOW_HTTP"] == "true"
@@ -54,7 +54,7 @@ def test_a_delta_table_on_s3(s3: S3, tmp_path: Path) -> None:
         rows_of(url, ["id"], storage_options={**s3.options(), "background_writes": True})
 
 
-def test_an_iceberg_table_on_s3(s3: S3, tmp_path: Path) -> None:
+def test_iceberg_table_on_s3_is_read(s3: S3, tmp_path: Path) -> None:
     from pyiceberg.catalog import load_catalog
 
     warehouse = f"s3://bucket/iceberg-{time.monotonic_ns()}"
@@ -124,7 +124,7 @@ def rest(tmp_path: Path) -> Iterator[tuple[str, Any]]:
     catalog.close()
 
 
-def test_a_table_of_a_rest_catalog(rest: tuple[str, Any]) -> None:
+def test_table_of_a_rest_catalog_is_read(rest: tuple[str, Any]) -> None:
     uri, catalog = rest
     table = catalog.create_table("db.t", schema=rows(0, 1).schema)
     table.append(rows(0, 30))

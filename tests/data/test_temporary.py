@@ -47,7 +47,7 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, place
 
 
-def test_folders_of_killed_processes_are_swept_and_no_others(
+def test_only_temporary_folders_of_ended_processes_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed, living, ended, kept = (start(tmp_path) for _ in range(4))

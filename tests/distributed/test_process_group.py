@@ -54,12 +54,12 @@ def ours() -> set[str]:
     return {name for kind in kinds for name in vars(kind)}
 
 
-def test_every_attribute_of_torchs_groups_is_ours_or_has_a_reason_not_to_be() -> None:
+def test_every_torch_process_group_attribute_is_ours_or_has_a_reason() -> None:
     wanted = names_of(c10d.ProcessGroup) - OF_THE_OBJECT - set(TORCHS_ANSWER)
     assert wanted - ours() == set()
 
 
-def test_every_attribute_of_torchs_backends_is_ours_or_has_a_reason_not_to_be() -> None:
+def test_every_torch_backend_attribute_is_ours_or_has_a_reason() -> None:
     wanted = names_of(c10d.Backend) - OF_THE_OBJECT - set(TORCHS_ANSWER) - OF_BACKENDS
     assert wanted - ours() == set()
 
@@ -74,12 +74,12 @@ def keywords(name: str) -> list[list[str]]:
 METHODS = sorted(name for name in ours() & names_of(c10d.ProcessGroup) if keywords(name))
 
 
-def test_torch_documents_its_methods() -> None:
+def test_method_list_from_torch_docstrings_contains_known_methods() -> None:
     assert {"allreduce", "all_gather_single", "split_group", "send"} <= set(METHODS)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_take_the_keywords_that_torch_gives(name: str) -> None:
+def test_group_methods_accept_the_keywords_of_torch(name: str) -> None:
     for form in keywords(name):
         words = [word for word in form if not word.startswith("arg")]
         if name not in FORMS:
@@ -90,6 +90,6 @@ def test_methods_take_the_keywords_that_torch_gives(name: str) -> None:
         assert set(words) <= known | {"opts", *FORMS[name].rest}
 
 
-def test_new_groups_take_keywords_of_later_versions() -> None:
+def test_new_group_accepts_unknown_keywords() -> None:
     kinds = [each.kind for each in inspect.signature(Group.new_group).parameters.values()]
     assert inspect.Parameter.VAR_KEYWORD in kinds

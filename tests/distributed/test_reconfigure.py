@@ -130,7 +130,7 @@ def test_ranks_leave_rejoin_and_change_their_order(job: Job, kind: str, tmp_path
     job.all("destroy")
 
 
-def test_a_late_process_joins_and_groups_split_and_merge(job: Job) -> None:
+def test_late_process_joins_and_groups_split_and_merge(job: Job) -> None:
     job.start(size=2)  # as the first two know it
     job.join([0, 1])
     job.join([0, 1, 2])
@@ -155,7 +155,7 @@ def test_a_late_process_joins_and_groups_split_and_merge(job: Job) -> None:
     job.check([0, 1, 2])
 
 
-def test_before_the_first_reconfigure_and_wrong_calls(job: Job, tmp_path: Path) -> None:
+def test_calls_before_reconfigure_and_wrong_handles_raise(job: Job, tmp_path: Path) -> None:
     job.start()
     assert job.all("numbers") == [[0, 3], [1, 3], [2, 3]]
     assert job.all("error") == ["SUCCESS"] * 3
@@ -179,7 +179,7 @@ def test_before_the_first_reconfigure_and_wrong_calls(job: Job, tmp_path: Path) 
     assert all("enable_reconfigure=True" in error for error in errors)
 
 
-def test_a_used_number_is_refused_on_every_rank_and_a_new_one_works(job: Job) -> None:
+def test_reused_uuid_is_refused_on_every_rank(job: Job) -> None:
     job.start()
     job.join([0, 1, 2])
     before = job.all("numbers")
@@ -193,7 +193,7 @@ def test_a_used_number_is_refused_on_every_rank_and_a_new_one_works(job: Job) ->
     job.join([0, 1])
 
 
-def test_former_ranks_stay_if_a_new_one_does_not_come(job: Job) -> None:
+def test_group_stays_unchanged_if_a_new_rank_does_not_arrive(job: Job) -> None:
     job.start()
     job.join([0, 1])
     began = time.monotonic()
@@ -208,7 +208,7 @@ def test_former_ranks_stay_if_a_new_one_does_not_come(job: Job) -> None:
     job.join([0, 1, 2])
 
 
-def test_a_killed_rank_a_pending_operation_and_an_abort(job: Job) -> None:
+def test_pending_operations_end_after_a_kill_or_an_abort(job: Job) -> None:
     job.start()
     job.join([0, 1, 2])
     job.some([0, 1], "pending")
@@ -226,7 +226,7 @@ def test_a_killed_rank_a_pending_operation_and_an_abort(job: Job) -> None:
     job.join([1, 0])
 
 
-def test_subgroups_and_groups_of_gloo_follow(job: Job) -> None:
+def test_subgroups_and_gloo_groups_can_be_created_after_reconfigure(job: Job) -> None:
     job.start(backend="cpu:gloo,cuda:sparkhvd")
     job.join([0, 1, 2])
     job.join([2, 0])
@@ -293,7 +293,7 @@ def test_ddp_continues_after_losing_a_rank_anywhere_in_a_step(job: Job, hook: st
         job.some(who, "step", same)
 
 
-def test_no_error_of_a_backward_pass_is_lost(job: Job) -> None:
+def test_every_backward_error_reaches_the_caller(job: Job) -> None:
     job.start()
     job.join([0, 1, 2])
     job.all("wrap_with_hooks")
@@ -305,7 +305,7 @@ def test_no_error_of_a_backward_pass_is_lost(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", [4], indirect=True)
-def test_hsdp_continues_without_a_replica_and_names_lost_shards(job: Job) -> None:
+def test_hsdp_continues_without_one_replica_and_names_lost_shards(job: Job) -> None:
     job.start()
     job.join([0, 1, 2, 3])
     job.all("shard")
@@ -328,7 +328,7 @@ def test_hsdp_continues_without_a_replica_and_names_lost_shards(job: Job) -> Non
     assert "rank 1" in answer["text"]
 
 
-def test_many_changes_leave_no_memory_descriptor_or_thread(job: Job) -> None:
+def test_repeated_reconfigure_leaks_no_memory_descriptor_or_thread(job: Job) -> None:
     job.start()
     times = amount(60, 1000)
     job.all("reconfigure_often", [(1000, 30, job.handles)] * 3)
@@ -342,7 +342,9 @@ def test_many_changes_leave_no_memory_descriptor_or_thread(job: Job) -> None:
 
 
 @pytest.mark.parametrize("seed", range(amount(4, 200)))
-def test_random_histories_have_right_sums(seed: int, fork_server: ForkServer, store: Any) -> None:
+def test_sums_are_right_after_random_membership_changes(
+    seed: int, fork_server: ForkServer, store: Any
+) -> None:
     """Processes are killed, stopped, joined, split and merged in random order, and every group must add up."""
     draw = random.Random(seed)
     with rank_processes(_TARGET, 5, with_engine=False, server=fork_server) as processes:
@@ -391,7 +393,7 @@ def _split(job: Job, parts: list[list[int]]) -> None:
 
 
 @soak("DDP, the store and losses: tests above; the loader's places: data/test_loader")
-def test_the_program_of_the_page_uses_each_row_once_without_a_killed_rank(tmp_path: Path) -> None:
+def test_page_program_uses_each_row_once_after_losing_a_rank(tmp_path: Path) -> None:
     printed = run_program("reconfigure", tmp_path, 6001)
     assert sorted(line.split(":")[0] for line in printed) == ["rank 0 of 2", "rank 1 of 2"]
     assert len({line.split(":")[1] for line in printed}) == 1

@@ -15,7 +15,7 @@ from tests.harness.soak import soak
 pytestmark = pytest.mark.processes
 
 
-def test_ranks_meet_through_a_file_share_hvds_engine_and_learn_of_a_death_in_backward(
+def test_ranks_of_a_file_store_detect_a_death_in_backward(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-m", "tests.distributed.script", str(tmp_path)]
@@ -27,7 +27,7 @@ def test_ranks_meet_through_a_file_share_hvds_engine_and_learn_of_a_death_in_bac
 
 
 @soak("a death in backward, here; a stopped rank: engine/test_faults")
-def test_ctrl_c_and_a_stopped_rank_end_backward_under_torchrun(tmp_path: Path) -> None:
+def test_ctrl_c_or_a_stopped_rank_ends_backward_under_torchrun(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
         *("-m", "tests.distributed.script"),

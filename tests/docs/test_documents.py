@@ -38,7 +38,7 @@ def anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", DOCUMENTS)
-def test_links_to_headings_lead_somewhere(page: str) -> None:
+def test_links_to_headings_have_a_target(page: str) -> None:
     broken = []
     for _, link, anchor in LINK.findall(prose(page)):
         if anchor and "://" not in link:
@@ -78,7 +78,7 @@ def exists(name: str) -> bool:
     return depth == len(parts) or (depth > 0 and parts[depth] in names(file_of(parts[:depth])))
 
 
-def test_names_of_the_package_exist() -> None:
+def test_package_names_on_pages_exist() -> None:
     # Not the conf spark.sparkhvd.*, paths, or a word after the package's name at the end of a sentence.
     pattern = re.compile(r"(?<![\w./-])sparkhvd(?:\.[A-Za-z_]\w*)+")
     named = {
@@ -89,7 +89,7 @@ def test_names_of_the_package_exist() -> None:
     assert len(named) > 40
 
 
-def test_the_navigation_has_every_page() -> None:
+def test_site_navigation_has_every_page() -> None:
     text = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
     listed = [origin(page) for page in re.findall(r": (\S+\.md)$", text, re.MULTILINE)]
     assert len(set(listed)) == len(listed)
@@ -97,7 +97,7 @@ def test_the_navigation_has_every_page() -> None:
     assert set(listed) == set(DOCUMENTS) - tables
 
 
-def test_links_out_of_the_docs_folder_lead_to_copies_in_the_site() -> None:
+def test_links_to_files_outside_docs_lead_to_copies_in_the_site() -> None:
     text = "[a](../examples/digits.py) [b](results) [c](inputs.md#groups) ![d](x.svg)\n```\n[e](../x)\n```\n"
     assert moved("docs/inputs.md", text) == (
         "[a](source/examples/digits.py) [b](results/README.md) [c](inputs.md#groups) ![d](x.svg)\n"
@@ -127,7 +127,7 @@ def test_pyspark_is_an_optional_dependency() -> None:
         assert "\npip install '.[spark]'" in (ROOT / page).read_text()
 
 
-def test_versions_agree() -> None:
+def test_versions_in_documents_agree() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     sections = re.findall(r"^## \[([^\]]+)\]", changelog, re.MULTILINE)
     assert __version__ in sections

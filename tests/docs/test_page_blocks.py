@@ -60,7 +60,7 @@ def sparkhvd_names(text: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
-def test_blocks_compile_and_refer_to_existing_names(page: str) -> None:
+def test_code_blocks_compile_and_refer_to_existing_names(page: str) -> None:
     for block in python_blocks(page):
         compile(block.text, f"{page}:{block.line}", "exec")
         for module, name in sparkhvd_names(block.text):
@@ -75,7 +75,7 @@ def calls(block: Block, names: set[str]) -> Iterator[ast.Call]:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
-def test_params_and_arguments_in_blocks_exist(page: str) -> None:
+def test_params_and_arguments_in_code_blocks_exist(page: str) -> None:
     import sparkhvd.torch as hvd
     from sparkhvd import TorchEstimator, run, run_local
 
@@ -103,12 +103,12 @@ def test_params_and_arguments_in_blocks_exist(page: str) -> None:
                 assert given <= arguments, f"{page}:{block.line}: {given - arguments}"
 
 
-def test_blocks_that_do_not_run_say_why() -> None:
+def test_code_blocks_that_do_not_run_give_a_reason() -> None:
     found = {(page, block.not_run) for page in PAGES for block in blocks(page) if block.not_run}
     assert found == NOT_RUN
 
 
-def test_every_block_has_a_language_that_is_checked() -> None:
+def test_every_code_block_has_a_checked_language() -> None:
     other = {
         (page, block.line, block.language)
         for page in PAGES
@@ -121,7 +121,7 @@ def test_every_block_has_a_language_that_is_checked() -> None:
         assert text.count("```") == 2 * len(blocks(page)), f"{page}: a fence that is no block"
 
 
-def test_every_python_block_is_in_a_program_or_has_its_reason() -> None:
+def test_every_python_block_runs_or_gives_a_reason() -> None:
     for page in WITH_PYTHON:
         texts = [program.text for program in programs(page)]
         for block in python_blocks(page):

@@ -137,7 +137,7 @@ def check(program: Program, output: str) -> None:
     CHECKS.get(program.title, lambda _: None)(output)
 
 
-def test_every_check_has_its_program() -> None:
+def test_every_check_belongs_to_a_program_of_the_pages() -> None:
     assert {*CHECKS, *LEFT_TO_SOAK} <= {program.title for program in ALL}
     assert len({program.title for program in ALL}) == len(ALL)
 
@@ -154,7 +154,9 @@ def title(program: Program) -> str:
 
 
 @pytest.mark.parametrize("program", IN_SESSION, ids=title)
-def test_program_runs_in_a_session(program: Program, spark: SparkSession, tmp_path: Path) -> None:
+def test_page_program_runs_in_the_shared_session(
+    program: Program, spark: SparkSession, tmp_path: Path
+) -> None:
     """The program runs in this process, where its `getOrCreate` finds a session of the same master."""
     check(program, run_here(spark, in_folder(program, tmp_path), tmp_path))
 
@@ -192,7 +194,7 @@ def run_in_turn(programs: list[tuple[str, str]], folder: str) -> dict[str, str]:
 
 @pytest.mark.timeout(100)
 @pytest.mark.usefixtures("zygote_has_torch")
-def test_programs_without_spark_run_on_two_ranks(tmp_path: Path) -> None:
+def test_page_programs_without_spark_run_on_two_ranks(tmp_path: Path) -> None:
     programs = [
         (program.title, in_folder(program, tmp_path))
         for program in WITHOUT_SPARK
@@ -214,20 +216,20 @@ def run_alone(program: Program, folder: Path, timeout_s: float) -> None:
 @soak("in a session, or in one job: here; the same calls in estimator and training")
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("program", [*WITH_SPARK, *WITHOUT_SPARK], ids=title)
-def test_program_runs_in_a_process_of_its_own(program: Program, tmp_path: Path) -> None:
+def test_page_program_runs_in_a_separate_process(program: Program, tmp_path: Path) -> None:
     run_alone(program, tmp_path, 300)
 
 
 @soak("tests/soak/users has the same libraries; tests/estimator the same Params")
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("program", OF_LIBRARIES, ids=title)
-def test_program_with_a_library_runs(program: Program, tmp_path: Path) -> None:
+def test_page_program_with_an_optional_library_runs(program: Program, tmp_path: Path) -> None:
     for name in sorted(program.modules & LIBRARIES):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not here: make test-users")
     run_alone(program, tmp_path, 300)
 
 
-def test_readme_example_is_about_twenty_lines() -> None:
+def test_readme_example_has_about_twenty_lines() -> None:
     (program,) = [program for program in ALL if program.title == "README.md"]
     assert len([line for line in program.text.splitlines() if line.strip()]) <= 22

@@ -61,7 +61,7 @@ def plain(cell: str) -> str:
     return cell[1:-1]
 
 
-def test_every_param_is_documented_and_every_documented_one_exists() -> None:
+def test_documented_params_equal_existing_params() -> None:
     documented = [plain(row[0]) for row in EVERY]
     assert len(documented) == len(set(documented))
     assert set(documented) == {p.name for p in TorchEstimator().params}
@@ -90,11 +90,11 @@ def test_defaults_and_horovod_status_match_the_code(row: list[str]) -> None:
         assert text[:1].lower() + text[1:] == NO_EFFECT[param.name]
 
 
-def test_all_of_horovods_are_there() -> None:
+def test_every_horovod_param_is_a_param_or_alias() -> None:
     assert {p.name for p in TorchEstimator().params} | set(ALIASES) >= HOROVODS
 
 
-def test_aliases_match_the_code() -> None:
+def test_documented_aliases_match_the_code() -> None:
     assert {plain(a): plain(b) for a, b in table("names")} == ALIASES
     text = PAGE.read_text()
     assert [camel for camel in ACCESSORS if f"`set{camel}`" not in text] == []

@@ -42,7 +42,7 @@ def question(join_token: JoinToken) -> JoinRequest:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"x" * 49, os.urandom(4096), b"GET / HTTP/1.0\r\n\r\n"])
-def test_connections_without_the_key_do_not_disturb_the_coordinator(
+def test_coordinator_works_despite_connections_without_the_key(
     join_token: JoinToken, garbage: bytes
 ) -> None:
     place = (join_token.coordinator.address, join_token.coordinator.port)
@@ -58,7 +58,7 @@ def test_connections_without_the_key_do_not_disturb_the_coordinator(
             sock.close()
 
 
-def test_members_try_again_when_the_coordinator_drops_them_for_newer_connections(
+def test_members_reconnect_after_newer_connections_displace_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sparkhvd.rendezvous.listener.MAX_UNAUTHENTICATED", 1)
@@ -88,7 +88,7 @@ def test_members_try_again_when_the_coordinator_drops_them_for_newer_connections
 
 
 @pytest.mark.parametrize("other", [{"key": bytes(32)}, {"job_id": "another"}, {"number": 1}])
-def test_a_member_with_another_key_job_or_number_is_turned_away(
+def test_coordinator_refuses_members_with_another_key_job_or_number(
     join_token: JoinToken, other: dict[str, object]
 ) -> None:
     link = MemberLink(replace(join_token, wait_s=1.0, **other))  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_a_member_with_another_key_job_or_number_is_turned_away(
     link.close()
 
 
-def test_a_member_that_sends_nonsense_takes_no_part_any_more(join_token: JoinToken) -> None:
+def test_member_that_sends_an_invalid_message_is_excluded(join_token: JoinToken) -> None:
     link = MemberLink(join_token)
     link._connected().sendall(b"\0\0\0\2[]")
     with pytest.raises(ElasticError):
@@ -107,7 +107,7 @@ def test_a_member_that_sends_nonsense_takes_no_part_any_more(join_token: JoinTok
     link.close()
 
 
-def test_a_gone_coordinator_raises_immediately(join_token: JoinToken) -> None:
+def test_unreachable_coordinator_raises_immediately(join_token: JoinToken) -> None:
     with Listener.bind("127.0.0.1", Settings()) as listener:
         gone = listener.endpoint()
     began = time.monotonic()
@@ -116,7 +116,7 @@ def test_a_gone_coordinator_raises_immediately(join_token: JoinToken) -> None:
     assert time.monotonic() - began < 2
 
 
-def test_an_invitation_does_not_show_its_key(join_token: JoinToken) -> None:
+def test_join_token_repr_hides_the_key(join_token: JoinToken) -> None:
     assert join_token.key.hex() not in repr(join_token)
     assert rebuild(JoinToken, join_token.to_dict()) == join_token
 
@@ -145,7 +145,7 @@ def hostile_messages() -> list[bytes]:
     return [*changed, *raw]
 
 
-def test_no_message_of_a_process_with_the_key_ends_the_service() -> None:
+def test_malformed_messages_with_the_key_do_not_end_the_coordinator() -> None:
     key, hostile = secrets.token_bytes(32), hostile_messages()
     assert len(hostile) > 100
     listener = Listener.bind("127.0.0.1", Settings())

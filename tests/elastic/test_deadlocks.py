@@ -28,7 +28,7 @@ def finish(job: ElasticJob, gone: set[int], size: int) -> list[dict[str, Any]]:
     return results
 
 
-def test_survivors_of_a_removal_below_the_minimum_sync_with_new_ranks() -> None:
+def test_survivors_below_the_minimum_sync_with_a_new_rank() -> None:
     """The survivors of a graceful leave need no state, but the rank that they wait for needs it."""
     with elastic_job(TARGET, 3, limits=limits(3, least=3)) as job:
         tell(job.members, pause=0.03)
@@ -41,7 +41,7 @@ def test_survivors_of_a_removal_below_the_minimum_sync_with_new_ranks() -> None:
         assert [job.next_change().change.sync for _ in range(2)] == [True, True]
 
 
-def test_ranks_with_different_updates_act_alike() -> None:
+def test_ranks_with_different_updates_all_synchronize() -> None:
     """One rank gets an update with removals, one an update with new hosts, and one no update."""
     with elastic_job(TARGET, 3) as job:
         for member, news in zip(job.members, ({"update": 1}, {"update": 2}, {}), strict=True):
@@ -50,7 +50,7 @@ def test_ranks_with_different_updates_act_alike() -> None:
         assert [job.next_change().change.sync for _ in range(2)] == [True, True]
 
 
-def test_all_ranks_of_a_host_die_at_once() -> None:
+def test_survivors_continue_after_all_ranks_of_a_host_die() -> None:
     with elastic_job(TARGET, 4) as job:
         tell(job.members, pause=0.03)
         for member in job.members:
@@ -61,7 +61,7 @@ def test_all_ranks_of_a_host_die_at_once() -> None:
 
 
 @pytest.mark.parametrize("where", ["reset", "sync", "synced", "commit"])
-def test_training_survives_a_death_during_recovery_from_another(where: str) -> None:
+def test_training_survives_a_death_during_recovery_from_another_death(where: str) -> None:
     """After rank 0, the next rank 0 dies too, right after the ranks have met or while it sends the state."""
     with elastic_job(TARGET, 4) as job:
         tell(job.members[:1], die=(1, 2))
@@ -71,7 +71,7 @@ def test_training_survives_a_death_during_recovery_from_another(where: str) -> N
 
 
 @pytest.mark.parametrize("where", ["sync", *left_to_soak("sync, here", "synced", "commit")])
-def test_a_new_rank_that_dies_at_its_start_blocks_no_rank(where: str) -> None:
+def test_death_of_a_starting_rank_blocks_no_other_rank(where: str) -> None:
     with elastic_job(TARGET, 2) as job:
         tell(job.members, pause=0.05)
         for member in job.members:
@@ -80,7 +80,7 @@ def test_a_new_rank_that_dies_at_its_start_blocks_no_rank(where: str) -> None:
         finish(job, {2}, 2)
 
 
-def test_a_rank_that_ends_well_too_early_does_not_end_the_others() -> None:
+def test_early_successful_exit_of_a_rank_does_not_end_the_others() -> None:
     with elastic_job(TARGET, 3) as job:
         tell(job.members[:2])
         tell(job.members[2:], leave=[1, 1])

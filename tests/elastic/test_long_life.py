@@ -63,7 +63,7 @@ def change(job: ElasticJob, others: list[RankProcess], dice: random.Random, plan
 
 @soak("random lives: test_training")
 @pytest.mark.timeout(SECONDS + 600)
-def test_half_an_hour_of_changes_leaks_nothing(tmp_path: Path) -> None:
+def test_half_an_hour_of_membership_changes_leaks_nothing(tmp_path: Path) -> None:
     dice, done = random.Random(SEED), []
     plan = {"rows": 60, "batch": 4, "epochs": 10**9, "pause": 0.01, "until": f"{tmp_path}/over"}
     with elastic_job(f"{BODIES}:count_rows", 2, limits=limits(2)) as job:

@@ -38,7 +38,7 @@ def limits(first: int, **more: Any) -> Limits:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_survivors_of_a_kill_continue_in_their_processes(tcp_only: bool) -> None:
+def test_survivors_continue_in_their_processes_after_a_kill(tcp_only: bool) -> None:
     with elastic_job(f"{BODIES}:go_on", 4, tcp_only=tcp_only) as job:
         first = generation_of(job.members, 1)
         pids = {each["members"][each["rank"]]: each["pid"] for each in first}
@@ -62,7 +62,7 @@ def test_survivors_of_a_kill_continue_in_their_processes(tcp_only: bool) -> None
 
 
 @pytest.mark.timeout(60)
-def test_two_deaths_at_once_are_one_change() -> None:
+def test_simultaneous_deaths_cause_a_single_membership_change() -> None:
     with elastic_job(f"{BODIES}:go_on", 5) as job:
         generation_of(job.members, 1)
         for number in (0, 3):
@@ -80,7 +80,7 @@ def last_generation(job: ElasticJob, members: set[int]) -> int:
 
 
 @pytest.mark.timeout(60)
-def test_a_death_during_the_rendezvous_causes_another_change() -> None:
+def test_death_during_rendezvous_causes_another_membership_change() -> None:
     with elastic_job(f"{BODIES}:go_on", 2) as job:
         generation_of(job.members, 1)
         (late,) = job.start(1, f"{BODIES}:die_when_it_meets")
@@ -107,7 +107,7 @@ def test_new_members_join_at_a_commit() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_stopped_member_is_left_out_and_learns_of_it_when_it_wakes() -> None:
+def test_stopped_member_is_excluded_and_raises_when_it_resumes() -> None:
     with elastic_job(f"{BODIES}:go_on", 3, limits=limits(3, patience_s=1.0)) as job:
         generation_of(job.members, 1)
         job.members[1].kill(signal.SIGSTOP)
@@ -124,7 +124,7 @@ def test_a_stopped_member_is_left_out_and_learns_of_it_when_it_wakes() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_member_stopped_during_the_rendezvous_is_left_out() -> None:
+def test_member_stopped_during_rendezvous_is_excluded() -> None:
     with elastic_job(f"{BODIES}:go_on", 2, limits=limits(2, patience_s=1.0)) as job:
         generation_of(job.members, 1)
         (late,) = job.start(1, f"{BODIES}:stop_when_it_meets")
@@ -136,7 +136,7 @@ def test_a_member_stopped_during_the_rendezvous_is_left_out() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_the_end_of_the_coordinator_ends_the_members_that_ask() -> None:
+def test_members_raise_if_their_coordinator_has_ended() -> None:
     with elastic_job(f"{BODIES}:go_on", 2) as job:
         generation_of(job.members, 1)
         job.coordinator.close()

@@ -70,7 +70,7 @@ class Job:
         return decision
 
 
-def test_a_new_process_learns_whether_a_generation_runs() -> None:
+def test_new_process_learns_whether_a_generation_is_running() -> None:
     job = Job(2)
     job.membership.receive(0, Arrival(), 0.0)
     assert job.messages() == {0: Running(0)}
@@ -86,7 +86,7 @@ def test_a_new_process_learns_whether_a_generation_runs() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 8])
-def test_the_last_holder_of_the_state_leaves_when_others_have_it(most: int) -> None:
+def test_last_state_holder_leaves_after_others_have_the_state(most: int) -> None:
     first = min(most, 2)
     job = Job(first, most=most)
     job.begin()
@@ -131,7 +131,7 @@ def test_a_new_process_that_cannot_join_is_refused_immediately(why: str) -> None
     assert refusal.kind == why
 
 
-def test_first_generation_waits_for_the_members_that_start() -> None:
+def test_first_generation_waits_for_all_starting_members() -> None:
     job = Job(first=3, least=2)
     job.membership.receive(2, ask(2), 0.0)
     job.membership.receive(0, ask(0), 1.0)
@@ -143,7 +143,7 @@ def test_first_generation_waits_for_the_members_that_start() -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_first_generation_begins_without_an_ended_or_late_member(ends: bool) -> None:
+def test_first_generation_begins_without_ended_or_late_members(ends: bool) -> None:
     job = Job(first=3, least=2)
     for number in range(2):
         job.membership.receive(number, ask(number), 0.0)
@@ -156,7 +156,7 @@ def test_first_generation_begins_without_an_ended_or_late_member(ends: bool) -> 
     assert job.decided().members == (0, 1)
 
 
-def test_survivors_keep_their_order_when_rank_0_and_another_die() -> None:
+def test_survivors_keep_their_order_after_two_deaths() -> None:
     job = Job(first=5)
     job.begin()
     job.membership.receive(4, ask(4, 1, state=True, why="rank 0 is gone"), 10.0)
@@ -170,7 +170,7 @@ def test_survivors_keep_their_order_when_rank_0_and_another_die() -> None:
     assert (change.before, change.why, change.asked_at) == (5, "rank 0 is gone", 10.0)
 
 
-def test_a_death_while_shrinking_is_another_generation() -> None:
+def test_death_during_shrinking_starts_another_generation() -> None:
     job = Job()
     job.begin()
     job.membership.end(2, "died", 1.0)
@@ -183,7 +183,7 @@ def test_a_death_while_shrinking_is_another_generation() -> None:
     assert job.membership.generation == 3
 
 
-def test_a_silent_member_is_left_out_for_good() -> None:
+def test_silent_member_is_excluded_permanently() -> None:
     job = Job(patience_s=5.0)
     job.begin()
     for number in (0, 2):
@@ -217,7 +217,7 @@ def test_new_members_wait_for_the_next_commit_and_get_the_state() -> None:
     assert job.messages() == dict.fromkeys((0, 1), Update(only_removals=False))
 
 
-def test_members_that_should_leave_do_so_at_a_commit_without_a_sync() -> None:
+def test_removed_members_leave_at_a_commit_without_a_sync() -> None:
     job = Job()
     job.begin()
     job.membership.remove(1, "its host is not there any more", 1.0)
@@ -229,7 +229,7 @@ def test_members_that_should_leave_do_so_at_a_commit_without_a_sync() -> None:
     assert messages[0] == messages[2] == Decision(2, (0, 2), tuple(map(endpoint, (0, 2))), False)
 
 
-def test_the_last_holder_of_the_state_stays_until_another_joins() -> None:
+def test_last_state_holder_stays_until_another_member_joins() -> None:
     job = Job(first=2, most=2)
     job.begin()
     for number in range(2):
@@ -249,7 +249,7 @@ def test_the_last_holder_of_the_state_stays_until_another_joins() -> None:
     assert job.messages()[0] == Refusal("removed", "its slot is gone")
 
 
-def test_one_member_that_needs_the_state_makes_all_of_them_sync() -> None:
+def test_all_members_sync_if_one_needs_the_state() -> None:
     job = Job(first=2)
     job.begin()
     job.membership.receive(0, ask(0, 1, state=True, version=2, needs_sync=False), 1.0)
@@ -257,7 +257,7 @@ def test_one_member_that_needs_the_state_makes_all_of_them_sync() -> None:
     assert job.decided().sync
 
 
-def test_rank_0_is_a_member_with_the_newest_state() -> None:
+def test_member_with_the_newest_state_becomes_rank_0() -> None:
     job = Job(first=3)
     job.begin()
     job.membership.receive(7, ask(7), 1.0)
@@ -279,7 +279,7 @@ def test_a_job_that_lost_its_state_ends_instead_of_restarting() -> None:
     assert "state is gone" in refusal.text
 
 
-def test_too_few_members_wait_for_others_and_then_fail() -> None:
+def test_too_few_members_wait_until_timeout_and_fail() -> None:
     job = Job(first=3, least=2, timeout_s=50.0)
     job.begin()
     for number in (1, 2):
@@ -298,7 +298,7 @@ def test_too_few_members_wait_for_others_and_then_fail() -> None:
     assert "50 s" in refusal.text
 
 
-def test_resets_have_a_limit() -> None:
+def test_exceeding_the_reset_limit_refuses_all_members() -> None:
     job = Job(first=2, resets=1)
     job.begin()
     for generation in (1, 2):
@@ -312,7 +312,7 @@ def test_resets_have_a_limit() -> None:
             assert "reset 1 times" in str(messages[0])
 
 
-def test_no_process_joins_after_a_function_returned() -> None:
+def test_processes_cannot_join_after_the_function_returned() -> None:
     job = Job(first=2, least=2)
     job.begin()
     job.membership.receive(0, MemberReport("finished", 1), 1.0)
@@ -390,7 +390,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(amount(200, 5000)))
-def test_random_lives_agree(seed: int) -> None:
+def test_members_agree_after_random_events(seed: int) -> None:
     world = World(seed)
     for _ in range(world.dice.randint(5, 60)):
         world.step()

@@ -33,7 +33,7 @@ def begin(job: ElasticJob, **plan: Any) -> None:
 
 
 @pytest.mark.parametrize(("lost", "commit"), [(0, 1), (2, 3)])
-def test_the_shard_of_a_lost_rank_is_restored_from_its_neighbour(lost: int, commit: int) -> None:
+def test_shard_of_a_lost_rank_is_restored_from_its_neighbour(lost: int, commit: int) -> None:
     with elastic_job(TARGET, 3) as job:
         for member in job.members:
             dies = {"die": (1, 4)} if member.rank == lost else {}
@@ -42,7 +42,7 @@ def test_the_shard_of_a_lost_rank_is_restored_from_its_neighbour(lost: int, comm
 
 
 @pytest.mark.parametrize("where", ["synced", "commit"])
-def test_a_rank_dies_before_the_first_commit_after_a_change(where: str) -> None:
+def test_state_survives_a_death_before_the_first_commit(where: str) -> None:
     with elastic_job(TARGET, 4) as job:
         tell(job.members[:1], sharded=True, die=(1, 2))
         tell(job.members[1:2], sharded=True, die_in=(where, 2))
@@ -50,7 +50,7 @@ def test_a_rank_dies_before_the_first_commit_after_a_change(where: str) -> None:
         finish(job, {0, 1}, 2)
 
 
-def test_a_new_rank_joins_the_only_survivor_of_a_death_in_commit() -> None:
+def test_new_rank_joins_the_only_survivor_of_a_death_in_commit() -> None:
     with elastic_job(TARGET, 2) as job:
         tell(job.members[:1], sharded=True, pause=0.03, die_in=("commit", 1))
         tell(job.members[1:], sharded=True, pause=0.03)
@@ -61,7 +61,7 @@ def test_a_new_rank_joins_the_only_survivor_of_a_death_in_commit() -> None:
 
 
 @pytest.mark.parametrize("plan", [{}, {"commit": 4, "checks": True}])
-def test_neighbours_that_leave_together_give_their_parts_before(plan: dict[str, Any]) -> None:
+def test_neighbours_pass_on_their_state_before_leaving_together(plan: dict[str, Any]) -> None:
     with elastic_job(TARGET, 3) as job:
         begin(job, pause=0.03, **plan)
         for number in (0, 1):
@@ -72,7 +72,7 @@ def test_neighbours_that_leave_together_give_their_parts_before(plan: dict[str, 
         finish(job, {0, 1}, 2)
 
 
-def test_a_rank_that_is_lost_with_its_neighbour_takes_their_state_along() -> None:
+def test_job_ends_if_a_rank_and_its_neighbour_are_lost() -> None:
     with elastic_job(TARGET, 4) as job:
         lost = {"die": (1, 4), "with": job.members[2].pid}
         for member in job.members:

@@ -46,7 +46,7 @@ def tell(members: list[RankProcess], **plan: Any) -> None:
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("plan", [{}, {"commit": 3}, {"by_index": True}, {"views": True}])
-def test_rows_are_exact_when_a_rank_dies(plan: dict[str, Any]) -> None:
+def test_each_row_counts_once_after_a_rank_dies(plan: dict[str, Any]) -> None:
     with elastic_job(f"{BODIES}:count_rows", 3) as job:
         tell(job.members[:2], **plan)
         tell(job.members[2:], **plan, die=(1, 4))
@@ -57,7 +57,7 @@ def test_rows_are_exact_when_a_rank_dies(plan: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_rows_are_exact_when_rank_0_and_another_die_and_one_joins() -> None:
+def test_each_row_counts_once_after_two_deaths_and_a_join() -> None:
     with elastic_job(f"{BODIES}:count_rows", 4) as job:
         plan = {"pause": 0.04, "waits_in": 2, "size": 3}
         # Steps are counted from the last change of the ranks: a later step may not come if the new rank joins late in this epoch.
@@ -122,7 +122,7 @@ def test_removed_members_leave_at_a_commit_and_no_row_is_lost() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_repeated_rows_equalize_ranks_and_no_row_is_lost() -> None:
+def test_rows_repeated_to_equalize_ranks_lose_no_other_row() -> None:
     with elastic_job(f"{BODIES}:count_rows", 3) as job:
         tell(job.members, repeat=True, rows=100, batch=1)  # 34 rows each: two extra rows
         results = [result_of(member) for member in job.members]
@@ -145,7 +145,7 @@ def test_a_lost_rank_ends_a_non_elastic_job(fork_server: ForkServer) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_second_run_continues_after_a_death() -> None:
+def test_second_run_in_one_process_continues_after_a_death() -> None:
     with elastic_job(f"{BODIES}:run_twice", 3) as job:
         results = []
         for member in job.members:
@@ -175,7 +175,7 @@ def test_batch_norm_statistics_cover_the_remaining_ranks() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_the_script_of_the_page_continues_after_a_death() -> None:
+def test_page_script_continues_after_a_death() -> None:
     with elastic_job(f"{BODIES}:run_page", 3) as job:
         results = of_survivors(job, 1)
         assert [result["size"] for result in results] == [2, 2]
@@ -221,7 +221,7 @@ def act(job: ElasticJob, dice: random.Random, plan: dict[str, Any]) -> str:
 
 
 @pytest.mark.timeout(120 if not SOAK else 3600)
-def test_rows_are_exact_in_random_lives() -> None:
+def test_each_row_counts_once_with_random_kills_and_joins() -> None:
     for number in range(amount(1, 200)):
         dice = random.Random(f"{SEED} {number}")
         first = dice.randint(2, 4)

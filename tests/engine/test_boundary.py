@@ -84,7 +84,7 @@ def header_constants() -> dict[str, int]:
     return {name: int(value) for name, value in found}
 
 
-def test_every_structure_has_the_same_fields_in_the_same_order() -> None:
+def test_header_and_ctypes_structures_have_the_same_fields() -> None:
     structures = header_structures()
     assert structures.keys() == library.STRUCTURES.keys()
     for name, members in structures.items():
@@ -92,7 +92,7 @@ def test_every_structure_has_the_same_fields_in_the_same_order() -> None:
         assert list(library.STRUCTURES[name]._fields_) == expected, name
 
 
-def test_every_function_has_the_same_signature() -> None:
+def test_header_and_ctypes_functions_have_the_same_signatures() -> None:
     functions = header_functions()
     assert functions.keys() == library.FUNCTIONS.keys()
     for name, (returns, arguments) in functions.items():
@@ -110,7 +110,7 @@ def test_functions_that_may_block_release_the_gil() -> None:
     assert blocking == documented | {"sparkhvd_engine_destroy"}
 
 
-def test_every_constant_has_the_same_value() -> None:
+def test_header_and_python_constants_have_the_same_values() -> None:
     def values(prefix: str, members: type[IntEnum]) -> dict[str, int]:
         return {prefix + member.name: member.value for member in members}
 
@@ -155,7 +155,7 @@ def test_ctypes_layout_matches_the_compiled_header(tmp_path: Path) -> None:
     assert output.splitlines() == expected
 
 
-def test_only_the_functions_of_the_header_are_exported() -> None:
+def test_library_exports_only_the_functions_of_the_header() -> None:
     symbols = subprocess.run(
         ["nm", "-D", "--defined-only", library.library_path()],
         check=True,
@@ -166,7 +166,7 @@ def test_only_the_functions_of_the_header_are_exported() -> None:
     assert exported == library.FUNCTIONS.keys()
 
 
-def test_missing_library_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+def test_missing_native_library_error_gives_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "libsparkhvd.so"
     with pytest.raises(EngineUnavailableError) as caught:
         library.Library(path)
@@ -185,7 +185,9 @@ def test_missing_library_is_an_error_with_the_remedy(tmp_path: Path) -> None:
         ("int unrelated;", "None"),
     ],
 )
-def test_library_of_another_abi_version_is_refused(tmp_path: Path, source: str, found: str) -> None:
+def test_native_library_of_another_abi_version_is_refused(
+    tmp_path: Path, source: str, found: str
+) -> None:
     path = tmp_path / f"libother{found}.so"
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source, text=True, check=True
@@ -198,7 +200,7 @@ def test_library_of_another_abi_version_is_refused(tmp_path: Path, source: str, 
     )
 
 
-def test_import_loads_no_library() -> None:
+def test_importing_the_package_loads_no_native_library() -> None:
     code = (
         "import sparkhvd.engine.engine, sparkhvd.rendezvous, sys; "
         "assert 'libsparkhvd' not in open('/proc/self/maps').read(); "

@@ -109,7 +109,9 @@ def test_allgather_joins_unequal_first_dimensions(
 
 
 @pytest.mark.parametrize(("world", "hosts", "settings"), LAYOUTS)
-def test_broadcast_copies_the_root(world: int, hosts: list[int] | None, settings: Settings) -> None:
+def test_broadcast_copies_the_tensor_of_the_root(
+    world: int, hosts: list[int] | None, settings: Settings
+) -> None:
     def body(engine: Engine) -> list[Any]:
         return [
             broadcast(
@@ -149,7 +151,7 @@ def test_barrier_blocks_every_rank_until_the_last_arrives(
 
 
 @pytest.mark.parametrize("hosts", [None, [0, 1, 1]])
-def test_operations_match_by_name_whatever_their_order(hosts: list[int] | None) -> None:
+def test_operations_match_by_name_in_any_order(hosts: list[int] | None) -> None:
     names = [f"tensor {i}" for i in range(40)]
 
     def body(engine: Engine) -> dict[str, float]:
@@ -172,7 +174,7 @@ def test_operations_match_by_name_whatever_their_order(hosts: list[int] | None) 
 
 
 @pytest.mark.parametrize("hosts", [None, [0, 0, 1]])
-def test_many_tensors_are_reduced_as_one(hosts: list[int] | None) -> None:
+def test_several_tensors_are_reduced_in_one_operation(hosts: list[int] | None) -> None:
     shapes = [(3, 4), (0,), (5000,), (1,), (), (7, 11, 13)]
 
     def body(engine: Engine) -> list[Any]:
@@ -193,7 +195,7 @@ def test_many_tensors_are_reduced_as_one(hosts: list[int] | None) -> None:
             np.testing.assert_array_equal(result, np.full(shape, 1 + i, np.float32))
 
 
-def test_result_may_overwrite_the_input() -> None:
+def test_allreduce_result_may_overwrite_the_input() -> None:
     def body(engine: Engine) -> Any:
         array = np.arange(10_000, dtype=np.float64) + engine.rank
         engine.allreduce(
@@ -210,7 +212,7 @@ def test_result_may_overwrite_the_input() -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32, DType.FLOAT16])
-def test_scaling_is_applied_once_to_inputs_and_result(dtype: DType) -> None:
+def test_scale_factors_apply_once_to_inputs_and_result(dtype: DType) -> None:
     def body(engine: Engine) -> Any:
         array = np.array([10, 7, 3], NUMPY_TYPES[dtype]) * (engine.rank + 1)
         return allreduce(engine, "x", array, op=ReduceOp.SUM, prescale=0.5, postscale=3.0)
@@ -224,7 +226,7 @@ def test_scaling_is_applied_once_to_inputs_and_result(dtype: DType) -> None:
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "neon"])
 @pytest.mark.parametrize("hosts", [None, [0, 0, 1]])
-def test_every_instruction_set_gives_the_same_bits(isa: str, hosts: list[int] | None) -> None:
+def test_all_instruction_sets_give_the_same_bits(isa: str, hosts: list[int] | None) -> None:
     if not isa_available(isa):
         pytest.skip(f"this CPU has no {isa}")
 
@@ -247,7 +249,7 @@ def test_every_instruction_set_gives_the_same_bits(isa: str, hosts: list[int] | 
     assert bits(isa) == bits("auto")
 
 
-def test_small_tensors_of_a_whole_step_are_in_mailboxes() -> None:
+def test_small_tensors_of_a_step_are_reduced_through_mailboxes() -> None:
     """A rank may submit all of them before it has to wait for another rank."""
 
     def body(engine: Engine) -> int:

@@ -47,7 +47,7 @@ def meet(comm: Any) -> tuple[int, int, tuple[int, ...]]:
             return engine.rank, engine.size, engine.topology.hosts
 
 
-def test_the_world_and_its_parts_are_jobs_with_their_ranks() -> None:
+def test_whole_and_split_communicators_form_jobs_with_their_ranks() -> None:
     def body(comm: ThreadComm) -> Any:
         part = comm.Split(comm.Get_rank() % 2, -comm.Get_rank())
         return meet(comm), meet(part), meet(comm)
@@ -59,12 +59,12 @@ def test_the_world_and_its_parts_are_jobs_with_their_ranks() -> None:
         assert outcome == (whole, (place, size, (0,) * size), whole)
 
 
-def test_a_communicator_of_one_is_a_job_of_one() -> None:
+def test_communicator_of_one_process_forms_a_job_of_one_rank() -> None:
     assert meet(world(1)[0]) == (0, 1, (0,))
     assert topology.context() is None
 
 
-def test_listeners_are_closed_with_the_job() -> None:
+def test_listeners_close_when_the_job_ends() -> None:
     def body(comm: ThreadComm) -> Any:
         with ExitStack() as cleanup:
             rendezvous: Any = mpi.join(comm, cleanup)
@@ -74,7 +74,7 @@ def test_listeners_are_closed_with_the_job() -> None:
     assert on_threads(2, body) == [[-1, -1], [-1, -1]]
 
 
-def test_an_error_of_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_on_one_rank_raises_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve = Settings.resolve
 
     def resolve_on_rank_1(ports: str) -> Any:
@@ -111,7 +111,7 @@ def test_unusable_communicators_raise_a_clear_error() -> None:
         meet(comm)
 
 
-def test_a_missing_rank_raises_in_time() -> None:
+def test_missing_rank_raises_within_the_timeout() -> None:
     comm: Any = world(2)[0]
     comm.Iallgather = lambda *_: types.SimpleNamespace(Test=lambda: False)
     began = time.monotonic()

@@ -117,7 +117,7 @@ def wait_until_done(work: Work) -> None:
     wait_until(work.done, "the operation finishes", within_s=10, every_s=0.001)
 
 
-def test_operation_in_the_middle_is_not_cut_short_when_a_rank_leaves_before_the_next_one(
+def test_running_operation_finishes_although_a_rank_leaves_before_the_next(
     wires: Wires,
 ) -> None:
     """Rank 1 has finished A and leaves while rank 2 still receives A, and the ranks have already agreed on B."""
@@ -144,7 +144,7 @@ def test_operation_in_the_middle_is_not_cut_short_when_a_rank_leaves_before_the_
         engine.shutdown()
 
 
-def test_cause_of_a_failure_passes_tensors_that_wait_for_room(
+def test_failure_cause_overtakes_tensors_in_full_buffers(
     wires: Wires,
 ) -> None:
     """Rank 2 learns of rank 1's death only from rank 0, whose tensors for rank 2 wait for room."""
@@ -166,7 +166,7 @@ def test_cause_of_a_failure_passes_tensors_that_wait_for_room(
         engine.shutdown()
 
 
-def test_reason_of_an_abort_survives_the_shutdown_behind_it() -> None:
+def test_abort_reason_reaches_other_ranks_before_a_following_shutdown() -> None:
     def body(engine: Engine) -> None:
         work, _ = start_allreduce(engine, "never", np.ones(3, np.float32))
         if engine.rank == 1:
@@ -190,7 +190,7 @@ def test_reason_of_an_abort_survives_the_shutdown_behind_it() -> None:
         assert "rank 0 aborted: the reason" in str(outcomes[1])
 
 
-def test_every_rank_reads_the_mismatch_though_others_leave_as_soon_as_they_have() -> None:
+def test_every_rank_raises_the_mismatch_although_others_shut_down_immediately() -> None:
     def body(engine: Engine) -> str:
         time.sleep(0.002 * engine.rank)
         try:
@@ -228,7 +228,7 @@ late = Late()
 """
 
 
-def test_gathered_tensors_are_valid_as_long_as_they_live() -> None:
+def test_gathered_tensors_stay_valid_after_shutdown_and_at_exit() -> None:
     pytest.importorskip("torch")
     ended = subprocess.run(
         [sys.executable, "-c", LATE_READER],

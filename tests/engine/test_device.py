@@ -66,7 +66,7 @@ def test_killed_rank_is_named_by_every_other_within_five_seconds(body: str) -> N
 
 
 @pytest.mark.parametrize("first", ["error", "goodbye"])
-def test_an_orderly_departure_is_no_loss_of_a_peer(first: str) -> None:
+def test_rank_shutdown_is_not_reported_as_peer_loss(first: str) -> None:
     with rank_processes(f"{BODIES}:leave_and_let_nccl_tell", 3) as ranks:
         for rank in ranks:
             rank.tell(first)
@@ -98,7 +98,7 @@ def test_a_stalled_gpu_operation_causes_a_warning(
     assert "'first'" not in printed
 
 
-def test_a_waiter_for_a_launch_serves_others_although_programs_take_its_cpu() -> None:
+def test_kernel_launch_wait_serves_other_operations_on_a_busy_cpu() -> None:
     with rank_processes(f"{BODIES}:reduce_beside_a_launch", 1) as ranks:
         seconds, is_waiting = ranks[0].expect()
     assert is_waiting
@@ -106,7 +106,7 @@ def test_a_waiter_for_a_launch_serves_others_although_programs_take_its_cpu() ->
     assert statistics.median(seconds) < 0.03
 
 
-def test_memory_that_a_gpu_may_still_write_is_never_freed() -> None:
+def test_memory_of_unfinished_gpu_operations_is_not_freed() -> None:
     with rank_processes(f"{BODIES}:time_out", 1) as ranks:
         assert ranks[0].expect() == [False, True]
 
@@ -117,7 +117,7 @@ def test_a_forked_child_makes_no_cuda_call() -> None:
             assert rank.expect() == [0, [2.0] * 5]
 
 
-def test_device_that_cannot_be_opened_says_why() -> None:
+def test_error_explains_why_a_device_cannot_be_opened() -> None:
     def body(engine: Engine) -> None:
         with pytest.raises(InvalidArgumentError, match="/nowhere/libcuda.so"):
             engine.open_device(0, "/nowhere/libcuda.so")

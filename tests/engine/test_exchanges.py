@@ -142,7 +142,7 @@ def test_grouped_allgather_joins_each_tensor(
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_factors_of_a_reducescatter() -> None:
+def test_reducescatter_applies_its_scale_factors() -> None:
     def body(engine: Engine) -> list[float]:
         array, result = np.full((4, 1), engine.rank + 1.0), np.empty((2, 1))
         call = engine.prepare(
@@ -200,7 +200,7 @@ def test_factors_of_a_reducescatter() -> None:
     ],
     ids=lambda value: "" if callable(value) else value,
 )
-def test_wrong_calls_are_refused_at_once(prepare: Any, message: str) -> None:
+def test_wrong_exchange_calls_raise_immediately(prepare: Any, message: str) -> None:
     def body(engine: Engine) -> float:
         array = np.ones(4)
         with pytest.raises(InvalidArgumentError, match=message):
@@ -210,7 +210,7 @@ def test_wrong_calls_are_refused_at_once(prepare: Any, message: str) -> None:
     assert run_ranks(2, body) == [2.0] * 2
 
 
-def test_alltoall_of_ranks_that_disagree_fails_on_each_of_them() -> None:
+def test_alltoall_with_mismatched_splits_fails_on_every_rank() -> None:
     def body(engine: Engine) -> float:
         array = np.ones((2, 2 + engine.rank))
         work = engine.start(
@@ -224,7 +224,7 @@ def test_alltoall_of_ranks_that_disagree_fails_on_each_of_them() -> None:
 
 
 @pytest.mark.parametrize(("world", "hosts", "settings"), LAYOUTS)
-def test_process_sets_work_side_by_side(
+def test_process_sets_work_concurrently(
     world: int, hosts: list[int] | None, settings: Settings
 ) -> None:
     sets = [list(range(0, world, 2)), list(range(world - 1, world)), list(range(world))]
@@ -339,7 +339,7 @@ def test_registered_memory_is_reduced_in_place(
     run_ranks(world, body, hosts=hosts, settings=settings)
 
 
-def test_registered_memory_lives_as_long_as_it_is_used_and_no_longer() -> None:
+def test_registered_memory_is_freed_after_its_last_use() -> None:
     def body(engine: Engine) -> Array:
         memory = array_over(engine.allocate(4096))
         memory[:] = engine.rank
@@ -359,7 +359,7 @@ def test_registered_memory_lives_as_long_as_it_is_used_and_no_longer() -> None:
     assert mapped_segments() <= before
 
 
-def test_registered_memory_of_a_dropped_array_lives_until_its_operation_has_finished() -> None:
+def test_registered_memory_stays_until_its_operation_finishes() -> None:
     def body(engine: Engine) -> float:
         memory = array_over(engine.allocate(400_000))
         memory[:] = engine.rank + 1
@@ -389,7 +389,7 @@ def test_registering_different_sizes_raises_on_every_rank() -> None:
     run_ranks(2, body)
 
 
-def test_settings_of_a_running_engine_change_on_every_rank_at_once() -> None:
+def test_running_engines_change_settings_on_all_ranks_together() -> None:
     def body(engine: Engine) -> list[float]:
         results = []
         for chunk_bytes in (4096, 0, 65536):

@@ -48,7 +48,7 @@ def results(limit: str) -> list[float]:
         ("address space", "the limit of address space (RLIMIT_AS) is"),
     ],
 )
-def test_host_with_a_rank_that_cannot_share_uses_sockets(
+def test_host_uses_sockets_if_one_rank_cannot_share_memory(
     limit: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = Settings(slot_bytes=8 << 20)

@@ -45,7 +45,7 @@ def assert_named(
 
 @pytest.mark.timeout(120 if not SOAK else 3600)
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
+def test_all_ranks_name_a_rank_killed_at_a_random_moment(tcp_only: bool) -> None:
     dice = random.Random(f"{SEED} {tcp_only}")
     for _ in range(amount(2, 100)):
         lost, starts_first, delay = dice.randrange(3), dice.random() < 0.7, dice.random() * 0.3
@@ -66,7 +66,7 @@ def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "out of patience"])
-def test_the_end_of_a_rank_is_reported_despite_queued_tensors(reason: str) -> None:
+def test_death_of_a_rank_is_reported_despite_queued_tensors(reason: str) -> None:
     """One rank is stopped for a while, so the report follows many queued tensors."""
     with rank_processes(f"{BODIES}:move_large_tensors_until_lost", 3, tcp_only=True) as ranks:
         for rank in ranks:
@@ -88,7 +88,7 @@ def test_the_end_of_a_rank_is_reported_despite_queued_tensors(reason: str) -> No
 
 # A GiB that is resident takes the kernel a tenth of a second to free, before it closes connections.
 @pytest.mark.parametrize("resident_mib", [512, *left_to_soak("512 MiB, here", 4096)])
-def test_killed_rank_is_known_on_its_host_before_its_memory_is_freed(resident_mib: int) -> None:
+def test_killed_rank_is_detected_on_its_host_before_memory_is_freed(resident_mib: int) -> None:
     """The fastest round counts, because other programs delay the ranks, but the memory is freed later in every round."""
     took, gone = [], []
     for _ in range(amount(3, 10)):
@@ -139,7 +139,7 @@ def test_other_ranks_wait_for_a_stopped_rank_that_continues(host_loss_s: float) 
     # The last connection is for tensors: the peer has some time to report why it ends.
     [(False, 0, WITHIN_S), (True, 0, WITHIN_S), (True, -1, 2 * WITHIN_S)],
 )
-def test_broken_connection_ends_every_rank_and_names_its_ends(
+def test_broken_connection_fails_every_rank_and_names_its_ranks(
     tcp_only: bool, place: int, within_s: float
 ) -> None:
     with rank_processes(f"{BODIES}:lose_a_connection", 3, tcp_only=tcp_only) as ranks:
@@ -160,7 +160,7 @@ def test_broken_connection_ends_every_rank_and_names_its_ends(
     ("body", "size", "server"),
     [("fork_while_working", 3, "engine_server"), ("train_with_forked_loaders", 2, "fork_server")],
 )
-def test_killed_rank_is_named_though_its_forked_children_live(
+def test_killed_rank_is_named_although_its_forked_children_live(
     request: pytest.FixtureRequest, body: str, size: int, server: str
 ) -> None:
     lost = size - 1
@@ -209,7 +209,7 @@ def test_a_rank_stopped_in_a_reduce_does_not_corrupt_the_next_generation(
     # The spare memory of an engine is enough for one small result, and for none beside others.
     [(128 << 20, 96 << 20, 0), (16 << 20, 12 << 20, 0), (6 << 20, 3 << 20, 1)],
 )
-def test_result_without_memory_ends_its_operation_alone_on_every_rank(
+def test_missing_result_memory_fails_only_that_operation_on_every_rank(
     num_bytes: int, left: int, num_done: int, tcp_only: bool
 ) -> None:
     with rank_processes(f"{BODIES}:too_little_memory", 2, tcp_only=tcp_only) as ranks:
@@ -225,9 +225,7 @@ def test_result_without_memory_ends_its_operation_alone_on_every_rank(
 
 @pytest.mark.parametrize("reason", ["", "out of patience"])
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_shutdown_waits_for_no_stopped_rank_which_hears_the_last_words(
-    tcp_only: bool, reason: str
-) -> None:
+def test_shutdown_does_not_wait_for_a_stopped_rank(tcp_only: bool, reason: str) -> None:
     body = f"{BODIES}:leave_beside_a_stopped_rank"
     with rank_processes(body, 3, tcp_only=tcp_only) as ranks:
         for rank in ranks:

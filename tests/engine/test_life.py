@@ -80,7 +80,7 @@ MISMATCHES: dict[str, tuple[Callable[[Engine], Any], str]] = {
 
 @pytest.mark.parametrize("what", MISMATCHES)
 @pytest.mark.parametrize("hosts", [None, [0, 1]])
-def test_mismatch_shows_both_sides_on_every_rank_and_the_engine_continues(
+def test_mismatch_error_shows_both_values_and_the_engine_continues(
     what: str, hosts: list[int] | None
 ) -> None:
     call, message = MISMATCHES[what]
@@ -133,7 +133,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Engine], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD_CALLS)
-def test_wrong_call_is_refused_at_submission(what: str) -> None:
+def test_invalid_call_is_refused_at_submission(what: str) -> None:
     call, message = BAD_CALLS[what]
 
     def body(engine: Engine) -> None:
@@ -144,7 +144,7 @@ def test_wrong_call_is_refused_at_submission(what: str) -> None:
     run_ranks(1, body)
 
 
-def test_name_in_flight_is_refused_until_it_has_finished() -> None:
+def test_operation_name_cannot_be_reused_until_it_finishes() -> None:
     second_may_come = threading.Event()
 
     def body(engine: Engine) -> None:
@@ -224,7 +224,7 @@ def test_wait_times_out_while_the_operation_continues() -> None:
     assert run_ranks(2, body) == [[2.0] * 3] * 2
 
 
-def test_shutdown_of_one_rank_names_it_on_the_others() -> None:
+def test_other_ranks_name_a_rank_that_shut_down() -> None:
     def body(engine: Engine) -> None:
         if engine.rank == 0:
             time.sleep(0.1)
@@ -265,7 +265,7 @@ def test_results_outlive_shutdown_and_engine() -> None:
         assert output.num_bytes == 48
 
 
-def test_tensors_of_a_dropped_work_live_until_it_has_finished() -> None:
+def test_tensors_of_a_dropped_work_stay_until_it_finishes() -> None:
     class Buffer(np.ndarray):  # a plain array has no weak references in old NumPy
         pass
 
@@ -303,7 +303,7 @@ def test_tensors_of_a_dropped_work_live_until_it_has_finished() -> None:
     run_ranks(2, body)
 
 
-def test_slow_dropped_works_do_not_retain_later_works() -> None:
+def test_slow_dropped_works_do_not_keep_later_works_in_memory() -> None:
     may_come = threading.Event()
 
     def body(engine: Engine) -> None:
@@ -333,7 +333,7 @@ def test_slow_dropped_works_do_not_retain_later_works() -> None:
     run_ranks(2, body)
 
 
-def test_engine_without_references_is_gone() -> None:
+def test_engine_without_references_is_destroyed() -> None:
     before = {t.name for t in threading.enumerate()}
     engine = Engine(SingleRendezvous(Settings()).connect(), Settings())
     work, result = start_allreduce(engine, "x", np.ones(3))
@@ -360,7 +360,7 @@ def resources() -> Counter[str]:
 
 
 @pytest.mark.parametrize("hosts", [None, [0, 0, 1]])
-def test_many_generations_leak_nothing(hosts: list[int] | None) -> None:
+def test_repeated_engine_generations_leak_nothing(hosts: list[int] | None) -> None:
     meetings = in_process(3, hosts)
 
     def body(engine: Engine) -> float:
@@ -416,7 +416,7 @@ def test_many_threads_of_a_rank_share_one_engine() -> None:
     assert run_ranks(2, body) == [[100.0 * (1 + i) for i in range(8)]] * 2
 
 
-def test_threads_that_run_operations_of_one_shape_do_not_share_a_call() -> None:
+def test_concurrent_operations_of_equal_shape_do_not_share_a_call() -> None:
     def body(engine: Engine) -> list[int]:
         wrong = [0] * 6
 

@@ -31,7 +31,7 @@ def test_memfd_is_sealed_and_close_on_exec(
         os.close(descriptor)
 
 
-def test_a_memfd_that_the_kernel_refuses_raises_an_os_error(
+def test_memfd_refused_by_the_kernel_raises_oserror(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
@@ -39,7 +39,7 @@ def test_a_memfd_that_the_kernel_refuses_raises_an_os_error(
         new_memfd("n" * 300)  # names have at most 249 bytes
 
 
-def test_memfd_on_a_machine_without_a_number_is_an_os_error(
+def test_memfd_raises_oserror_on_unknown_cpu_architecture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)

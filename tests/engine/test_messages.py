@@ -36,7 +36,7 @@ def message(number: int, count: int) -> Any:
 
 
 @pytest.mark.parametrize(("world", "hosts", "settings"), LAYOUTS)
-def test_random_programs_move_every_message(
+def test_random_programs_deliver_every_message(
     world: int, hosts: list[int] | None, settings: Settings
 ) -> None:
     """All ranks know the messages, but each submits its part in its own order and waits in another."""
@@ -83,7 +83,7 @@ def test_random_programs_move_every_message(
 
 
 @pytest.mark.parametrize("hosts", [None, [0, 1]], ids=["one host", "two hosts"])
-def test_large_messages_and_messages_shorter_than_their_receive_arrive(
+def test_large_messages_and_messages_shorter_than_the_buffer_arrive(
     hosts: list[int] | None,
 ) -> None:
     def body(engine: Engine) -> None:
@@ -104,7 +104,7 @@ def test_large_messages_and_messages_shorter_than_their_receive_arrive(
     run_ranks(2, body, hosts=hosts)
 
 
-def test_wrong_calls_raise_a_clear_error() -> None:
+def test_wrong_message_calls_raise_a_clear_error() -> None:
     def body(engine: Engine) -> None:
         other = 1 - engine.rank
         array = np.zeros(50_000)

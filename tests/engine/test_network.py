@@ -29,7 +29,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_results_equal_numpy(per_host: int) -> None:
+def test_collectives_on_two_hosts_equal_numpy(per_host: int) -> None:
     with two_hosts() as (a, b):
         hosts = [a] * per_host + [b] * per_host
         with ranks_on(hosts, f"{BODIES}:collectives") as ranks:
@@ -39,7 +39,7 @@ def test_results_equal_numpy(per_host: int) -> None:
     assert seen == [[0] * per_host + [1] * per_host] * len(hosts)
 
 
-def test_hosts_with_ipv6_alone() -> None:
+def test_collectives_work_on_ipv6_only_hosts() -> None:
     with two_hosts(ipv6_only=True) as (a, b):
         for host in (a, b):
             addresses = json.loads(host.run("ip", "-json", "-4", "address"))
@@ -54,7 +54,7 @@ def test_hosts_with_ipv6_alone() -> None:
     ("body", "per_host", "pause_s"),
     [("keep_busy", 1, 0.3), ("wait_in_silence", 2, 0.0), ("wait_in_silence", 1, 0.3)],
 )
-def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_s: float) -> None:
+def test_disconnected_cable_raises_on_both_sides(body: str, per_host: int, pause_s: float) -> None:
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with two_hosts() as (a, b):
         hosts = [a] * per_host + [b] * per_host
@@ -77,7 +77,7 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
 
 
 @pytest.mark.parametrize("resident_mib", [512, *left_to_soak("512 MiB, here", 4096)])
-def test_other_hosts_learn_of_a_killed_rank_before_its_memory_is_freed(resident_mib: int) -> None:
+def test_other_hosts_detect_a_killed_rank_before_its_memory_is_freed(resident_mib: int) -> None:
     """The rank on the same host reports the death, within 50 ms in the fastest round."""
     took = []
     body = "tests.engine.fault_bodies:wait_for_a_rank_with_memory"
@@ -115,7 +115,7 @@ def test_a_lost_host_with_a_just_stopped_rank_is_detected_in_time(pause_s: float
 
 
 @pytest.mark.parametrize("stopped_s", [2 * HOST_LOSS_S, *left_to_soak("6 s, here", 20, 150)])
-def test_a_stopped_rank_with_full_buffers_is_never_considered_lost(stopped_s: float) -> None:
+def test_stopped_rank_with_full_buffers_is_not_considered_lost(stopped_s: float) -> None:
     """The kernel may ask for room less often than `host_loss_s`: after 150 s, only every 100 s."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with stopped_without_room(settings, stop_in_transfer=True) as (_, ranks):
@@ -158,7 +158,7 @@ def unsent_bytes(host: Host) -> list[int]:
 
 
 @soak("a process that does not read for longer than host_loss_s: engine/test_faults")
-def test_slow_path_is_no_loss() -> None:
+def test_slow_network_is_not_considered_a_host_loss() -> None:
     """An alltoall takes 29 s at 10 MB/s with the default host_loss_s, and another operation waits for it."""
     with two_hosts() as (a, b):
         for host in (a, b):

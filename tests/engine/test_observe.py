@@ -98,7 +98,7 @@ def names(events: list[dict[str, Any]], phase: str) -> list[str]:
     return [e["name"] for e in events if e["ph"] == phase]
 
 
-def test_timeline_shows_operations_and_when_ranks_came(tmp_path: Path) -> None:
+def test_timeline_shows_operations_and_arrival_times_of_ranks(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
 
     def body(engine: Engine) -> None:
@@ -131,7 +131,7 @@ def test_timeline_shows_operations_and_when_ranks_came(tmp_path: Path) -> None:
         assert marks.count(f"rank {rank} ready") >= 4
 
 
-def test_timeline_of_the_settings_is_rank_zeros_and_complete_after_a_shutdown(
+def test_timeline_setting_records_rank_0_and_is_complete_after_shutdown(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "t.json"
@@ -160,7 +160,7 @@ def test_an_unwritable_timeline_raises_immediately() -> None:
     assert "start_timeline('/nowhere/t.json')" in str(outcomes[1])
 
 
-def test_timeline_needs_a_living_engine(tmp_path: Path) -> None:
+def test_starting_a_timeline_after_shutdown_raises(tmp_path: Path) -> None:
     def body(engine: Engine) -> None:
         engine.shutdown()
         with pytest.raises(NotInitializedError):
@@ -182,7 +182,7 @@ def test_timeline_of_a_killed_rank_is_valid(tmp_path: Path) -> None:
     assert len(events) > 100
 
 
-def test_timeline_costs_little(tmp_path: Path) -> None:
+def test_timeline_overhead_is_small(tmp_path: Path) -> None:
     """The bound is generous, because other programs use the machine too. benchmarks/timeline.py measures the cost."""
 
     def body(engine: Engine) -> list[float]:
@@ -215,7 +215,7 @@ def test_timeline_costs_little(tmp_path: Path) -> None:
 # --- The timeline of all ranks. ---
 
 
-def test_timeline_of_all_ranks_is_one_file_on_one_clock(tmp_path: Path) -> None:
+def test_timeline_of_all_ranks_is_one_file_with_a_common_clock(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     with rank_processes(f"{BODIES}:record_all_ranks", 3) as ranks:
         for rank in ranks:
@@ -250,7 +250,7 @@ def test_timeline_of_all_ranks_is_one_file_on_one_clock(tmp_path: Path) -> None:
     assert end - begin > 150_000
 
 
-def test_timeline_of_all_ranks_is_refused_on_every_rank() -> None:
+def test_unwritable_timeline_of_all_ranks_raises_on_every_rank() -> None:
     def body(engine: Engine) -> str:
         with pytest.raises(InvalidArgumentError) as caught:
             timeline.start(engine, "/nowhere/t.json", all_ranks=True)
@@ -264,7 +264,7 @@ def test_timeline_of_all_ranks_is_refused_on_every_rank() -> None:
     assert "/nowhere/t.json" in texts[0]
 
 
-def test_timeline_of_all_ranks_keeps_rank_zeros_part_when_a_rank_is_lost(tmp_path: Path) -> None:
+def test_timeline_of_all_ranks_keeps_rank_0_events_after_a_loss(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     with rank_processes(f"{BODIES}:record_all_ranks_until_one_is_killed", 2) as ranks:
         for rank in ranks:

@@ -15,7 +15,7 @@ BODIES = "tests.engine.bodies"
 
 
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_ranks_are_processes(tcp_only: bool) -> None:
+def test_allreduce_works_between_processes(tcp_only: bool) -> None:
     with rank_processes(f"{BODIES}:add", 3, tcp_only=tcp_only) as ranks:
         assert [rank.expect() for rank in ranks] == [[6.0, 6.0, 6.0]] * 3
 
@@ -62,7 +62,7 @@ def test_error_names_a_rank_killed_before_the_collective(tcp_only: bool) -> None
             assert "rank 1 at 127.0.0.1" in error["text"]
 
 
-def test_killed_rank_is_noticed_although_its_forked_child_lives() -> None:
+def test_killed_rank_is_detected_although_its_forked_child_lives() -> None:
     with rank_processes(f"{BODIES}:wait_beside_forked_children", 3) as ranks:
         for rank in ranks:
             assert rank.expect() == "running"
@@ -114,7 +114,7 @@ def test_ctrl_c_interrupts_a_call_that_submits_and_waits() -> None:
         assert [rank.expect() for rank in ranks] == ["done", "done"]
 
 
-def test_operations_interrupted_at_any_moment_do_no_harm() -> None:
+def test_operations_interrupted_at_any_moment_leave_the_engine_usable() -> None:
     with rank_processes(f"{BODIES}:interrupted_at_any_moment", 2) as ranks:
         (interrupted, left), finished = (rank.expect() for rank in ranks)
         assert interrupted > 10
@@ -123,7 +123,7 @@ def test_operations_interrupted_at_any_moment_do_no_harm() -> None:
         assert left <= interrupted / 4
 
 
-def test_exception_in_one_rank_is_the_reason_on_the_others() -> None:
+def test_other_ranks_raise_the_exception_of_the_failed_rank() -> None:
     with rank_processes(f"{BODIES}:leave_with_an_exception", 3) as ranks:
         assert ranks[0].error()["error"] == "ValueError: the reason"
         for rank in ranks[1:]:

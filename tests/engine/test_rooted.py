@@ -51,9 +51,7 @@ def test_reduce_on_the_root_equals_numpy(
 
 
 @pytest.mark.parametrize(("world", "hosts", "settings"), LAYOUTS)
-def test_gather_and_scatter_are_each_others_inverse(
-    world: int, hosts: list[int] | None, settings: Settings
-) -> None:
+def test_scatter_inverts_gather(world: int, hosts: list[int] | None, settings: Settings) -> None:
     def input_of(dtype: DType, rank: int) -> Array:
         return random_array(dtype, ((rank * 5 + 2) % 7 * 11, 3), seed=17 * rank)
 
@@ -100,7 +98,7 @@ def test_gather_and_scatter_are_each_others_inverse(
     run_ranks(world, body, hosts=hosts, settings=settings)
 
 
-def test_wrong_inputs_raise_a_clear_error() -> None:
+def test_wrong_inputs_of_rooted_operations_raise_a_clear_error() -> None:
     def body(engine: Engine) -> None:
         array = np.ones((4, 2), np.float32)
         call = engine.prepare(Collective.SCATTER, [view(array)], DType.FLOAT32, root_rank=0)

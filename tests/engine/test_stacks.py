@@ -18,7 +18,7 @@ def run(program: str) -> str:
     return done.stdout
 
 
-def test_handler_writes_the_stack_of_every_thread() -> None:
+def test_stack_handler_writes_the_stack_of_every_thread() -> None:
     text = run(
         """
 import os, signal, threading, time
@@ -39,7 +39,7 @@ print(os.read(pipe, 100000).decode())
     assert "in <module>" in text
 
 
-def test_the_handler_is_reinstalled_after_the_program_removed_it() -> None:
+def test_stack_handler_is_reinstalled_after_the_program_removed_it() -> None:
     text = run(
         """
 import os, signal
@@ -64,7 +64,7 @@ print(os.read(pipe, 100000).decode())
         "ctypes.CDLL(None).signal(44, handler)",
     ],
 )
-def test_a_signal_used_by_the_program_is_left_alone(install: str) -> None:
+def test_signal_used_by_the_program_keeps_its_handler(install: str) -> None:
     text = run(
         f"""
 import ctypes, faulthandler, signal, sys
@@ -78,7 +78,7 @@ print(stacks.prepare(44) == stacks.NO_STACKS, signal.getsignal(44) is before)
     assert text.split() == ["True", "True"]
 
 
-def test_no_signal_means_no_stacks_and_no_installed_handler() -> None:
+def test_without_a_stack_signal_no_handler_is_installed() -> None:
     text = run(
         """
 import os
@@ -90,7 +90,7 @@ print(stacks.prepare(0) == stacks.NO_STACKS, before == sorted(os.listdir("/proc/
     assert text.split() == ["True", "True"]
 
 
-def test_forked_child_writes_to_a_pipe_of_its_own() -> None:
+def test_forked_child_writes_stacks_to_its_own_pipe() -> None:
     text = run(
         """
 import os, signal

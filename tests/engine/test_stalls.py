@@ -34,7 +34,7 @@ def run_late(ranks: list[RankProcess], reason: str) -> None:
         *left_to_soak("another reason, here", *((reason, True) for reason in REASONS[1:])),
     ],
 )
-def test_warning_names_the_missing_rank_and_shows_its_stack(
+def test_stall_warning_names_the_missing_rank_and_shows_its_stack(
     reason: str, tcp_only: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with rank_processes(
@@ -49,7 +49,9 @@ def test_warning_names_the_missing_rank_and_shows_its_stack(
     assert "rank 0 is here" not in printed
 
 
-def test_late_coordinator_shows_its_own_stack(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stall_warning_shows_the_stack_of_a_late_coordinator(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with rank_processes(f"{BODIES}:coordinator_is_late", 2, settings=SETTINGS) as ranks:
         for rank in ranks:
             assert rank.expect() == "done"
@@ -59,7 +61,9 @@ def test_late_coordinator_shows_its_own_stack(capfd: pytest.CaptureFixture[str])
     assert "in coordinator_is_late\n" in printed
 
 
-def test_a_signal_used_by_the_program_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stall_warning_has_no_stack_if_the_program_uses_the_signal(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     target = "tests.engine.own_signal_bodies:one_rank_is_late"
     with rank_processes(target, 2, settings=SETTINGS) as ranks:
         run_late(ranks, "sleeping_here")
@@ -68,7 +72,9 @@ def test_a_signal_used_by_the_program_is_left_alone(capfd: pytest.CaptureFixture
     assert "mine" not in printed.out + printed.err
 
 
-def test_rank_survives_when_its_handler_was_taken_away(capfd: pytest.CaptureFixture[str]) -> None:
+def test_late_rank_survives_if_the_program_replaced_its_stack_handler(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     target = f"{BODIES}:late_rank_has_lost_its_handler"
     with rank_processes(target, 2, settings=SETTINGS) as ranks:
         for rank in ranks:
@@ -79,7 +85,9 @@ def test_rank_survives_when_its_handler_was_taken_away(capfd: pytest.CaptureFixt
     )
 
 
-def test_a_setting_disables_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stack_signal_zero_disables_stacks_in_stall_warnings(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     settings = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4, stack_signal=0)
     with rank_processes(f"{BODIES}:one_rank_is_late", 2, settings=settings) as ranks:
         run_late(ranks, "sleeping_here")
@@ -98,7 +106,7 @@ def wait_for(text: str, capfd: pytest.CaptureFixture[str]) -> str:
     return printed
 
 
-def test_warning_distinguishes_a_stopped_rank_from_a_busy_rank(
+def test_stall_warning_distinguishes_a_stopped_rank_from_a_busy_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with rank_processes(f"{BODIES}:say_running_and_wait", 2, settings=SETTINGS) as ranks:
@@ -118,7 +126,7 @@ def test_warning_distinguishes_a_stopped_rank_from_a_busy_rank(
     assert answers.count("sparkhvd warning: rank 1 is here:\n") == 1
 
 
-def test_a_late_rank_raises_on_every_rank() -> None:
+def test_rank_beyond_the_stall_timeout_raises_on_every_rank() -> None:
     settings = Settings(connect_timeout_s=DEADLINE_S, stall_shutdown_s=LATE_S / 3)
     with rank_processes(f"{BODIES}:one_rank_comes_too_late", 2, settings=settings) as ranks:
         for rank in ranks:
@@ -126,7 +134,7 @@ def test_a_late_rank_raises_on_every_rank() -> None:
 
 
 @soak("one sign of life, in the tests before it")  # two signs of life take 18 s
-def test_join_outlasts_a_busy_coordinator_but_not_a_stopped_one(
+def test_join_waits_for_a_busy_coordinator_but_not_a_stopped_one(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings = Settings(connect_timeout_s=DEADLINE_S, stall_shutdown_s=0.5)

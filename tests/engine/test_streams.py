@@ -37,13 +37,13 @@ def test_allreduce_over_three_streams_matches_numpy_and_uses_all(size: int) -> N
             assert one[3 * (size - 1)] > 3 * share * 0.9
 
 
-def test_forked_child_has_none_of_the_connections() -> None:
+def test_forked_child_holds_no_connections_of_its_parent() -> None:
     body = "tests.engine.streams_bodies:fork"
     with rank_processes(body, 2, tcp_only=True, settings=THREE) as ranks:
         assert [rank.expect() for rank in ranks] == [[4, 0]] * 2
 
 
-def test_allreduce_over_streams_when_some_ranks_share_a_host() -> None:
+def test_allreduce_over_streams_works_if_some_ranks_share_a_host() -> None:
     def body(engine: Engine) -> None:
         for size in SIZES:
             inputs = [inputs_of(rank, size, "float32") for rank in range(engine.size)]

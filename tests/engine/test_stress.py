@@ -38,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         *left_to_soak("uneven hosts, here: several ranks on several hosts", "two hosts"),
     ],
 )
-def test_engine_agrees_with_numpy_whatever_four_ranks_do(layout: str) -> None:
+def test_random_operations_of_four_ranks_equal_numpy(layout: str) -> None:
     """All kinds of operations, sizes, dtypes, reductions and process sets run at once.
 
     Every bit equals NumPy's where ranks are added one by one, and is the same on all ranks.

@@ -111,7 +111,7 @@ def same(found: nn.Module, folder: Path) -> bool:
     ("case", "run_id"),
     [("callback", None), ("store", "mine"), ("ctrl-c", None)],
 )
-def test_a_failure_behind_training_names_the_weights(
+def test_failure_after_training_names_the_saved_weights(
     tmp_path: Path, df: DataFrame, case: str, run_id: str | None
 ) -> None:
     store = Store.create(tmp_path / "store")
@@ -148,9 +148,7 @@ def test_a_failure_behind_training_names_the_weights(
     assert len(resumed.history) == 2
 
 
-def test_an_error_with_the_second_map_has_the_model_of_the_first(
-    tmp_path: Path, df: DataFrame
-) -> None:
+def test_error_of_the_second_param_map_keeps_the_first_model(tmp_path: Path, df: DataFrame) -> None:
     fit = estimator(nn.Linear(2, 1), Store.create(tmp_path / "store"), num_proc=1)
     with pytest.raises(InvalidArgumentError, match="epochs") as failed:
         fit.fit(df, [{}, {fit.epochs: 0}])

@@ -85,7 +85,7 @@ def fit_of(ranks: int, broken: str, **options: Any) -> Any:
     )
 
 
-def test_rows_are_left_out_and_the_gradient_is_the_mean_of_the_others(
+def test_skipped_rows_do_not_change_the_mean_gradient_of_others(
     df: DataFrame, capfd: pytest.CaptureFixture[str]
 ) -> None:
     one, two = (fit_of(ranks, "skip").fit(df) for ranks in (1, 2))
@@ -142,7 +142,7 @@ def train(ctx: Any) -> None:
         ctx.log({"rows": rows})
 
 
-def test_a_train_fn_has_the_gradients_of_the_rows_that_are_there(df: DataFrame) -> None:
+def test_train_fn_gets_gradients_of_the_readable_rows(df: DataFrame) -> None:
     wanted = fit_of(2, "skip").fit(df)
     given = {"loss": None, "metrics": None, "inputs": None, "train_fn": train}
     for ranks in (1, 2):
@@ -152,7 +152,7 @@ def test_a_train_fn_has_the_gradients_of_the_rows_that_are_there(df: DataFrame) 
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-def test_all_rows_broken_and_one_without_the_option_are_errors(df: DataFrame) -> None:
+def test_fit_fails_if_all_images_or_any_unskipped_image_is_broken(df: DataFrame) -> None:
     few = df.where("number in (0, 1, 2, 3)")
     with pytest.raises(RankError, match="images of all 3 training rows are missing or"):
         fit_of(1, "skip").fit(few)

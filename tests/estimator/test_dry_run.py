@@ -40,7 +40,7 @@ def tried(model: nn.Module, label: Column, loss: Any) -> tuple[int, ...] | None:
         (3, CLASS, lambda output, label: nn.functional.cross_entropy(output, label)),
     ],
 )
-def test_labels_that_fit_pass(width: int, label: Column, loss: Any) -> None:
+def test_labels_that_match_the_model_are_accepted(width: int, label: Column, loss: Any) -> None:
     assert tried(nn.Linear(4, width), label, loss) == (width,)
 
 
@@ -63,7 +63,7 @@ def test_labels_that_fit_pass(width: int, label: Column, loss: Any) -> None:
         (nn.Linear(4, 1), PAIR, lambda o, t: (o - t).mean(), "would broadcast"),
     ],
 )
-def test_error_names_labels_that_mismatch_the_output(
+def test_error_names_labels_that_mismatch_the_output_shape(
     model: nn.Module, label: Column, loss: Any, says: str
 ) -> None:
     if isinstance(loss, nn.NLLLoss):
@@ -82,7 +82,7 @@ class ClassesInEval(nn.Module):
         return scores if self.training else scores.argmax(1)
 
 
-def test_a_model_with_other_outputs_in_training_passes_and_is_not_changed() -> None:
+def test_trial_accepts_and_keeps_a_model_with_other_training_outputs() -> None:
     model = ClassesInEval().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(1)
@@ -107,7 +107,7 @@ class Named(nn.Module):
         return {name: self.layer(x) for name in self.names}
 
 
-def test_names_of_outputs_do_not_contradict_the_order_of_the_labels() -> None:
+def test_output_names_in_another_order_than_labels_raise() -> None:
     schema = DataSchema((X,), (NUMBER, replace(NUMBER, name="z")))
 
     def widths(model: nn.Module) -> tuple[int, ...] | None:
@@ -123,7 +123,7 @@ def squeezed(output: Tensor, label: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_loss_and_metrics_are_tried_on_permuted_labels_once(is_asked: bool) -> None:
+def test_trial_calls_loss_and_metrics_once_on_permuted_labels(is_asked: bool) -> None:
     metrics = resolve_metrics([squeezed], ["y"], ["value"])
     pairs = PairingCheck([squeezed], metrics, is_asked=is_asked)
     net, schema = nn.Linear(4, 1), DataSchema((X,), (NUMBER,))
@@ -138,7 +138,7 @@ def test_loss_and_metrics_are_tried_on_permuted_labels_once(is_asked: bool) -> N
     assert not pairs.is_left
 
 
-def test_a_loss_that_broadcasts_raises_before_any_job() -> None:
+def test_loss_that_broadcasts_raises_before_any_job() -> None:
     def loss(output: Tensor, label: Tensor) -> Tensor:
         return nn.functional.l1_loss(output.squeeze(1), label)
 

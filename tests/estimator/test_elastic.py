@@ -124,9 +124,7 @@ def assert_changes_are_told(fitted: TorchModel) -> None:
     assert "joined as rank 1" in html
 
 
-def test_ranks_change_between_epochs_if_an_epoch_cannot_be_redivided(
-    df: DataFrame, tmp_path: Path
-) -> None:
+def test_indivisible_epochs_change_ranks_only_between_epochs(df: DataFrame, tmp_path: Path) -> None:
     fit = estimator(
         mlp(2),
         Store.create(tmp_path / "store"),
@@ -171,7 +169,7 @@ class KillAll(Callback):
 
 
 @soak("a fit that is relaunched from its checkpoint: estimator/test_faults; a lost rank: here")
-def test_a_fit_resumes_from_its_checkpoint_after_losing_all_ranks(
+def test_fit_resumes_from_its_checkpoint_after_losing_all_ranks(
     df: DataFrame, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = Store.create(tmp_path / "store")

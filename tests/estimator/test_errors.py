@@ -239,7 +239,7 @@ LOCK = threading.Lock()
         ),
     ],
 )
-def test_wrong_params_are_named_before_any_job(
+def test_error_names_wrong_params_before_any_job(
     df: DataFrame, store: Store, options: dict[str, Any], message: str
 ) -> None:
     given = {
@@ -274,7 +274,7 @@ def test_use_gpu_without_a_gpu_raises_an_error_with_the_cause(df: DataFrame, sto
         fit.fit(df)
 
 
-def test_too_many_ranks_are_an_error_before_any_job(df: DataFrame, store: Store) -> None:
+def test_too_many_ranks_raise_before_any_job(df: DataFrame, store: Store) -> None:
     with pytest.raises(
         PreflightError, match=r"num_proc=3: the application can run 2 barrier tasks"
     ) as failed:
@@ -320,7 +320,7 @@ class Ranked(nn.Module):
         return self.layers(x) + 0.0 * hvd.rank()
 
 
-def test_a_model_that_runs_only_in_ranks_is_trained(df: DataFrame, store: Store) -> None:
+def test_model_whose_forward_needs_a_rank_is_trained(df: DataFrame, store: Store) -> None:
     model = estimator(Ranked(), store, num_proc=1).fit(df)
     assert model.transform(df).columns[-2:] == ["y__output", "prediction"]
     assert dict(model.transform(df).dtypes)["y__output"] == "double"
@@ -341,7 +341,7 @@ def test_error_of_a_custom_loss_on_integer_labels_suggests_label_dtypes(
     assert store.list("runs") == []  # it has no run_id, and no checkpoint to resume from
 
 
-def test_an_error_of_the_first_batch_reaches_the_driver_within_a_second(
+def test_first_batch_error_reaches_the_driver_within_a_second(
     df: DataFrame, store: Store, tmp_path: Path
 ) -> None:
     raised = tmp_path / "raised"
@@ -406,7 +406,7 @@ def test_an_error_of_the_first_batch_reaches_the_driver_within_a_second(
         ),
     ],
 )
-def test_invalid_splits_and_classes_raise_before_ranks_start(
+def test_invalid_splits_and_labels_raise_before_ranks_start(
     df: DataFrame, store: Store, options: dict[str, Any], message: str
 ) -> None:
     number = "monotonically_increasing_id() AS n"  # 0 to 9 in one partition
@@ -417,7 +417,9 @@ def test_invalid_splits_and_classes_raise_before_ranks_start(
     assert str(failed.value).startswith(message)
 
 
-def test_bad_values_are_named_before_any_rank(spark: SparkSession, store: Store) -> None:
+def test_error_names_columns_with_invalid_values_before_ranks_start(
+    spark: SparkSession, store: Store
+) -> None:
     rows = [([1.0, float("nan")], 1.0), ([1.0, 2.0], None), ([1.0], 2.0)]
     df = spark.createDataFrame(rows, "x array<double>, y double")
     with pytest.raises(InvalidArgumentError) as failed:
@@ -426,7 +428,7 @@ def test_bad_values_are_named_before_any_rank(spark: SparkSession, store: Store)
     assert "'y'" in str(failed.value)
 
 
-def test_transform_names_columns_that_do_not_fit(df: DataFrame) -> None:
+def test_transform_error_names_mismatched_columns(df: DataFrame) -> None:
     model = fitted(mlp(2))
     with pytest.raises(
         InvalidArgumentError, match="names column 'x', which the DataFrame does not"

@@ -33,7 +33,9 @@ TIMINGS = {"materialize": 1.0, "launch": 0.5, "train": 2.25}
         ([], [], "0 epochs, 3.8 s"),
     ],
 )
-def test_summary(history: list[dict[str, Any]], losses: list[float], text: str) -> None:
+def test_training_summary_has_spark_fields_and_one_line_of_text(
+    history: list[dict[str, Any]], losses: list[float], text: str
+) -> None:
     summary = TrainingSummary(history, TIMINGS, "run-1")
     assert summary.totalIterations == len(history)
     assert summary.objectiveHistory == losses
@@ -77,13 +79,13 @@ FLAT = {"epoch": 1, "loss": 2.0, "a_mse": 1.0, "b_mse": 3.0, "rows": 9, "val_los
         ({"train": {"loss": 1.0}}, 1, {"train": {"loss": 1.0}}),
     ],
 )
-def test_history_in_horovods_shape(
+def test_history_converts_to_the_format_of_horovod(
     record: dict[str, Any], labels: int, expected: dict[str, Any]
 ) -> None:
     assert horovod_history([record], labels) == [expected]
 
 
-def test_history_of_a_model_is_flat_nested_or_a_frame() -> None:
+def test_model_history_is_flat_nested_or_a_dataframe() -> None:
     history = [{"epoch": e, "loss": 1 / e, "val_loss": 2 / e} for e in (1, 2)]
     model = TorchModel(model=torch.nn.Linear(2, 1), history=history, label_cols=["y"])
     assert model.history == history

@@ -164,7 +164,7 @@ def named_in_time(fit: Any, df: DataFrame, place: Path, run_id: str, expected: i
         "exit",
     ],
 )
-def test_a_killed_rank_is_named_in_time(folder: Path, df: DataFrame, moment: str) -> None:
+def test_killed_rank_is_named_within_seconds(folder: Path, df: DataFrame, moment: str) -> None:
     run_id = moment.replace(" ", "-")
     place = folder / run_id
     store: Store = Store.create(place)
@@ -181,7 +181,7 @@ def test_a_killed_rank_is_named_in_time(folder: Path, df: DataFrame, moment: str
     named_in_time(fit, df, place, run_id, {"before init": 0, "validation": 1, "exit": 2}[moment])
 
 
-def test_a_relaunched_fit_equals_an_undisturbed_one_bit_by_bit(
+def test_relaunched_fit_equals_an_undisturbed_fit_bit_by_bit(
     folder: Path, df: DataFrame, whole: TorchModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = folder / "relaunch"
@@ -245,7 +245,7 @@ class Waits(Callback):
                 raise
 
 
-def test_an_interrupted_fit_lets_its_rank_save_and_resumes(
+def test_interrupted_fit_saves_a_checkpoint_and_resumes(
     tmp_path: Path, df: DataFrame, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store, waits = Store.create(tmp_path / "store"), Waits(tmp_path)

@@ -133,7 +133,7 @@ class Shares(nn.Module):
         return hidden, hidden.sum(dim=1)
 
 
-def test_several_inputs_labels_weights_validation_and_metrics(
+def test_fit_uses_several_inputs_labels_weights_validation_and_metrics(
     spark: SparkSession, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     generator = np.random.default_rng(0)
@@ -216,7 +216,7 @@ def test_progress_shows_steps_and_the_slowest_rank_during_an_epoch(
     assert said.err.count("[0] a line of the loss\n") == 12
 
 
-def test_params_of_training_reach_the_ranks(
+def test_training_params_reach_the_ranks(
     spark: SparkSession, store: Store, capfd: pytest.CaptureFixture[str]
 ) -> None:
     df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
@@ -294,7 +294,7 @@ def test_torch_settings_apply_in_ranks_and_in_transform(spark: SparkSession, sto
 
 
 @soak("data/test_reader")
-def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: Store) -> None:
+def test_inmemory_cache_all_shuffles_all_rows_uniformly(spark: SparkSession, store: Store) -> None:
     """`shuffle_bytes` changes the order of the rows, except with `inmemory_cache_all`."""
     df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
     weights = [
@@ -311,7 +311,7 @@ def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: 
 
 
 @soak("data/test_reader_kinds")
-def test_validation_rows_have_decoder_threads_of_their_own(
+def test_validation_rows_have_separate_decoder_threads(
     spark: SparkSession, store: Store, tmp_path: Path
 ) -> None:
     names = tmp_path / "names"
@@ -335,7 +335,7 @@ def test_validation_rows_have_decoder_threads_of_their_own(
     assert found[2] == 40
 
 
-def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
+def test_run_id_resumes_unfinished_runs_and_refuses_finished_runs(
     spark: SparkSession, store: Store
 ) -> None:
     df = numbers(spark, 40, 3, 2).select(F.array("a0", "a1", "a2").alias("x"), "y")
@@ -449,7 +449,7 @@ class MeetsAnother(Callback):
         wait_until(lambda: len(list(self.folder.iterdir())) >= 2, "another fit trains", within_s=60)
 
 
-def test_cross_validation_and_param_maps(
+def test_cross_validator_finds_the_best_params_with_separate_runs(
     spark: SparkSession, store: Store, tmp_path: Path, written: list[str]
 ) -> None:
     from pyspark.ml.evaluation import RegressionEvaluator
@@ -493,7 +493,7 @@ def test_cross_validation_and_param_maps(
     wait_until(lambda: threading.active_count() <= threads + 5, "the threads of the fits end")
 
 
-def test_param_maps_have_models_runs_and_validation_of_their_own(
+def test_each_param_map_has_its_own_model_run_and_validation(
     spark: SparkSession, store: Store, tmp_path: Path, written: list[str]
 ) -> None:
     df = spark.createDataFrame([([1.0, 2.0], 1.0)] * 4, "x array<double>, y double")

@@ -151,7 +151,7 @@ def test_a_fit_resumes_mid_epoch_only_with_the_same_files(
     assert_same_weights(resumed.getModel(), whole.getModel(), 0)
 
 
-def test_rows_are_left_out_alike_on_all_ranks_and_decoders_run(
+def test_all_ranks_skip_the_same_invalid_rows_and_run_decoders(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = values()
@@ -195,7 +195,9 @@ def test_error_names_the_file_of_invalid_values_found_by_a_rank(
     assert "column 'y' (float): 100 of " in str(raised.value)
 
 
-def test_horovods_call_reads_below_the_store(spark: SparkSession, tmp_path: Path) -> None:
+def test_fit_on_parquet_without_path_reads_data_below_the_store(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     store = Store.create(tmp_path / "store")
     with pytest.raises(InvalidArgumentError, match="there is no such file or folder"):
         estimator(mlp(2), store).fit_on_parquet()
@@ -226,11 +228,15 @@ def test_horovods_call_reads_below_the_store(spark: SparkSession, tmp_path: Path
         ({"reader": "nonsense"}, {}, "reader is 'nonsense'; expected one of 'pyarrow'"),
         ({"reader": "petastorm"}, {}, "pip install 'sparkhvd[petastorm]'"),
         ({}, {"params": ["a.parquet"]}, "params is ['a.parquet']. Give a dict of Params"),
-        ({"collate_fn": {"y": pad(0)}}, {}, "It takes columns of binary, string and arrays"),
+        (
+            {"collate_fn": {"y": pad(0)}},
+            {},
+            "It takes only binary columns, string columns and arrays",
+        ),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )
-def test_impossible_combinations_are_refused_before_any_rank(
+def test_impossible_param_combinations_raise_before_ranks_start(
     spark: SparkSession,
     tmp_path: Path,
     options: dict[str, Any],
@@ -246,7 +252,7 @@ def test_impossible_combinations_are_refused_before_any_rank(
     assert message in str(raised.value)
 
 
-def test_fit_and_fit_on_parquet_refuse_each_others_inputs(
+def test_fit_refuses_paths_and_fit_on_parquet_refuses_dataframes(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "data", values())

@@ -38,7 +38,7 @@ def rows(first: int, count: int) -> pa.Table:
     return pa.table({**columns, "day": [f"d{i % 2}" for i in ids.tolist()]})
 
 
-def test_two_fits_on_two_versions_at_once(spark: SparkSession, tmp_path: Path) -> None:
+def test_concurrent_fits_read_their_own_table_versions(spark: SparkSession, tmp_path: Path) -> None:
     table = tmp_path / "table"
     deltalake.write_deltalake(table, rows(0, 60), partition_by=["day"])
     deltalake.write_deltalake(table, rows(60, 40), mode="append")
@@ -95,7 +95,9 @@ def test_two_fits_on_two_versions_at_once(spark: SparkSession, tmp_path: Path) -
 
 
 @soak("rows of versions: data/test_table_formats; training on files: here, test_fit_on_parquet")
-def test_a_table_of_one_file_trains_as_the_file(spark: SparkSession, tmp_path: Path) -> None:
+def test_table_of_one_file_gives_the_weights_of_the_file(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     store, model = Store.create(tmp_path / "store"), mlp(2)
     options: dict[str, Any] = {"feature_cols": ["a", "b"], "num_proc": 1}
     deltalake.write_deltalake(tmp_path / "one", rows(0, 60))

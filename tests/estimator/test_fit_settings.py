@@ -44,7 +44,7 @@ def resolve(spark: SparkSession, **params: object) -> Cluster:
     return resolve_cluster(SparkShim(spark), TorchEstimator(**params)._options())
 
 
-def test_an_argument_wins_over_the_conf_it_over_the_environment_that_over_the_default(
+def test_argument_overrides_conf_overrides_environment_overrides_default(
     spark: SparkSession, conf: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARKHVD_SPIN_US", "8")
@@ -112,7 +112,7 @@ def test_a_local_master_with_one_gpu_defaults_to_one_gpu_rank(
         (
             "num_proc",
             "two",
-            "spark.sparkhvd.num_proc is 'two'; it must be a plain int. Set another value, or give num_proc to fit.",
+            "spark.sparkhvd.num_proc is 'two'; it must be a whole number. Set another value, or give num_proc to fit.",
         ),
         ("num_proc", "0", "spark.sparkhvd.num_proc is 0; it must be at least 1."),
         ("start_timeout", "0", "spark.sparkhvd.start_timeout is 0.0; it must be more than 0."),
@@ -128,7 +128,9 @@ def test_a_local_master_with_one_gpu_defaults_to_one_gpu_rank(
         ),
     ],
 )
-def test_wrong_values_name_the_key(spark: SparkSession, key: str, value: str, message: str) -> None:
+def test_error_names_the_conf_key_of_a_wrong_value(
+    spark: SparkSession, key: str, value: str, message: str
+) -> None:
     spark.conf.set(f"spark.sparkhvd.{key}", value)
     try:
         with pytest.raises(InvalidArgumentError) as failed:

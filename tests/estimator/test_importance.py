@@ -58,7 +58,9 @@ def test_features_are_ranked_by_their_effect_on_the_model(
     assert much.std > 0
 
 
-def test_a_vector_without_names_has_numbers(df: DataFrame, evaluator: RegressionEvaluator) -> None:
+def test_elements_of_an_unnamed_vector_are_numbered(
+    df: DataFrame, evaluator: RegressionEvaluator
+) -> None:
     bare = df.withColumn("x", array_to_vector(F.array("much", "none", "some")))
     model: Any = fitted(exact(), inputs=3)
     found = model.permutation_importance(bare, evaluator, num_rows=20, repeats=1)
@@ -93,7 +95,7 @@ class OfHalf(RegressionEvaluator):
         return super()._evaluate(half.withColumn(self.getLabelCol(), F.col("y")))
 
 
-def test_a_custom_evaluator_reads_any_column(df: DataFrame) -> None:
+def test_custom_evaluator_can_read_any_column(df: DataFrame) -> None:
     model: Any = fitted(exact(), inputs=3)
     evaluator = OfHalf(labelCol="made", predictionCol="y__output", metricName="mse")
     halves = df.withColumn("which half", (F.col("y") > 2).cast("int"))
@@ -101,7 +103,7 @@ def test_a_custom_evaluator_reads_any_column(df: DataFrame) -> None:
     assert [each.feature for each in found] == ["much", "some", "none"]
 
 
-def test_copies_of_rows_have_the_rows_types_and_metadata_of_each_copy(df: DataFrame) -> None:
+def test_fast_and_collected_row_copies_have_equal_rows_and_types(df: DataFrame) -> None:
     number = F.pmod(F.monotonically_increasing_id(), F.lit(3)).cast("int")
     rows = df.select(
         number.alias(importance._VARIANT),

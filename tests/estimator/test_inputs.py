@@ -140,7 +140,9 @@ def frame(spark: SparkSession, count: int, seed: int) -> DataFrame:
     return spark.createDataFrame(rows, schema)
 
 
-def test_every_kind_of_input_trains_and_predicts(spark: SparkSession, tmp_path: Path) -> None:
+def test_model_trains_and_predicts_with_every_kind_of_input(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     store = Store.create(tmp_path / "store")
     model = Everything()
     fit = estimator(
@@ -191,7 +193,7 @@ def test_every_kind_of_input_trains_and_predicts(spark: SparkSession, tmp_path: 
     assert before != after
 
 
-def test_rows_with_holes_are_left_out_or_filled(
+def test_rows_with_nulls_are_skipped_or_filled(
     spark: SparkSession, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
@@ -250,7 +252,7 @@ def focal(output: Tensor, label: Tensor) -> Tensor:
     return ((1 - (-loss).exp()) ** 2 * loss).mean()
 
 
-def test_kept_nans_and_double_class_labels_train_as_a_plain_loop(
+def test_kept_nans_and_double_class_labels_equal_a_plain_loop(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(0)
@@ -307,7 +309,9 @@ def test_kept_nans_and_double_class_labels_train_as_a_plain_loop(
         fit.fit(df.withColumn("k", F.col("k") / 2))
 
 
-def test_a_second_dataframe_must_fit_the_first(spark: SparkSession, tmp_path: Path) -> None:
+def test_validation_dataframe_must_match_the_training_dataframe(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     store = Store.create(tmp_path / "store")
     df = spark.createDataFrame([([1.0, 2.0], 1.0)] * 4, "x array<double>, y double")
     for validation, message in (

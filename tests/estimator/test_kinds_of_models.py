@@ -509,7 +509,7 @@ def test_a_fit_equals_a_plain_loop(df: DataFrame, tmp_path: Path, name: str) -> 
         np.testing.assert_array_equal(output, value)
 
 
-def test_a_module_that_only_trains_says_why_it_cannot_transform(df: DataFrame) -> None:
+def test_transform_explains_why_a_training_only_module_fails(df: DataFrame) -> None:
     fit = TorchEstimator(
         model=TrainsOnly(), optimizer=sgd, epochs=1, num_proc=1, verbose=0, **REGRESSION
     )
@@ -521,7 +521,7 @@ def test_a_module_that_only_trains_says_why_it_cannot_transform(df: DataFrame) -
         fitted.transform(df)
 
 
-def test_a_module_that_rejects_synthetic_rows_is_tried_on_real_rows(df: DataFrame) -> None:
+def test_module_that_rejects_synthetic_rows_is_checked_with_real_rows(df: DataFrame) -> None:
     module = Particular().eval()
     model = TorchModel.from_module(
         module, feature_cols=["x"], label_cols=["y"], input_shapes=[[-1, 4]]
@@ -563,7 +563,7 @@ class Adversaries(nn.ModuleList):
         return result
 
 
-def test_two_optimizers_train_adversaries_without_labels(df: DataFrame) -> None:
+def test_train_fn_trains_adversarial_modules_with_two_optimizers(df: DataFrame) -> None:
     torch.manual_seed(0)
     model = Adversaries([nn.Linear(2, 4), nn.Linear(4, 1)])
     fitted = TorchEstimator(

@@ -77,7 +77,7 @@ BODY = """
 
 @soak("training/test_weights")
 @pytest.mark.timeout(900)
-def test_a_model_larger_than_the_drivers_heap(tmp_path: Path) -> None:
+def test_model_larger_than_the_driver_heap_is_fitted_and_saved(tmp_path: Path) -> None:
     body = BODY.format(mib=MIB, store=str(tmp_path / "store"), path=str(tmp_path / "saved"))
     out = run_on("local[2]", body, tmp_path, conf={"spark.driver.memory": "1g"}, timeout_s=850)
     print(out)

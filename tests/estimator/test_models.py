@@ -81,7 +81,9 @@ def squeezed(output: Tensor, label: Tensor) -> Tensor:
     return ((output.squeeze() - label) ** 2).mean()
 
 
-def test_a_fit_keeps_all_of_it(df: DataFrame, tmp_path: Path) -> None:
+def test_fitted_saved_and_run_models_keep_attributes_buffers_and_hooks(
+    df: DataFrame, tmp_path: Path
+) -> None:
     store, net = Store.create(tmp_path / "store"), Net()
     before = net.layer.weight.detach().clone()
 
@@ -127,7 +129,9 @@ class OwnLoop(Net):
         raise AssertionError("called")
 
 
-def test_a_train_of_another_meaning_is_refused(df: DataFrame, tmp_path: Path) -> None:
+def test_module_whose_train_method_has_another_meaning_is_refused(
+    df: DataFrame, tmp_path: Path
+) -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"^model: OwnLoop\.train does not do what train of"
     ):

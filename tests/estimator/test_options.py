@@ -29,12 +29,12 @@ def options(dtype: torch.dtype = torch.float32, **params: Any) -> dict[str, Any]
     return {**rank_options(values), **vars(loop)}
 
 
-def test_option_defaults_equal_the_spec_defaults() -> None:
+def test_option_defaults_equal_the_training_spec_defaults() -> None:
     given = options()
     assert given == {name: TrainSpec.__dataclass_fields__[name].default for name in given}
 
 
-def test_validation_decides_the_default_monitor() -> None:
+def test_validation_determines_the_default_monitor() -> None:
     assert options(validation=0.5)["monitor"] == Monitor("val_loss")
     assert options(monitor="f1_2", monitor_mode="max")["monitor"] == Monitor("f1_2", "max")
 
@@ -57,11 +57,13 @@ def test_logged_values_can_be_monitored(name: str) -> None:
         ({"return_model": "best", "monitor": "loss"}, True),
     ],
 )
-def test_the_returned_model_follows_the_params(params: dict[str, Any], expected: bool) -> None:
+def test_return_model_and_restore_best_select_the_returned_model(
+    params: dict[str, Any], expected: bool
+) -> None:
     assert options(**params)["return_best"] is expected
 
 
-def test_early_stopping_follows_the_monitor_unless_it_has_its_own() -> None:
+def test_early_stopping_uses_the_fit_monitor_by_default() -> None:
     assert options(early_stopping={}, validation="v")["early_stopping"] == EarlyStopping(
         Monitor("val_loss"), 1, 0.0
     )
@@ -71,7 +73,7 @@ def test_early_stopping_follows_the_monitor_unless_it_has_its_own() -> None:
     )
 
 
-def test_horovods_name_of_accumulate_works() -> None:
+def test_backward_passes_per_step_is_an_alias_of_accumulate() -> None:
     assert options(backward_passes_per_step=4)["accumulate"] == 4
     assert options(accumulate=4)["accumulate"] == 4
 
@@ -135,7 +137,7 @@ def test_horovods_name_of_accumulate_works() -> None:
         ),
     ],
 )
-def test_impossible_configuration_is_refused(params: dict[str, Any], message: str) -> None:
+def test_impossible_training_options_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         options(**params)
     assert str(failed.value) == message

@@ -114,7 +114,7 @@ EXAMPLES: dict[str, Any] = {
 
 
 @without_effect
-def test_keyword_arguments_are_params_and_none_means_not_given() -> None:
+def test_keyword_arguments_set_params_and_none_keeps_defaults() -> None:
     estimator = TorchEstimator(**{n: EXAMPLES.get(n, n) for n in NAMES})
     for name in NAMES:
         assert estimator.getOrDefault(name) == EXAMPLES.get(name, name)
@@ -130,7 +130,7 @@ def test_keyword_arguments_are_params_and_none_means_not_given() -> None:
     assert estimator.setParams(**dict.fromkeys(NAMES))._options() == TorchEstimator()._options()
 
 
-def test_optimizers_and_losses_have_names() -> None:
+def test_optimizers_and_losses_can_be_given_by_name() -> None:
     estimator = TorchEstimator(optimizer="AdamW", loss=["mse", torch.nn.functional.l1_loss])
     assert estimator.getOptimizer() is torch.optim.AdamW
     mse, own = estimator.getLoss()
@@ -144,7 +144,7 @@ def test_optimizers_and_losses_have_names() -> None:
             TorchEstimator(**names)
 
 
-def test_words_of_other_libraries_get_the_way_to_write_it() -> None:
+def test_error_shows_the_form_for_arguments_of_other_libraries() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(parameters, lr=1.0), 1)
     with pytest.raises(TypeError, match=r"lr_scheduler=lambda optimizer: torch\.optim\..*StepLR\("):
@@ -153,23 +153,23 @@ def test_words_of_other_libraries_get_the_way_to_write_it() -> None:
         TorchEstimator(early_stopping=True)  # type: ignore[arg-type]
 
 
-def test_a_frame_of_pandas_gets_the_way_to_make_one_of_spark() -> None:
+def test_pandas_dataframe_error_shows_createdataframe() -> None:
     frame: Any = pd.DataFrame({"x": [1.0]})
     for call, act in (("fit", TorchEstimator().fit), ("transform", TorchModel().transform)):
         with pytest.raises(InvalidArgumentError) as failed:
             act(frame)
         assert str(failed.value) == (
-            f"{call} got a pandas.DataFrame; it takes a DataFrame of Spark: spark.createDataFrame(frame) makes one."
+            f"{call} got a pandas.DataFrame; it takes a DataFrame of Spark: convert it with spark.createDataFrame(frame)."
         )
     with pytest.raises(
-        InvalidArgumentError, match=r"(?s)^validation is .* or a DataFrame of Spark, as sp"
+        InvalidArgumentError, match=r"(?s)^validation is .* or a DataFrame of Spark\. Convert"
     ):
         dataframe_sources(frame, frame)
     with pytest.raises(InvalidArgumentError, match=r"fit got a builtins.dict; .*createDataFrame\("):
         TorchEstimator().fitMultiple({}, [])  # type: ignore[arg-type]
 
 
-def test_the_signature_lists_names_with_an_effect_by_group() -> None:
+def test_signature_lists_effective_params_by_group() -> None:
     names = list(inspect.signature(TorchEstimator).parameters)
     dead = {*NO_EFFECT, *(n for n, row in ROWS.items() if row.refused)}
     assert set(names) == set(NAMES) - dead
@@ -179,14 +179,14 @@ def test_the_signature_lists_names_with_an_effect_by_group() -> None:
     assert not dead & EstimatorKeywords.__annotations__.keys()
 
 
-def test_fit_has_its_own_help() -> None:
+def test_fit_has_its_own_docstring() -> None:
     text = inspect.getdoc(TorchEstimator.fit) or ""
     assert text.startswith("Train on a DataFrame")
     assert all(word in text for word in ("dataset:", "params:", "Returns:", "RankError:"))
     assert list(inspect.signature(TorchEstimator.fit).parameters) == ["self", "dataset", "params"]
 
 
-def test_options_are_the_values_of_a_fit() -> None:
+def test_fit_options_contain_the_given_param_values() -> None:
     assert TorchEstimator(epochs=3, maxIter=None, label_cols="y")._options() == FitOptions(
         epochs=3, label_cols=["y"], explicit=frozenset({"epochs", "label_cols"})
     )
@@ -201,7 +201,7 @@ def test_options_are_the_values_of_a_fit() -> None:
     )
 
 
-def test_sparks_names_are_taken_too() -> None:
+def test_constructor_accepts_spark_ml_param_names() -> None:
     estimator = TorchEstimator(featuresCol="f", labelCol="l", maxIter=3, seed=4, batchSize=5)
     assert estimator.getFeatureCols() == ["f"]
     assert estimator.getLabelCols() == ["l"]
@@ -210,7 +210,7 @@ def test_sparks_names_are_taken_too() -> None:
     assert estimator.getSampleWeightCol() == "w"
 
 
-def test_sparks_names_are_params_and_accessors() -> None:
+def test_spark_ml_names_work_as_params_and_accessors() -> None:
     estimator = TorchEstimator()
     for alias, name in ALIASES.items():
         param = getattr(estimator, alias)
@@ -232,7 +232,7 @@ def test_sparks_names_are_params_and_accessors() -> None:
 
 
 @without_effect
-def test_horovods_accessors_are_there() -> None:
+def test_horovod_accessors_exist() -> None:
     estimator = TorchEstimator()
     for camel, name in ACCESSORS.items():
         value = EXAMPLES.get(name, name)
@@ -295,7 +295,7 @@ def test_params_without_effect_warn_once_with_the_remedy() -> None:
         ),
     ],
 )
-def test_bad_arguments_are_type_errors(keywords: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise_typeerror(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError) as failed:
         TorchEstimator(**keywords)
     assert str(failed.value) == message
@@ -314,7 +314,7 @@ def test_positional_arguments_are_refused() -> None:
     assert not set(ELSEWHERE) & {*NAMES, *ALIASES}
 
 
-def test_a_copy_keeps_everything_and_is_its_own() -> None:
+def test_estimator_copy_keeps_values_and_is_independent() -> None:
     model = nn.Linear(1, 1)
     estimator = TorchEstimator(model=model, epochs=3, label_cols=["y"])
     copied = estimator.copy({estimator.epochs: 5})
@@ -324,7 +324,7 @@ def test_a_copy_keeps_everything_and_is_its_own() -> None:
     assert copied.uid == estimator.uid
 
 
-def test_explanations_are_short() -> None:
+def test_param_explanations_are_short() -> None:
     model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(50)))
     estimator = TorchEstimator(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     text = estimator.explainParams()
@@ -335,7 +335,7 @@ def test_explanations_are_short() -> None:
     assert len(text.splitlines()) == len(set(NAMES) - set(NO_EFFECT))
 
 
-def test_short_reprs() -> None:
+def test_reprs_of_param_values_are_short() -> None:
     columns = [f"column_{i}" for i in range(200)]
     assert short_repr(columns).endswith("... (200 in all)")
     assert len(short_repr(columns)) == 80
@@ -346,7 +346,7 @@ def test_short_reprs() -> None:
     assert short_repr("x" * 200) == "'" + "x" * 76 + "..."
 
 
-def test_a_model_has_only_the_params_it_uses() -> None:
+def test_model_has_only_the_params_that_transform_uses() -> None:
     names = {p.name for p in TorchModel().params}
     assert names < set(NAMES)
     assert "feature_cols" in names
@@ -355,11 +355,11 @@ def test_a_model_has_only_the_params_it_uses() -> None:
         _ = TorchModel().history
 
 
-def test_declared_params_are_found() -> None:
+def test_every_declared_param_is_a_class_attribute() -> None:
     assert all(isinstance(getattr(TrainParams, n), Param) for n in NAMES)
 
 
-def test_a_getter_gives_none_and_a_setter_takes_it() -> None:
+def test_setters_accept_none_and_getters_return_it() -> None:
     estimator = TorchEstimator()
     assert estimator.getValidation() is None
     assert estimator.setValidation(0.1).getValidation() == 0.1
@@ -367,14 +367,14 @@ def test_a_getter_gives_none_and_a_setter_takes_it() -> None:
     assert estimator.setBatchSize(4).setBatchSize(None).getBatchSize() == 32
 
 
-def test_none_in_a_param_map_clears() -> None:
+def test_none_in_a_param_map_clears_the_param() -> None:
     estimator = TorchEstimator(epochs=3, feature_cols=["a"])
     copied = estimator.copy({estimator.epochs: None, estimator.feature_cols: None})
     assert (copied.getEpochs(), copied.getFeatureCols()) == (1, None)
     assert estimator.getEpochs() == 3
 
 
-def test_a_param_is_not_set_by_assignment() -> None:
+def test_assignment_to_a_param_raises() -> None:
     estimator = TorchEstimator(epochs=2)
     for wrong in ("epochs", "batchsize", "batchSize", "batch_sise", "featurecols", "maxIter"):
         with pytest.raises(AttributeError, match=r"is a Param\. Call set"):
@@ -391,7 +391,7 @@ def test_generated_types_match_the_param_table() -> None:
     )
 
 
-def test_columns_in_inputs_are_the_features_unless_others_are_named() -> None:
+def test_feature_columns_default_to_the_columns_of_inputs() -> None:
     by_name = TorchEstimator(inputs={"x": ["a", "b"], "y": "a"})
     assert by_name._options().feature_cols == ["a", "b"]
     assert by_name.copy({by_name.feature_cols: ["c"]})._options().feature_cols == ["c"]

@@ -57,7 +57,7 @@ def df(spark: SparkSession) -> DataFrame:
     return VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(frame).cache()
 
 
-def test_a_classifier_is_one_of_spark_mls(
+def test_classifier_works_as_a_spark_ml_classifier(
     df: DataFrame, options: dict[str, Any], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -96,9 +96,7 @@ def test_a_classifier_is_one_of_spark_mls(
     assert summary.weightedPrecision == pytest.approx(evaluator.evaluate(found))
     evaluator = evaluator.setMetricName("weightedFMeasure").setBeta(2.0)
     assert summary.weightedFMeasure(2.0) == pytest.approx(evaluator.evaluate(found))
-    with pytest.raises(
-        InvalidArgumentError, match="areaUnderROC is a measure for two classes, but"
-    ):
+    with pytest.raises(InvalidArgumentError, match="areaUnderROC is a metric for two classes, but"):
         _ = summary.areaUnderROC
     # A class whose threshold is 0 is always predicted, and the others by p / t.
     assert {
@@ -117,7 +115,7 @@ def test_a_classifier_is_one_of_spark_mls(
 @pytest.mark.parametrize(
     "is_chosen", [False, *left_to_soak("a CrossValidator: estimator/test_fit", True)]
 )
-def test_a_regressor_is_one_of_spark_mls(
+def test_regressor_works_as_a_spark_ml_regressor(
     df: DataFrame, options: dict[str, Any], tmp_path: Path, *, is_chosen: bool
 ) -> None:
     regressor = TorchRegressor(model=nn.Linear(2, 1), **options)
@@ -151,8 +149,8 @@ def test_a_regressor_is_one_of_spark_mls(
     assert TorchRegressionModel.load(str(tmp_path / "model")).transform(df).collect() == rows
 
 
-@soak("a classifier is one of Spark ML's, here")
-def test_one_versus_rest_takes_a_binary_classifier(
+@soak("a classifier works as one of Spark ML, here")
+def test_one_vs_rest_accepts_a_binary_classifier(
     df: DataFrame, options: dict[str, Any], tmp_path: Path
 ) -> None:
     two = StringIndexer(inputCol="kind", outputCol="index").fit(df).transform(df).where("index < 2")

@@ -65,7 +65,7 @@ def classifier(module: nn.Module, link: str = "softmax", **options: Any) -> Any:
     return trained(TorchClassificationModel, module, link, **options)
 
 
-def test_one_row_is_predicted_as_in_validation() -> None:
+def test_predict_uses_the_gradient_mode_and_precision_of_validation() -> None:
     class Slope(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             assert not torch.is_grad_enabled()
@@ -104,7 +104,7 @@ def test_predictors_implement_spark_ml_interfaces() -> None:
         assert not {"labelCol", "featuresCol", "weightCol"} & {p.name for p in cls().params}
 
 
-def test_param_maps_reach_them_by_sparks_names() -> None:
+def test_param_maps_with_spark_names_reach_predictors() -> None:
     given = TorchClassifier(model=scores(), labelCol="mine", thresholds=[0.2, 0.3, 0.5])
     maps = {
         given.labelCol: "other",
@@ -156,7 +156,7 @@ def test_loss_constructors_override_the_default_loss() -> None:
     assert both._options().loss is not None  # which is refused later
 
 
-def test_several_labels_are_refused() -> None:
+def test_predictors_refuse_several_label_columns() -> None:
     with pytest.raises(InvalidArgumentError, match=r"TorchRegressor: labelCol has 2 columns"):
         TorchRegressor(label_cols=["a", "b"])._options()
     places = Column("label", "array", "int64", (6,), "array<int>", "int64")
@@ -186,7 +186,7 @@ def test_several_labels_are_refused() -> None:
         (TorchRegressionModel, "value", 3, "has 3 elements per row, but must have one"),
     ],
 )
-def test_outputs_of_another_width_are_refused(
+def test_predictors_refuse_outputs_of_wrong_width(
     cls: type[TorchModel], link: str, width: int, says: str
 ) -> None:
     model = trained(cls, scores(width), link)
@@ -195,7 +195,7 @@ def test_outputs_of_another_width_are_refused(
             use(model._fitted)
 
 
-def test_features_follow_from_inputs_and_not_from_the_default() -> None:
+def test_feature_columns_come_from_inputs_before_the_default() -> None:
     inputs = {"numbers": "n", "city": ["c", "d"]}
     assert TorchClassifier(inputs=inputs)._options().feature_cols == ["n", "c", "d"]
     assert TorchClassifier()._options().feature_cols == ["features"]
@@ -204,7 +204,7 @@ def test_features_follow_from_inputs_and_not_from_the_default() -> None:
 # -- models
 
 
-def test_classes_and_features_are_counted() -> None:
+def test_num_classes_and_num_features_match_the_model() -> None:
     assert classifier(scores(3)).numClasses == 3
     assert classifier(scores(1), "sigmoid").numClasses == 2
     assert classifier(scores(3)).numFeatures == 4
@@ -215,7 +215,7 @@ def test_classes_and_features_are_counted() -> None:
     assert classifier(scores(3, 1), columns=(text,), decoders={"t": len}).numFeatures == -1
 
 
-def test_columns_are_spark_mls_alone() -> None:
+def test_predictors_add_only_the_spark_ml_columns() -> None:
     conf = SimpleNamespace(get=lambda name, default: default)
     df: Any = SimpleNamespace(columns=["features"], sparkSession=SimpleNamespace(conf=conf))
     model = classifier(scores(1), "sigmoid", output_fn=torch.sigmoid)
@@ -241,7 +241,7 @@ def test_columns_are_spark_mls_alone() -> None:
         np.array([1.0, 0.0, -2.0, 0.5], np.float32),
     ],
 )
-def test_one_row_is_predicted_on_the_driver(row: Any) -> None:
+def test_predict_methods_compute_single_rows_on_the_driver(row: Any) -> None:
     module = scores(3)
     model = classifier(module)
     with torch.no_grad():
@@ -257,7 +257,7 @@ def test_one_row_is_predicted_on_the_driver(row: Any) -> None:
     assert model.setThresholds(thresholds).predict(row) == least
 
 
-def test_one_logit_gives_both_classes() -> None:
+def test_single_logit_gives_probabilities_of_two_classes() -> None:
     module = scores(1)
     row = [0.5, 1.0, 1.5, -1.0]
     with torch.no_grad():
@@ -282,7 +282,7 @@ class Sum(nn.Module):
         return image.flatten(1).sum(1) + 100 * number.reshape(-1)
 
 
-def test_a_row_of_several_columns_is_one_vector() -> None:
+def test_predict_takes_several_columns_as_a_single_vector() -> None:
     image = Column("image", "array", "float32", (2, 3), "array<array<float>>", "float32")
     number = Column("number", "scalar", "int64", (), "int", "int64")
     model = trained(TorchRegressionModel, Sum(), "value", (image, number), width=1)
@@ -297,7 +297,7 @@ def test_a_row_of_several_columns_is_one_vector() -> None:
         model.predict([1, 2, 3, 4, 5, 6, 7.5])
 
 
-def test_a_regressor_brings_outputs_back_to_the_labels_scale() -> None:
+def test_output_fn_rescales_predictions_of_a_regressor() -> None:
     module = scores(1)
     plain = trained(TorchRegressionModel, module, "value")
     scaled = trained(TorchRegressionModel, module, "value", output_fn=torch.exp)
@@ -305,7 +305,7 @@ def test_a_regressor_brings_outputs_back_to_the_labels_scale() -> None:
     assert scaled.predict(row) == pytest.approx(math.exp(plain.predict(row)), rel=1e-6)
 
 
-def test_rows_that_a_vector_cannot_represent_raise_a_clear_error() -> None:
+def test_rows_that_are_not_one_vector_raise_a_clear_error() -> None:
     text = Column("t", "string", "object", (), "string", "int64", has_decoder=True, decoded=())
     model = classifier(scores(3, 1), columns=(text,), decoders={"t": len})
     with pytest.raises(
@@ -324,7 +324,7 @@ def test_rows_that_a_vector_cannot_represent_raise_a_clear_error() -> None:
         TorchClassificationModel().predict(bad)
 
 
-def test_thresholds_choose_as_spark_ml_does() -> None:
+def test_thresholds_select_classes_like_spark_ml() -> None:
     """The expected classes follow the rule of `ProbabilisticClassificationModel.probability2prediction`."""
     generator = np.random.default_rng(1)
     probability = generator.dirichlet([1.0, 1.0, 1.0], 200)
@@ -345,7 +345,7 @@ def test_thresholds_choose_as_spark_ml_does() -> None:
         labels.most_likely(torch.tensor(probability), [0.5, 0.5])
 
 
-def test_from_module_makes_a_model_of_a_pretrained_module() -> None:
+def test_from_module_wraps_a_pretrained_module() -> None:
     module = scores(3)
     model = TorchClassificationModel.from_module(module, loss="cross_entropy", widths=[3])
     assert (model.numClasses, model.numFeatures) == (3, -1)
@@ -362,6 +362,6 @@ def test_from_module_makes_a_model_of_a_pretrained_module() -> None:
 
 
 @pytest.mark.parametrize("cls", [TorchClassificationModel, TorchRegressionModel])
-def test_evaluation_needs_its_columns(cls: type[Any]) -> None:
+def test_evaluation_without_its_columns_raises(cls: type[Any]) -> None:
     with pytest.raises(InvalidArgumentError, match="predictionCol='' omits"):
         cls(predictionCol="")._named("predictionCol")

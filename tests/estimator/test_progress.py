@@ -54,13 +54,13 @@ def save(checkpoints: Checkpoints, epochs: int) -> None:
     checkpoints.save(Checkpoint(epochs, {}, {}, None, history, "{}"))
 
 
-def test_a_line_per_epoch() -> None:
+def test_epoch_line_shows_metrics_and_rows_per_second() -> None:
     assert format_epoch(record(3), 10) == (
         "epoch  3/10  loss 0.1235  accuracy 0.9600  val_loss 0.2000  12,346 rows/s"
     )
 
 
-def test_the_line_of_a_long_epoch_shows_waiting_times() -> None:
+def test_epoch_line_of_a_long_epoch_shows_waiting_times() -> None:
     data, rank, gradients = "data_wait_s", "rank_wait_s", "comm_wait_s"
     cases: list[tuple[float, dict[str, float], str]] = [
         (2.0, {data: 0.9}, "  waited for data 45%"),
@@ -78,7 +78,7 @@ def test_the_line_of_a_long_epoch_shows_waiting_times() -> None:
         assert format_epoch(one, 3).partition(" rows/s")[2] == said
 
 
-def test_how_far_an_epoch_is_in_one_line() -> None:
+def test_step_line_shows_progress_waiting_rank_and_remaining_time() -> None:
     means = {"loss": 0.12345, "accuracy": 0.96}
     sizes = {"epochs": 10, "num_steps": 1500, "rows_per_s": 500.4}
     report = json.loads(report_of_step(2, 120, **sizes, left_s=27.6, means=means))
@@ -92,7 +92,7 @@ def test_how_far_an_epoch_is_in_one_line() -> None:
         assert text == f"epoch 1/2  step 1/9  1,000 rows/s  {shown}"
 
 
-def test_the_slowest_rank_is_that_of_this_epoch(
+def test_waiting_times_start_anew_in_each_epoch(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
@@ -137,7 +137,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_overwrites_its_line_on_a_terminal_and_is_rare_elsewhere(
+def test_progress_replaces_its_terminal_line_and_is_rare_elsewhere(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with EpochReporter(checkpoints, epochs=2, verbose=1, progress=None, label="x") as reporter:
@@ -159,7 +159,7 @@ def test_progress_overwrites_its_line_on_a_terminal_and_is_rare_elsewhere(
     assert capsys.readouterr().out == ""
 
 
-def test_rows_with_broken_images_are_in_the_line_of_their_epoch() -> None:
+def test_epoch_line_counts_rows_with_broken_images() -> None:
     line = format_epoch({**record(3), "broken_rows": 2, "val_broken_rows": 1}, 10)
     assert line.endswith(" rows/s  3 broken rows left out")
     assert "val_broken" not in line
@@ -167,18 +167,18 @@ def test_rows_with_broken_images_are_in_the_line_of_their_epoch() -> None:
     assert format_epoch({**record(3), "broken_rows": 1}, 10).endswith("  1 broken row left out")
 
 
-def test_very_large_and_small_numbers_have_digits_not_decimals() -> None:
+def test_very_large_and_small_numbers_are_shown_with_significant_digits() -> None:
     numbers = {"loss": 1e10, "a": 12345.678, "b": 2.5e-5, "c": 0.0, "d": float("nan"), "e": -0.5}
     shown = format_epoch({"epoch": 1, **numbers}, 1)
     assert shown == "epoch 1/1  loss 1e+10  a 12346  b 2.5e-05  c 0.0000  d nan  e -0.5000"
 
 
-def test_a_line_of_a_record_of_the_users_own() -> None:
+def test_epoch_line_shows_values_of_a_custom_record() -> None:
     own = {"epoch": 1, "seconds": 0.1, "note": "good", "hits": 3, "none": None}
     assert format_epoch(own, 2) == "epoch 1/2  note good  hits 3.0000  none None"
 
 
-def test_step_progress_of_an_already_reported_epoch_is_hidden(
+def test_step_progress_of_a_reported_epoch_is_hidden(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
@@ -215,7 +215,7 @@ def test_the_progress_function_receives_records_despite_a_broken_stdout(
     assert seen == [1, 2]
 
 
-def test_every_epoch_is_reported_once_as_it_happens(
+def test_every_epoch_is_reported_once_during_the_fit(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(checkpoints, 1)  # of an earlier fit that this one resumes
@@ -234,7 +234,7 @@ def test_every_epoch_is_reported_once_as_it_happens(
 
 
 @pytest.mark.parametrize("saved", [0, 2])
-def test_a_resumed_fit_reports_the_epochs_that_it_repeats(
+def test_resumed_fit_reports_repeated_epochs(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], saved: int
 ) -> None:
     """A killed fit has recorded later epochs than its last checkpoint, or its checkpoints were deleted."""
@@ -254,7 +254,7 @@ def test_a_resumed_fit_reports_the_epochs_that_it_repeats(
     assert seen == list(range(saved + 1, 6))
 
 
-def test_lines_of_fits_that_train_at_once_bear_their_names(
+def test_lines_of_concurrent_fits_show_their_names(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (
@@ -280,7 +280,7 @@ def test_lines_of_fits_that_train_at_once_bear_their_names(
     ]
 
 
-def test_only_a_phase_that_takes_long_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_long_phases_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
     with announce_late("reading", 1, after_s=30.0), announce_late("quiet", 0, after_s=0.0):
         with announce_late("writing", 1, after_s=0.0):
             wait_until(lambda: "writing" in capsys.readouterr().out, "it is announced", within_s=10)
@@ -330,7 +330,7 @@ def test_the_first_nan_metric_causes_one_warning(checkpoints: Checkpoints) -> No
     assert len(warned) == 1
 
 
-def test_a_terminal_line_is_cleared_of_sparks_progress_bar(
+def test_terminal_line_replaces_the_progress_bar_of_spark(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
@@ -339,7 +339,7 @@ def test_a_terminal_line_is_cleared_of_sparks_progress_bar(
     assert capsys.readouterr().out.startswith("\r\x1b[Kepoch 1/1  loss")
 
 
-def test_a_slow_function_gets_every_epoch_before_the_end(
+def test_slow_progress_function_gets_every_epoch_before_fit_returns(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_READ_S", 0.3)
@@ -375,7 +375,7 @@ def test_the_reporter_does_not_wait_for_an_unresponsive_store(
     reporter._thread.join(20)
 
 
-def test_a_store_that_is_gone_ends_neither_reports_nor_other_renewals(
+def test_unreachable_store_ends_neither_reports_nor_other_lease_renewals(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ownership, "_owned", ownership._Owned())

@@ -49,7 +49,7 @@ class Client:
         return f"Client({KEY})"
 
 
-def test_no_secret_of_the_store_or_of_a_param_is_in_a_report(remote: Held) -> None:
+def test_report_contains_no_secret_of_store_or_params(remote: Held) -> None:
     recorder = Recorder()
     params: dict[str, Any] = {
         "store": remote,
@@ -78,7 +78,7 @@ def test_no_secret_of_the_store_or_of_a_param_is_in_a_report(remote: Held) -> No
     assert "'devices': 1" in document["params"]["inputs"]
 
 
-def test_params_are_shown_by_class_and_size() -> None:
+def test_report_shows_params_by_class_and_size() -> None:
     net = torch.nn.Linear(3, 1)
     shown = masked_params(
         {"model": net, "optimizer": torch.optim.SGD, "loss": "mse", "x": None}, str

@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Run:
     return Run(Store.create(tmp_path), "runs/r")
 
 
-def test_a_seed_that_is_cut_off_does_not_end_the_run(run: Run) -> None:
+def test_truncated_seed_file_is_restored(run: Run) -> None:
     seed = run.seed(None)
     assert run.seed(None) == seed
     run.check(json.dumps({"random_seed": seed}), 1)
@@ -41,7 +41,7 @@ def test_a_seed_that_is_cut_off_does_not_end_the_run(run: Run) -> None:
 
 
 @pytest.mark.parametrize("left", ["", '{"random_', "[]"])
-def test_a_fingerprint_that_is_cut_off_does_not_end_the_run(run: Run, left: str) -> None:
+def test_truncated_fingerprint_file_is_replaced(run: Run, left: str) -> None:
     ours = json.dumps({"batch_size": 8, "model": {"w": [2]}})
     run.check(ours, 1)
     checkpoints = Checkpoints(run.store, run.run_dir)
@@ -83,7 +83,7 @@ def test_a_failed_run_without_a_run_id_explains_how_to_resume(
     assert bool(capsys.readouterr().err) == (sys.version_info < (3, 11))
 
 
-def test_a_run_that_failed_behind_its_training_says_how_to_get_the_model(run: Run) -> None:
+def test_run_that_failed_after_training_explains_how_to_get_the_model(run: Run) -> None:
     Checkpoints(run.store, run.run_dir).save(Checkpoint(10, {}, {}, None, [], "{}"))
     run.finish(Finished(10), 1)
     error = RuntimeError("of a logger")
@@ -150,7 +150,7 @@ def test_a_run_announces_its_store_and_starting_point(
     assert not is_temporary_store(run.store)
 
 
-def test_a_run_that_resumes_with_recomputed_data_says_so(run: Run) -> None:
+def test_run_resumed_with_recomputed_data_prints_a_notice(run: Run) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.warn_of_other_data()

@@ -35,7 +35,9 @@ def store(tmp_path: Path) -> Store:
 
 
 @soak("test_fit: cross-validation and param maps")
-def test_a_train_validation_split_chooses_for_a_pipeline(spark: SparkSession, store: Store) -> None:
+def test_train_validation_split_selects_best_params_in_pipeline(
+    spark: SparkSession, store: Store
+) -> None:
     generator = np.random.default_rng(1)
     points = generator.standard_normal((80, 2))
     rows = [(float(a), float(b), float(a + b > 0)) for a, b in points]
@@ -67,7 +69,7 @@ def test_a_train_validation_split_chooses_for_a_pipeline(spark: SparkSession, st
     assert MulticlassClassificationEvaluator(metricName="logLoss").evaluate(found) < 0.6
 
 
-def test_fits_of_two_threads_do_not_disturb_each_other(spark: SparkSession, tmp_path: Path) -> None:
+def test_fits_in_two_threads_are_independent(spark: SparkSession, tmp_path: Path) -> None:
     found: dict[int, Any] = {}
 
     def fit(width: int) -> None:
@@ -109,7 +111,7 @@ def remember_rows(ctx: Any) -> None:
     ctx.log({"loss": 0.0})
 
 
-def test_each_row_of_a_nondeterministic_source_is_in_one_split(
+def test_nondeterministic_rows_are_in_either_training_or_validation(
     spark: SparkSession, store: Store
 ) -> None:
     df = (
@@ -131,7 +133,7 @@ def test_each_row_of_a_nondeterministic_source_is_in_one_split(
 
 
 @soak("training/test_compiling")
-def test_a_compiled_model_trains_alike(spark: SparkSession, store: Store) -> None:
+def test_compiled_model_gives_the_same_weights(spark: SparkSession, store: Store) -> None:
     df = spark.range(32).select(
         F.array(F.sin("id"), F.cos("id")).alias("x"), F.sin("id").alias("y")
     )

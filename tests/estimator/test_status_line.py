@@ -80,7 +80,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Iterator[Screen]:
     os.close(ours)
 
 
-def test_two_fits_share_the_status_line_and_erase_it(
+def test_two_fits_share_the_status_line_and_clear_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(Store.create(tmp_path / "store"), "runs/r")
@@ -109,7 +109,7 @@ def test_two_fits_share_the_status_line_and_erase_it(
     assert screen.lines == ["[20261127-202404-b] stopped after epoch 1/2: enough", ""]
 
 
-def test_a_line_is_cut_to_the_width_and_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_line_is_cut_to_the_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
     line = StatusLine()
     with terminal(monkeypatch, 30) as screen:
         line.show(0, "[fit 0] step 0 of very many steps")
@@ -135,21 +135,21 @@ def test_a_line_is_cut_to_the_width_and_never_wraps(monkeypatch: pytest.MonkeyPa
         (["a" * 30, "b" * 30], 50, f"{'a' * 41}..."[:30] + "  (+1)"),
     ],
 )
-def test_the_status_line_shortens_fits_to_the_terminal_width(
+def test_status_line_of_several_fits_is_shortened_to_the_width(
     texts: list[str], width: int, shown: str
 ) -> None:
     assert _joined(texts, width) == shown
     assert len(shown) <= width
 
 
-def test_lines_on_a_stream_of_few_characters_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascii_stream_shows_other_characters_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     StatusLine().print("[größe=2] epoch 1/2")
     assert raw.getvalue() == rb"[gr\xf6\xdfe=2] epoch 1/2" + b"\n"
 
 
-def test_other_output_does_not_mix_with_the_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_output_is_not_mixed_with_the_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
     line = StatusLine()
     with terminal(monkeypatch, 60) as screen:
         monkeypatch.setattr(sys, "stderr", sys.stdout)

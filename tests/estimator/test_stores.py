@@ -66,18 +66,20 @@ def trained_alike(df: DataFrame, store: Store, expected: nn.Module) -> None:
     assert again.transform(df).collect() == rows
 
 
-def test_fit_on_s3(df: DataFrame, expected: nn.Module, s3: S3) -> None:
+def test_fit_on_s3_gives_the_expected_model(df: DataFrame, expected: nn.Module, s3: S3) -> None:
     trained_alike(df, Store.create("s3://bucket/fit", **s3.options()), expected)
 
 
-@soak("test_fit_on_s3, here; data/test_store_servers: served by ftp")
-def test_fit_through_fsspec(df: DataFrame, expected: nn.Module, ftp: str) -> None:
+@soak("test_fit_on_s3_gives_the_expected_model, here; data/test_store_servers: served by ftp")
+def test_fit_through_fsspec_gives_the_expected_model(
+    df: DataFrame, expected: nn.Module, ftp: str
+) -> None:
     trained_alike(df, Store.create(f"{ftp}/store"), expected)
 
 
 @soak("data/test_store_places")
 @pytest.mark.usefixtures("mounts")
-def test_fit_on_a_mount_that_neither_appends_nor_seeks(
+def test_fit_on_a_sequential_mount_gives_the_expected_model(
     df: DataFrame, expected: nn.Module, tmp_path: Path
 ) -> None:
     with sequential_mount(tmp_path / "folder", tmp_path / "mount") as mount:
@@ -132,7 +134,7 @@ def disturbed(
 
 
 @pytest.mark.usefixtures("mounts")
-def test_a_store_that_fills_up_during_a_fit(df: DataFrame, tmp_path: Path) -> None:
+def test_fit_on_a_full_store_raises_and_resumes_later(df: DataFrame, tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", 1 << 20) as place:
         store = Store.create(place / "store")
         ballast = place / "ballast"
@@ -152,9 +154,9 @@ def test_a_store_that_fills_up_during_a_fit(df: DataFrame, tmp_path: Path) -> No
         disturbed(df, store, fill, emptied, "cannot be written (runs/r/")
 
 
-@soak("a store that fills up during a fit, here; data/test_store_places")
+@soak("a full store during a fit, here; data/test_store_places")
 @pytest.mark.usefixtures("mounts")
-def test_a_store_that_vanishes_during_a_fit(df: DataFrame, tmp_path: Path) -> None:
+def test_fit_on_an_unmounted_store_raises_and_resumes_later(df: DataFrame, tmp_path: Path) -> None:
     with tmpfs(tmp_path / "behind", 1 << 22) as behind:
         # Two names of one file system: the second is removed, and the first shows the written files.
         place = tmp_path / "mount"
@@ -174,8 +176,8 @@ def test_a_store_that_vanishes_during_a_fit(df: DataFrame, tmp_path: Path) -> No
             unmount(place)
 
 
-@soak("a store that fills up during a fit, here")
-def test_a_server_that_goes_during_a_fit(df: DataFrame, s3: S3) -> None:
+@soak("a full store during a fit, here")
+def test_fit_on_an_unreachable_server_raises_and_resumes_later(df: DataFrame, s3: S3) -> None:
     with cable(s3.port) as line:
         url = "s3://bucket/cut"
         store = Store.create(url, **s3.options(line.port))
@@ -189,7 +191,7 @@ def test_a_server_that_goes_during_a_fit(df: DataFrame, s3: S3) -> None:
         )
 
 
-def test_error_names_a_store_whose_server_is_gone_before_writing(df: DataFrame, s3: S3) -> None:
+def test_error_names_an_unreachable_store_before_data_are_written(df: DataFrame, s3: S3) -> None:
     with cable(s3.port) as line:
         store = Store.create("s3://bucket/early", **s3.options(line.port))
         line.cut()
@@ -273,14 +275,14 @@ def holds_secret(content: bytes) -> bool:
 
 
 @pytest.mark.parametrize("before", range(4))
-def test_a_secret_inside_base64_is_found(before: int) -> None:
+def test_secret_check_finds_secrets_in_base64(before: int) -> None:
     assert holds_secret(base64.b64encode(b"x" * before + SECRET.encode() + b"behind"))
     assert holds_secret(base64.b64encode(b"x" * before + SECRET.encode()))
     assert not holds_secret(base64.b64encode(b"x" * before + SECRET[:-2].encode()))
 
 
 @soak("data/test_store")
-def test_credentials_are_in_no_log_plan_or_file(tmp_path: Path, s3: S3, ftp: str) -> None:
+def test_credentials_are_absent_from_logs_plans_and_files(tmp_path: Path, s3: S3, ftp: str) -> None:
     """The test searches the output of a fit, its files and Spark's event log, in plain text and in base64."""
     out = tmp_path / "out"
     events = out / "events"

@@ -30,7 +30,7 @@ def model(**options: object) -> TorchModel:
     return TorchModel.from_module(net, feature_cols=["x"], label_cols=["y"], **options)  # type: ignore[arg-type]
 
 
-def test_report_is_a_page_in_a_frame_and_a_file(tmp_path: Path) -> None:
+def test_report_is_shown_in_a_frame_and_saved_as_a_page(tmp_path: Path) -> None:
     report = model(history=HISTORY).report()
     report.save(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -42,7 +42,7 @@ def test_report_is_a_page_in_a_frame_and_a_file(tmp_path: Path) -> None:
     assert "<svg" not in shown  # of the notebook itself
 
 
-def test_report_of_a_loaded_model_is_that_in_the_store(tmp_path: Path) -> None:
+def test_loaded_model_shows_the_report_in_the_store(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store")
     loaded = model(history=HISTORY, run_id="mine", store=store)
     assert "grads.0" not in loaded.report().html  # it is not there: history alone
@@ -51,7 +51,7 @@ def test_report_of_a_loaded_model_is_that_in_the_store(tmp_path: Path) -> None:
     assert "grads.0" not in loaded.setRunId("other").report().html
 
 
-def test_plot_draws_validation_beside_training() -> None:
+def test_plot_draws_training_and_validation_curves() -> None:
     pytest.importorskip("matplotlib")
     trained = model(history=HISTORY)
     figure = trained.plot()
@@ -107,7 +107,7 @@ def test_onnx_export_without_packages_or_columns_raises_a_clear_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_horovod_model_with_a_history_param_reports_the_same() -> None:
+def test_horovod_model_with_a_history_param_shows_the_same_report() -> None:
     pytest.importorskip("matplotlib")
     trained = TorchModelOfHorovods(history=[{"train": {"loss": 1.0}}])
     trained._take(model(history=HISTORY))

@@ -48,7 +48,7 @@ def program(folder: Path, *, waits: bool) -> str:
 
 
 @soak("data/test_reuse, data/test_contents")
-def test_neither_the_end_nor_the_death_of_one_touches_the_other(tmp_path: Path) -> None:
+def test_ended_or_killed_application_leaves_data_of_the_other(tmp_path: Path) -> None:
     dying = program(tmp_path, waits=True) + '\nPath(FOLDER, "fitted").touch()\ntime.sleep(600)'
     script = write_script(tmp_path / "dying.py", dying, master="local[1]")
     store = Store(str(tmp_path / "store"))

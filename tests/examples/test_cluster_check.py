@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.spark
 
 
-def test_check_of_a_cluster_shows_its_ranks(
+def test_cluster_check_prints_a_line_per_rank(
     spark: SparkSession,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

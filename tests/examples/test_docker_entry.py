@@ -31,7 +31,7 @@ def run(tmp_path: Path, **variables: str) -> list[str]:
     return words[1:]
 
 
-def test_a_mounted_key_becomes_a_file_of_the_user_alone(tmp_path: Path) -> None:
+def test_mounted_key_is_copied_to_a_private_file(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(range(32)))
     secret.chmod(0o440)
@@ -45,14 +45,14 @@ def test_a_mounted_key_becomes_a_file_of_the_user_alone(tmp_path: Path) -> None:
     assert run(tmp_path, SPARKHVD_JOB_KEY_SECRET="/nowhere")[-1] == "none"
 
 
-def test_the_number_of_a_pod_is_its_rank_unless_that_is_given(tmp_path: Path) -> None:
+def test_pod_index_is_the_rank_unless_rank_is_set(tmp_path: Path) -> None:
     assert run(tmp_path)[:2] == ["none", "none"]
     assert run(tmp_path, JOB_COMPLETION_INDEX="5")[:2] == ["5", "0"]
     assert run(tmp_path, JOB_COMPLETION_INDEX="5", RANK="7", LOCAL_RANK="1")[:2] == ["7", "1"]
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None or not os.path.exists("/usr/sbin/sshd"), reason="no ssh server")  # fmt: skip
-def test_a_worker_of_mpi_is_an_ssh_server(tmp_path: Path) -> None:
+def test_entry_script_starts_an_ssh_server_for_mpi_workers(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     if os.getuid() == 0:

@@ -374,7 +374,7 @@ def job(zygote_has_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @soak("the programs of the page, here; DDP on our backend: tests/distributed")
-def test_ddp_scripts_before_and_after_print_the_same_and_end_with_the_same_weights(
+def test_ddp_script_and_its_migration_give_the_same_output_and_weights(
     job: Job,
 ) -> None:
     before, after = job.printed["ddp_before"], job.printed["ddp_after"]
@@ -400,13 +400,13 @@ def test_horovod_script_runs_with_only_its_import_changed(job: Job) -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_only_rank_0_prints(job: Job) -> None:
+def test_only_rank_0_of_the_scripts_prints(job: Job) -> None:
     assert {*job.printed_by_1.values()} == {""}
     assert "" not in job.printed.values()
 
 
 @pytest.mark.parametrize("name", ["accumulation", "views", "sharded", "uneven"])
-def test_training_equals_ddp_on_every_rank(name: str, job: Job) -> None:
+def test_distributed_optimizer_equals_ddp_on_every_rank(name: str, job: Job) -> None:
     assert [beside[name] < 1e-12 for beside in job.beside_ddp] == [True, True]
 
 
@@ -414,7 +414,7 @@ def test_compressed_training_is_close_to_ddp_with_its_hook(job: Job) -> None:
     assert [beside["fp16"] < 1e-3 for beside in job.beside_ddp] == [True, True]
 
 
-def test_unused_parameters_have_the_gradients_of_ddp_that_looks_for_them(
+def test_unused_parameters_have_the_gradients_of_ddp_find_unused_parameters(
     job: Job,
 ) -> None:
     for beside in job.beside_ddp:
@@ -422,7 +422,7 @@ def test_unused_parameters_have_the_gradients_of_ddp_that_looks_for_them(
         assert ours == theirs == [[[3.0, 3.0]], [[1.5, 1.5]], None]
 
 
-def test_buffers_differ_between_ranks_until_they_are_broadcast(job: Job) -> None:
+def test_buffers_differ_between_ranks_until_broadcast(job: Job) -> None:
     for beside in job.beside_ddp:
         (mine, other), sent = beside["buffers"]
         assert mine != other
@@ -437,12 +437,12 @@ def test_collectives_equal_torch_distributed(job: Job) -> None:
 
 
 @pytest.mark.parametrize("page", [DDP_PAGE, HOROVOD_PAGE], ids=["ddp", "horovod"])
-def test_pages_show_the_starter_as_it_is(page: str) -> None:
+def test_pages_show_start_py_unchanged(page: str) -> None:
     assert block(page, "start.py") == (EXAMPLES / "start.py").read_text()
 
 
 @pytest.mark.parametrize("page", [DDP_PAGE, HOROVOD_PAGE], ids=["ddp", "horovod"])
-def test_names_on_the_pages_exist(page: str) -> None:
+def test_names_on_migration_pages_exist(page: str) -> None:
     page = (ROOT / page).read_text().partition("## Not in this version")[0]
     names = set(re.findall(r"\bhvd\.(\w+)", page)) - {"torch"}
     assert sorted(name for name in names if not hasattr(hvd, name)) == []
@@ -474,12 +474,12 @@ HOROVODS_NAMES = """
 """
 
 
-def test_horovods_public_names_exist() -> None:
+def test_horovod_public_names_exist() -> None:
     names = re.findall(r"\w+", HOROVODS_NAMES)
     assert [name for name in names if not hasattr(hvd, name)] == []
 
 
-def test_the_page_lists_the_variables_of_horovod_that_are_read() -> None:
+def test_page_lists_the_horovod_variables_that_are_read() -> None:
     aliases = {f.metadata["alias"] for f in fields(Settings)} - {None}
     text = (ROOT / HOROVOD_PAGE).read_text()
     assert set(re.findall(r"^\| `(HOROVOD_\w+)`", text, re.MULTILINE)) == aliases
@@ -499,11 +499,11 @@ def check_mnist(text: str) -> None:
 
 
 @pytest.mark.parametrize("run", ["mnist", "mnist_adasum"])
-def test_mnist_learns(run: str, job: Job) -> None:
+def test_mnist_script_reaches_its_accuracy(run: str, job: Job) -> None:
     check_mnist(job.printed[run])
 
 
-def test_imagenet_learns_warms_up_and_resumes(job: Job) -> None:
+def test_imagenet_script_trains_warms_up_and_resumes(job: Job) -> None:
     first, again = job.printed["imagenet"], job.printed["imagenet_again"]
     losses = numbers(r"train loss ([\d.]+)", first + again)
     assert losses[0] > losses[1] > losses[2]
@@ -519,8 +519,8 @@ def test_imagenet_learns_warms_up_and_resumes(job: Job) -> None:
     assert numbers(r"lr ([\d.]+)", first + again) == pytest.approx(rates, abs=1e-4)
 
 
-@soak("on one rank: test_scripts_run_on_one_rank_as_they_are; start.py: the job, here")
-def test_benchmark_prints_rates_and_their_total_when_started_by_the_command_line() -> None:
+@soak("on one rank: test_example_scripts_run_unchanged_on_one_rank; start.py: the job, here")
+def test_benchmark_started_by_start_py_prints_rates_and_total() -> None:
     arguments = (*BENCHMARK, "--use-adasum", "--fp16-allreduce")
     result = run_script(
         EXAMPLES / "start.py", "2", "synthetic_benchmark.py", *arguments, timeout_s=80
@@ -547,7 +547,7 @@ def test_benchmark_prints_rates_and_their_total_when_started_by_the_command_line
         ("synthetic_benchmark.py", BENCHMARK, r"Total img/sec on 1 rank\(s\): [\d.]+"),
     ],
 )
-def test_scripts_run_on_one_rank_as_they_are(
+def test_example_scripts_run_unchanged_on_one_rank(
     script: str,
     arguments: Sequence[str],
     expected: str,

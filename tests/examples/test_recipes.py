@@ -25,7 +25,7 @@ def numbers(name: str, pattern: str, *options: str) -> list[float]:
 
 
 @soak("data/test_images; estimator/test_inputs")
-def test_images() -> None:
+def test_images_recipe_reaches_its_score() -> None:
     pytest.importorskip("PIL", reason="needs Pillow")
     (accuracy,) = numbers("images", r"accuracy (\S+)")
     assert accuracy > 0.9
@@ -33,19 +33,19 @@ def test_images() -> None:
 
 @soak("estimator/test_fit; soak/users/test_lightning_estimator")
 @pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning")
-def test_lightning_module() -> None:
+def test_lightning_module_recipe_reaches_its_score() -> None:
     (accuracy,) = numbers("lightning_module", r"test accuracy ([\d.]+)")
     assert accuracy > 0.95
 
 
 @soak("estimator/test_fit")
-def test_recommender() -> None:
+def test_recommender_recipe_reaches_its_score() -> None:
     hits, by_chance = numbers("recommender", r"hit rate at 10: (\S+), by chance (\S+)")
     assert hits > 8 * by_chance
 
 
 @soak("estimator/test_fit")
-def test_forecasting() -> None:
+def test_forecasting_recipe_reaches_its_score() -> None:
     ours, last_week = numbers(
         "forecasting",
         r"mean absolute error (\S+), as the last week (\S+)",

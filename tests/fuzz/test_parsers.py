@@ -33,7 +33,7 @@ LIMIT_BYTES = 100 << 20
 
 
 @BY_NAME
-def test_parsers_read_values_of_their_writers(parser: Parser) -> None:
+def test_parsers_read_the_output_of_their_writers(parser: Parser) -> None:
     @settings(max_examples=amount(10), deadline=None, suppress_health_check=list(HealthCheck))
     @given(parser.valid)
     def check(value: Any) -> None:
@@ -45,7 +45,7 @@ def test_parsers_read_values_of_their_writers(parser: Parser) -> None:
 
 
 @BY_NAME
-def test_no_other_field_raises_another_error(parser: Parser) -> None:
+def test_mutated_json_fields_raise_only_documented_errors(parser: Parser) -> None:
     if parser.body is None:
         pytest.skip("it has no JSON")
     written = example(parser)
@@ -60,13 +60,13 @@ def test_no_other_field_raises_another_error(parser: Parser) -> None:
 
 
 @BY_NAME
-def test_no_cut_raises_another_error(parser: Parser) -> None:
+def test_truncated_input_raises_only_documented_errors(parser: Parser) -> None:
     for data in cut(example(parser), amount(15)):
         parser.survives(data)
 
 
 @BY_NAME
-def test_no_size_takes_long_or_much_memory(parser: Parser) -> None:
+def test_large_inputs_take_bounded_time_and_memory(parser: Parser) -> None:
     million = amount(100_000, 1_000_000)
     texts = [
         b"[" * million,
@@ -90,7 +90,7 @@ def test_no_size_takes_long_or_much_memory(parser: Parser) -> None:
 @BY_NAME
 @settings(max_examples=amount(20), deadline=None)
 @given(data=st.binary(max_size=200))
-def test_no_bytes_raise_another_error(parser: Parser, data: bytes) -> None:
+def test_random_bytes_raise_only_documented_errors(parser: Parser, data: bytes) -> None:
     parser.survives(data)
 
 
@@ -119,7 +119,7 @@ def test_parsers_survive_inputs_found_by_fuzzing(name: str, data: bytes) -> None
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02X\x04\0\0\0abc\xdf.", b"", b"\x80\x02]."])
-def test_a_checkpoint_with_the_hash_of_other_bytes_is_damaged(content: bytes) -> None:
+def test_checkpoint_of_arbitrary_bytes_with_a_valid_hash_is_damaged(content: bytes) -> None:
     seal = f"\nsparkhvd-sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
     with pytest.raises(DamagedError, match="here is not a checkpoint"):
         read_checkpoint(io.BytesIO(content + seal), "here")
@@ -133,7 +133,7 @@ def test_error_names_a_checkpoint_class_that_torch_does_not_load() -> None:
         read_checkpoint(io.BytesIO(sink.getvalue() + seal), "here")
 
 
-def test_a_port_of_hundreds_of_digits_is_no_endpoint() -> None:
+def test_endpoint_with_an_out_of_range_port_is_refused() -> None:
     fields = {"address": "::1", "port": 10**400, "host_key": "", "unix_name": ""}
     with pytest.raises(ValueError, match="a port out of range"):
         rebuild(Endpoint, fields)

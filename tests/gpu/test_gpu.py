@@ -33,7 +33,7 @@ def make_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(540)
 @pytest.mark.skipif(bool(machine.why_not()), reason=f"needs a GPU: {machine.why_not()}")
-def test_all_checks_on_a_gpu(tmp_path: Path) -> None:
+def test_all_checks_pass_on_a_gpu(tmp_path: Path) -> None:
     done = make_gpu("--no-benchmarks", "--results", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -41,7 +41,7 @@ def test_all_checks_on_a_gpu(tmp_path: Path) -> None:
 @soak("torch/test_device_*")
 @needs_stand_in
 @pytest.mark.timeout(540)
-def test_all_checks_and_figures_on_the_stand_in(
+def test_all_checks_pass_on_the_stand_in_and_write_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STAND_IN, "1")
@@ -59,7 +59,7 @@ def test_all_checks_and_figures_on_the_stand_in(
 
 
 @pytest.mark.skipif(not machine.why_not(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_exits_with_2() -> None:
+def test_make_gpu_without_a_gpu_exits_with_status_2() -> None:
     done = make_gpu()
     assert done.returncode == 2
     assert "make gpu: there is no GPU to check: torch " in done.stderr
@@ -69,7 +69,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_2() -> None:
 @soak("a suite that fails and one that hangs: the tests of programs, here")
 @needs_stand_in
 @pytest.mark.timeout(300)
-def test_a_check_that_goes_wrong_says_how_and_the_next_one_runs(
+def test_failed_check_reports_its_error_and_the_next_check_runs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(STAND_IN, "1")
@@ -128,14 +128,14 @@ def test_a_hanging_suite_is_stopped_and_names_the_last_check() -> None:
         passed(suite(hangs="second"), 3)
 
 
-def test_no_child_of_a_program_outlives_its_deadline() -> None:
+def test_child_processes_end_at_the_deadline_of_their_program() -> None:
     script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     status, output = finish([sys.executable, "-c", script], 3)
     assert status is None
     assert wait_until_gone({int(output.split()[0])}, 10) == set()
 
 
-def test_words_that_the_table_understands() -> None:
+def test_failure_texts_match_the_results_table() -> None:
     assert failure(["ok  0.1 s  one"]) == ("", "no answer in time after one")
     assert SKIPPED.endswith(": ")
     assert STAND_IN not in os.environ

@@ -26,7 +26,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the profiler, which finds no CUDA
-def test_a_profile_contains_only_events_of_the_steps(cuda: Cuda) -> None:
+def test_profile_contains_only_events_of_the_measured_steps(cuda: Cuda) -> None:
     x = torch.ones(8)
     names = [event.name for event in profiled(lambda: x.mul_(2))]
     assert "aten::mul_" in names
@@ -62,7 +62,7 @@ def event(name: str, start: float, end: float) -> Any:
         ),
     ],
 )
-def test_overlap_is_read_from_kernels(
+def test_overlap_is_computed_from_kernel_times(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, events: list[Any], said: str | Exception
 ) -> None:
     def no_step(*_: Any, **__: Any) -> tuple[Callable[[], None], None]:
@@ -77,7 +77,7 @@ def test_overlap_is_read_from_kernels(
             bodies.overlap(cuda)
 
 
-def test_ranks_of_one_gpu_have_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_gpu_get_separate_nccl_host_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOGS, "/logs")
     for name in (*nccl_environment(), "NCCL_HOSTID"):
         monkeypatch.setenv(name, "before")  # so that it comes back
@@ -91,7 +91,7 @@ def test_ranks_of_one_gpu_have_hosts_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert given["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
-def test_an_optimizer_of_one_rank_has_partners_only_inside() -> None:
+def test_single_rank_acts_as_with_partners_only_inside_the_context() -> None:
     before = Distributed._has_partners
     with as_with_partners():
         assert Distributed._has_partners is not before

@@ -256,7 +256,7 @@ def other(tmp_path: Path) -> Path:
     return package.parent
 
 
-def test_names_of_horovod_are_modules_of_sparkhvd(tmp_path: Path, other: Path) -> None:
+def test_horovod_imports_resolve_to_sparkhvd_modules(tmp_path: Path, other: Path) -> None:
     script = tmp_path / "names.py"
     script.write_text(NAMES)
     done = run(sys.executable, str(script), str(other))
@@ -273,7 +273,7 @@ def test_install_as_horovod_raises_after_an_import_of_horovod(other: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["script", *left_to_soak("script, here", "-m", "-c")])
-def test_programs_run_with_the_name(tmp_path: Path, how: str) -> None:
+def test_programs_started_by_the_command_can_import_horovod(tmp_path: Path, how: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = {"script": [str(tmp_path / "train.py")], "-m": ["-m", "train"], "-c": ["-c", SCRIPT]}
     path = f"{ROOT}:{tmp_path}"
@@ -281,7 +281,7 @@ def test_programs_run_with_the_name(tmp_path: Path, how: str) -> None:
     assert done.stdout == "__main__ 0 1 ['a', '-b']\n", done.stderr
 
 
-def test_processes_of_multiprocessing_have_it(tmp_path: Path) -> None:
+def test_multiprocessing_children_can_import_horovod(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNS)
     done = run(sys.executable, "-m", "sparkhvd.horovod", str(tmp_path / "train.py"))
     wanted = [f"0 {method} 0.28.1 sparkhvd.horovod" for method in ("spawn", "forkserver")]
@@ -291,7 +291,7 @@ def test_processes_of_multiprocessing_have_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "which", ["program of a shell", *left_to_soak("another rank", "itself", "program of it")]
 )
-def test_a_variable_provides_the_horovod_name_in_ranks_of_sparkhvdrun(
+def test_environment_variable_provides_horovod_in_ranks_of_sparkhvdrun(
     tmp_path: Path, which: str
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -310,7 +310,7 @@ def test_a_variable_provides_the_horovod_name_in_ranks_of_sparkhvdrun(
     assert said == ["__main__ 0 2 ['a']", "__main__ 1 2 ['a']"], done.stderr
 
 
-def test_programs_of_a_process_with_the_name_have_it_unless_it_is_off(other: Path) -> None:
+def test_child_programs_inherit_the_horovod_name_unless_disabled(other: Path) -> None:
     on = as_horovod.path_variables({as_horovod.VARIABLE: "1", "PYTHONPATH": f"{other}:{ROOT}"})
     assert on["PYTHONPATH"].endswith(f":{other}:{ROOT}")
     assert as_horovod.path_variables({as_horovod.VARIABLE: "1", **on}) == {}  # it is there
@@ -335,7 +335,7 @@ def test_programs_of_a_process_with_the_name_have_it_unless_it_is_off(other: Pat
         ("", ""),
     ],
 )  # fmt: skip
-def test_only_python_commands_are_rewritten(
+def test_only_python_commands_get_the_horovod_name(
     words: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert as_horovod.command(words.split()) == words.split()
@@ -343,7 +343,7 @@ def test_only_python_commands_are_rewritten(
     assert as_horovod.command(words.split()) == wanted.split()
 
 
-def test_usage_is_printed_without_a_program() -> None:
+def test_command_without_a_program_prints_its_usage() -> None:
     done = run(sys.executable, "-m", "sparkhvd.horovod", "-m")
     assert done.returncode == 1
     assert done.stderr.startswith("usage: python -m sparkhvd.horovod script.py")

@@ -55,7 +55,7 @@ def as_horovod_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("as_horovod_installed")
-def test_a_module_that_imports_horovod_is_fitted_and_transforms(
+def test_module_that_imports_horovod_is_fitted_and_transforms(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "net_of_horovods.py"
@@ -91,7 +91,7 @@ def net() -> torch.nn.Module:
 
 
 @pytest.mark.usefixtures("as_horovod_installed")
-def test_the_estimator_behaves_like_horovods(spark: SparkSession, tmp_path: Path) -> None:
+def test_estimator_behaves_like_the_horovod_estimator(spark: SparkSession, tmp_path: Path) -> None:
     """It compares the scaled learning rate, whole steps, a backend's ranks and variables, a kept run, hooks, and a plain model."""
     backends = importlib.import_module("horovod.spark.common.backend")
     stores = importlib.import_module("horovod.spark.common.store")
@@ -166,7 +166,7 @@ def test_the_estimator_behaves_like_horovods(spark: SparkSession, tmp_path: Path
     )
 
 
-def test_fewer_batches_than_passes_of_a_step_are_one_step(
+def test_epoch_with_fewer_batches_than_passes_has_one_step(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     from sparkhvd.horovod.spark.torch import TorchEstimator
@@ -204,9 +204,7 @@ def test_fewer_batches_than_passes_of_a_step_are_one_step(
         ours.fit(df)
 
 
-def test_a_backend_and_another_number_of_ranks_are_refused(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_backend_with_a_different_num_proc_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     from sparkhvd.horovod.spark.common.backend import SparkBackend
     from sparkhvd.horovod.spark.torch import TorchEstimator
 

@@ -49,7 +49,7 @@ def fails() -> None:
     raise ValueError("the cause")
 
 
-def test_an_exception_before_the_ranks_have_met_ends_the_job() -> None:
+def test_exception_before_rendezvous_ends_the_job() -> None:
     with pytest.raises(RankError, match=r"raised ValueError: the cause") as caught:
         run(fails, np=2, min_np=1, verbose=0)
     assert "in fails" in caught.value.traceback

@@ -20,7 +20,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_modules_have_the_names_of_the_package(name: str) -> None:
+def test_submodules_export_the_names_of_the_package(name: str) -> None:
     module = importlib.import_module(f"sparkhvd.torch.{name}")
     assert {n for n in NAMES[name] if getattr(module, n) is not getattr(hvd, n)} == set()
     assert [n for n in module.__all__ if not hasattr(module, n)] == []

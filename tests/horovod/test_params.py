@@ -43,12 +43,12 @@ class ClassifierModel(TorchModel, Columns):  # type: ignore[misc]  # untyped
 
 
 @pytest.mark.parametrize("kind", [Classifier, ClassifierModel])
-def test_accessors_of_the_nearest_class_win(kind: Any) -> None:
+def test_accessors_of_the_most_derived_class_are_used(kind: Any) -> None:
     made = kind()
     assert made._set(label_col="kind", labelCol="pyspark's").getLabelCol() == "kind"
     assert made.setPredictionCol("best").getPredictionCol() == "best"
     assert made.getOrDefault("prediction_col") == "best"
 
 
-def test_a_class_derived_once_more_has_its_own() -> None:
+def test_further_derived_class_overrides_accessors() -> None:
     assert Finer()._set(label_col="kind").getLabelCol() == "finer kind"

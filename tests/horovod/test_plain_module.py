@@ -48,7 +48,7 @@ def wrapped(*arguments: Argument, sample_weight: str | None = None, factor: floa
     return made
 
 
-def test_sample_weights_give_the_mean_over_rows() -> None:
+def test_weighted_loss_is_divided_by_the_number_of_rows() -> None:
     """As in Horovod, the sum is not divided by the sum of the weights."""
     batch = {
         "x": torch.tensor([[1.0, 2.0], [0.0, 1.0]]),
@@ -61,7 +61,7 @@ def test_sample_weights_give_the_mean_over_rows() -> None:
     assert float(wrapped(argument).training_step(batch, 0).detach()) == 4.0
 
 
-def test_columns_of_one_argument_are_joined_and_take_the_models_dtype() -> None:
+def test_columns_of_one_argument_are_joined_in_the_model_dtype() -> None:
     batch = {
         "a": torch.tensor([1, 0]),
         "b": torch.tensor([2.0, 1.0], dtype=torch.float64),
@@ -71,7 +71,7 @@ def test_columns_of_one_argument_are_joined_and_take_the_models_dtype() -> None:
     assert float(wrapped(joined).training_step(batch, 0).detach()) == 0.0
 
 
-def test_a_batch_without_a_column_is_an_error() -> None:
+def test_batch_without_a_needed_column_raises() -> None:
     argument = Argument(None, ("x",), "float32", None, False)
     with pytest.raises(InvalidArgumentError, match="A batch has 'z', and not 'x', 'y', which feat"):
         wrapped(argument).training_step({"z": torch.ones(1)}, 0)
@@ -79,7 +79,7 @@ def test_a_batch_without_a_column_is_an_error() -> None:
         wrapped(argument).validation_step((torch.ones(1),), 0)
 
 
-def test_the_package_is_that_of_callbacks() -> None:
+def test_lightning_package_follows_the_given_objects() -> None:
     import pytorch_lightning
 
     assert package_name([None, pytorch_lightning.Callback()]) == "pytorch_lightning"
@@ -88,7 +88,7 @@ def test_the_package_is_that_of_callbacks() -> None:
     assert package_name([LightningDataModule]) == "lightning.pytorch"
 
 
-def test_batches_for_lightning_get_the_types_of_the_model() -> None:
+def test_batches_for_lightning_get_the_dtypes_of_the_model() -> None:
     function = RowFunction(
         function=dict, fields=[("kept", np.float64, None, False), ("text", str, None, False)]
     )

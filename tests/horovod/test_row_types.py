@@ -178,7 +178,9 @@ def lightning() -> None:
 
 
 @pytest.mark.usefixtures("lightning")
-def test_rows_of_horovods_lightning_estimator_likewise(spark: SparkSession, tmp_path: Path) -> None:
+def test_lightning_rows_have_column_types_and_batches_have_model_types(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     from sparkhvd.horovod.spark.lightning import TorchEstimator
 
     given = common(tmp_path)

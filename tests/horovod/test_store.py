@@ -23,7 +23,7 @@ from sparkhvd.horovod.spark.common.store import (
 pytestmark = pytest.mark.pure
 
 
-def test_paths_are_urls_below_the_store(tmp_path: Path) -> None:
+def test_store_paths_are_urls_below_the_store(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     root = f"file://{tmp_path}/store"
     assert store.prefix_path == root
@@ -34,7 +34,7 @@ def test_paths_are_urls_below_the_store(tmp_path: Path) -> None:
     assert store.saving_runs()
 
 
-def test_files_go_by_any_form_of_their_path(tmp_path: Path) -> None:
+def test_store_accepts_any_form_of_a_file_path(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path))
     assert isinstance(store, LocalStore)
     assert isinstance(store, Store)
@@ -63,7 +63,7 @@ def test_files_of_a_local_folder_are_copied_on_driver_and_ranks(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("scheme", ["file", "local"])  # of pyarrow, and of fsspec alone
-def test_the_file_system_takes_localized_paths(scheme: str, tmp_path: Path) -> None:
+def test_store_file_system_accepts_localized_paths(scheme: str, tmp_path: Path) -> None:
     store = FilesystemStore(f"{scheme}://{tmp_path}/store")
     store.write_text("a b", "1")
     path = store.get_localized_path(f"{store.prefix_path}/a b")
@@ -73,7 +73,7 @@ def test_the_file_system_takes_localized_paths(scheme: str, tmp_path: Path) -> N
         assert file.read() == b"1"
 
 
-def test_parquet_is_opened(tmp_path: Path) -> None:
+def test_store_opens_its_parquet_dataset(tmp_path: Path) -> None:
     store = FilesystemStore(str(tmp_path))
     folder = tmp_path / "intermediate_train_data"
     folder.mkdir()
@@ -84,13 +84,13 @@ def test_parquet_is_opened(tmp_path: Path) -> None:
         store.get_data_metadata_path()
 
 
-def test_ranks_get_a_store_without_horovods_names(tmp_path: Path) -> None:
+def test_pickled_horovod_store_becomes_a_plain_store(tmp_path: Path) -> None:
     store = FilesystemStore(str(tmp_path))
     assert type(pickle.loads(pickle.dumps(store))) is OwnStore
     assert pickle.loads(pickle.dumps(store)) == store
 
 
-def test_folders_of_data_and_runs_may_be_elsewhere(tmp_path: Path) -> None:
+def test_data_and_runs_folders_may_be_outside_the_store(tmp_path: Path) -> None:
     store = Store.create(
         str(tmp_path / "store"),
         train_path=str(tmp_path / "rows"),
@@ -121,7 +121,7 @@ def test_folders_of_data_and_runs_may_be_elsewhere(tmp_path: Path) -> None:
     assert list((tmp_path / "all" / "of them").iterdir()) == []
 
 
-def test_runs_of_object_stores_may_be_elsewhere_in_their_bucket() -> None:
+def test_runs_of_an_object_store_may_be_elsewhere_in_its_bucket() -> None:
     from sparkhvd.data.store.moved import StoreWithRuns
 
     store = StoreWithRuns("s3://bucket/a?region=x", None, "s3://bucket/b/c")
@@ -139,7 +139,7 @@ class Own(LocalStore):
         return f"{self.prefix_path}/of-mine"
 
 
-def test_methods_of_a_subclass_are_asked(tmp_path: Path) -> None:
+def test_overridden_path_methods_are_used(tmp_path: Path) -> None:
     store = checked_for_fit(Own(str(tmp_path)))
     assert store.get_logs_path("a") == f"file://{tmp_path}/of-mine/a/logs"
     store.write_bytes("runs/a/x", b"1")
@@ -150,7 +150,7 @@ def test_methods_of_a_subclass_are_asked(tmp_path: Path) -> None:
     assert type(pickle.loads(pickle.dumps(plain))) is OwnStore
 
 
-def test_run_paths_that_a_fit_would_not_use_raise(tmp_path: Path) -> None:
+def test_overridden_run_paths_that_a_fit_cannot_use_raise(tmp_path: Path) -> None:
     class Checkpoints(LocalStore):
         def get_checkpoint_path(self, run_id: str) -> str:
             return f"/elsewhere/{run_id}"
@@ -190,7 +190,7 @@ def test_run_paths_that_a_fit_would_not_use_raise(tmp_path: Path) -> None:
         ("hdfs:///dbfs/a", None),
     ],
 )
-def test_paths_in_dbfs_have_one_url(path: str, url: str | None) -> None:
+def test_all_forms_of_a_dbfs_path_give_the_same_url(path: str, url: str | None) -> None:
     assert DBFSLocalStore.matches_dbfs(path) == (url is not None)
     if url is not None:
         assert DBFSLocalStore.normalize_path(path) == url
@@ -200,7 +200,7 @@ def test_paths_in_dbfs_have_one_url(path: str, url: str | None) -> None:
 
 
 @pytest.mark.parametrize("url", ["file:///tmp/a", "file:/tmp/a", "s3://bucket/a", "dbfs:/a"])
-def test_a_store_of_hdfs_refuses_other_file_systems(url: str) -> None:
+def test_hdfs_store_refuses_other_file_systems(url: str) -> None:
     with pytest.raises(
         ValueError, match=f"HDFSStore: '{url}' is not in HDFS. Give a path or a URL"
     ):

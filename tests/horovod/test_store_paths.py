@@ -61,7 +61,7 @@ def df(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, ["x", "y", "held_out"])
 
 
-def test_a_run_is_stored_at_the_path_of_the_stores_methods(df: DataFrame, tmp_path: Path) -> None:
+def test_run_is_stored_at_the_path_from_the_store_methods(df: DataFrame, tmp_path: Path) -> None:
     """A second fit continues the run there, and `from_run` loads it."""
     store = Own(str(tmp_path))
     estimator(store, run_id="mine").fit(df)
@@ -74,7 +74,7 @@ def test_a_run_is_stored_at_the_path_of_the_stores_methods(df: DataFrame, tmp_pa
     assert list((tmp_path / "trainings").iterdir()) == []
 
 
-def test_runs_that_are_not_saved_go(df: DataFrame, tmp_path: Path) -> None:
+def test_save_runs_false_deletes_the_run_folder(df: DataFrame, tmp_path: Path) -> None:
     store = FilesystemStore(
         str(tmp_path / "store"), runs_path=str(tmp_path / "runs"), save_runs=False
     )
@@ -83,9 +83,7 @@ def test_runs_that_are_not_saved_go(df: DataFrame, tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_path_that_a_fit_would_not_use_raises_before_the_fit(
-    df: DataFrame, tmp_path: Path
-) -> None:
+def test_overridden_path_that_a_fit_cannot_use_raises_early(df: DataFrame, tmp_path: Path) -> None:
     class Logs(LocalStore):
         def get_logs_path(self, run_id: str) -> str:
             return f"/logs/{run_id}"
@@ -178,7 +176,7 @@ def test_files_saved_by_this_process_load_without_trust_until_changed(
         PipelineModel.load(path)
 
 
-def test_saves_of_this_process_that_differ_in_their_code_alone_load(
+def test_files_saved_by_this_process_with_different_functions_load(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """Functions that a loop makes have the same name."""
@@ -221,7 +219,7 @@ class Elsewhere:
 
 
 @soak("runner/test_admission; a backend of the program's own: test_as_horovod_in_workers")
-def test_a_custom_backend_may_have_more_ranks_than_slots(df: DataFrame, tmp_path: Path) -> None:
+def test_custom_backend_may_have_more_ranks_than_slots(df: DataFrame, tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path))
     model = estimator(store, num_proc=None, backend=Elsewhere(), batch_size=4).fit(df)
     assert model._fitted.history[0]["rows"] == 36  # of 40, those in full steps of three ranks

@@ -37,7 +37,7 @@ def network() -> Any:
 X, Y = np.eye(6, 3, dtype="float32"), np.arange(6, dtype="float32")[:, None]
 
 
-def test_optimizer_has_the_class_name_and_state_of_the_plain_one(tmp_path: Path) -> None:
+def test_distributed_optimizer_has_the_class_name_and_state_of_the_original(tmp_path: Path) -> None:
     plain, model = keras.optimizers.Adam(0.1), network()
     optimizer = hvd.DistributedOptimizer(plain)
     assert isinstance(optimizer, type(plain))
@@ -56,7 +56,7 @@ def test_optimizer_has_the_class_name_and_state_of_the_plain_one(tmp_path: Path)
 
 
 @pytest.mark.parametrize("is_mean", [True, False])
-def test_batches_of_a_step_add_up_as_one_large_batch(is_mean: bool) -> None:
+def test_accumulated_batches_equal_one_large_batch(is_mean: bool) -> None:
     several, whole = network(), network()
     several.compile(
         hvd.DistributedOptimizer(
@@ -81,7 +81,7 @@ class Tripled(keras.layers.Layer):  # type: ignore[misc]
         return 3.0 * x
 
 
-def test_model_travels_without_its_optimizer_and_with_classes_of_its_layers() -> None:
+def test_pickled_model_has_its_layer_classes_but_no_optimizer() -> None:
     model = keras.Sequential(
         [keras.layers.Input((3,)), Tripled(), keras.layers.Dropout(0.5), keras.layers.Dense(2)]
     )
@@ -94,9 +94,7 @@ def test_model_travels_without_its_optimizer_and_with_classes_of_its_layers() ->
     np.testing.assert_allclose(found, model.predict(X, verbose=0), atol=1e-6)
 
 
-def test_model_of_registered_classes_and_functions_travels_to_a_process_that_has_registered_none() -> (
-    None
-):
+def test_pickled_model_loads_in_a_process_without_its_registered_classes() -> None:
     @keras.saving.register_keras_serializable("mine")
     class Doubled(keras.layers.Layer):
         def call(self, x: Any) -> Any:

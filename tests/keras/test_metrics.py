@@ -54,7 +54,7 @@ def rows(seed: int) -> tuple[Any, Any]:
     return y, np.clip(0.4 * y + rng.uniform(0, 0.6, y.shape), 0, 1).astype("float32")
 
 
-def test_merged_results_equal_one_process_including_auc_and_f1() -> None:
+def test_merged_metrics_equal_one_process_including_auc_and_f1() -> None:
     whole, parts = metrics(), [metrics() for _ in range(SIZE)]
     for seed in range(SIZE):
         for one, some in zip(whole, parts[seed], strict=True):
@@ -72,7 +72,7 @@ def test_merged_results_equal_one_process_including_auc_and_f1() -> None:
     assert found[0] == pytest.approx(wanted, abs=1e-6)
 
 
-def test_a_variable_may_declare_that_it_takes_rank_0s_value() -> None:
+def test_metric_variable_can_request_the_value_of_rank_0() -> None:
     parts = [Largest() for _ in range(2)]
     for number, part in enumerate(parts):
         part.update_state(np.zeros(1), np.array([0.25 + number], "float32"))

@@ -35,7 +35,7 @@ def network(width: int = 1) -> Any:
     return keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(width)])
 
 
-def test_every_param_has_a_doc_a_getter_and_a_setter_and_is_explained() -> None:
+def test_every_param_has_a_doc_getter_setter_and_explanation() -> None:
     estimator = KerasEstimator(model=network(), feature_cols=["x"], label_cols="y", maxIter=3)
     for param in estimator.params:
         assert param.doc
@@ -49,7 +49,7 @@ def test_every_param_has_a_doc_a_getter_and_a_setter_and_is_explained() -> None:
     assert "random_seed: decides order and dropout (default: 0)" in text
 
 
-def test_a_saved_model_predicts_without_spark(tmp_path: Path) -> None:
+def test_saved_keras_model_predicts_without_spark(tmp_path: Path) -> None:
     model = network(2)
     fitted = KerasModel.from_module(
         Network(model), feature_cols=["x"], label_cols=["y"], input_shapes=[[-1, 3]]
@@ -75,7 +75,7 @@ np.save({str(tmp_path / "found.npy")!r}, found["y__output"])
     np.testing.assert_allclose(np.load(tmp_path / "found.npy"), found, rtol=1e-5)
 
 
-def test_params_of_both_estimators_with_one_name_are_one_row() -> None:
+def test_torch_and_keras_estimators_share_most_param_definitions() -> None:
     of_torch, of_keras = rows_of(TorchEstimator), rows_of(KerasEstimator)
     own = {
         name for name in of_torch.keys() & of_keras.keys() if of_torch[name] is not of_keras[name]
@@ -86,7 +86,7 @@ def test_params_of_both_estimators_with_one_name_are_one_row() -> None:
     }
 
 
-def test_grids_copies_and_maps_change_params_of_the_copy() -> None:
+def test_param_grids_and_maps_change_only_the_copy() -> None:
     estimator = KerasEstimator(model=network(), feature_cols=["x"], label_cols=["y"])
     grid = (
         ParamGridBuilder()
@@ -113,14 +113,14 @@ def test_unknown_and_invalid_arguments_are_refused(options: dict[str, Any], mess
 
 
 @pytest.mark.parametrize("name", ["model", "feature_cols", "label_cols"])
-def test_missing_argument_is_an_error_that_names_it(name: str) -> None:
+def test_error_names_a_missing_argument(name: str) -> None:
     given = {"model": network(), "feature_cols": ["x"], "label_cols": ["y"]}
     del given[name]
     with pytest.raises(InvalidArgumentError, match=f"{name} is required"):
         KerasEstimator(**given)._check_values()
 
 
-def test_arguments_of_horovod_without_effect_warn_once() -> None:
+def test_horovod_arguments_without_effect_warn_once() -> None:
     with pytest.warns(UserWarning, match="partitions_per_process has no effect in sparkhvd"):
         KerasEstimator(partitions_per_process=4)
 
@@ -161,7 +161,7 @@ def own_loss(y: Any, predicted: Any) -> Any:
     return keras.ops.mean(keras.ops.square(y - predicted), axis=-1)
 
 
-def test_saved_model_is_compiled_as_it_was_and_has_the_users_classes() -> None:
+def test_saved_compiled_model_keeps_optimizer_weights_and_user_classes() -> None:
     model = keras.Sequential([keras.layers.Input((3,)), Tripled(), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.25), own_loss)
     saved = cloudpickle.dumps(CompiledNetwork(model, {"own_loss": own_loss}))
@@ -176,7 +176,7 @@ def test_saved_model_is_compiled_as_it_was_and_has_the_users_classes() -> None:
 OF_HOROVOD = ["num_proc", "backend", "store", "model", "optimizer", "loss", "metrics", "loss_weights", "sample_weight_col", "feature_cols", "label_cols", "continuous_cols", "categorical_cols", "validation", "gradient_compression", "compress_sparse_cols", "batch_size", "val_batch_size", "epochs", "train_steps_per_epoch", "validation_steps_per_epoch", "callbacks", "random_seed", "shuffle_buffer_size", "shuffle", "verbose", "partitions_per_process", "run_id", "transformation_fn", "transformation_edit_fields", "transformation_removed_fields", "reader_pool_type", "label_shapes", "inmemory_cache_all", "use_gpu", "mp_start_method", "backward_passes_per_step", "tensorflow_dataset_prefetch_buffer_size", "custom_objects", "checkpoint_callback", "data_module", "backend_env"]  # fmt: skip
 
 
-def test_horovods_estimator_has_its_params_setters_and_defaults() -> None:
+def test_horovod_keras_estimator_has_horovod_params_setters_and_defaults() -> None:
     from sparkhvd.horovod.spark.keras import KerasEstimator as OfHorovod
 
     estimator = OfHorovod(model=network(), feature_cols=["x"], label_cols=["y"])

@@ -81,7 +81,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) -> None:
+def test_ranks_connect_and_their_output_is_forwarded(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "output"
     flags = ("-np", "2", "-x", "GIVEN=a b", "--output-filename", str(folder), "-prefix-timestamp")
     # sparkhvdrun starts wrappers, which start the ranks without inherited descriptors.
@@ -105,15 +105,13 @@ def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) 
         assert f"[{rank}] {place}" in said
         child = next(line for line in said if line.startswith(f"[{rank}] child:"))
         assert "InvalidArgumentError: init(): this process was started by a rank" in child
-        assert re.search(
-            f"process [0-9]+ has called init.. before it, and is rank {rank} now", child
-        )
+        assert re.search(f"process [0-9]+ called init.. first and is now rank {rank}", child)
         assert (folder / f"rank.{rank}" / "stdout").read_text().splitlines()[0] == place
         assert (folder / f"rank.{rank}" / "stderr").read_text() == f"warning of {rank}\n"
     assert "sparkhvdrun: --gloo is accepted and has no effect in sparkhvd.\n" in ended.stderr
 
 
-def test_a_stream_of_few_characters_shows_every_line(tmp_path: Path) -> None:
+def test_ascii_stream_shows_every_line(tmp_path: Path) -> None:
     script = tmp_path / "speaks.py"
     script.write_text("print('\u00fc')\nprint('second')")
     command = sparkhvdrun("-np", "1", "env", "PYTHONIOENCODING=utf-8", sys.executable, str(script))
@@ -135,7 +133,7 @@ def test_an_address_of_this_host_needs_no_ssh() -> None:
     assert ended.stderr.startswith("sparkhvdrun: --network-interfaces has no effect on ranks of")
 
 
-def test_two_names_of_this_host_need_no_ssh_and_are_one_host(
+def test_two_names_of_this_host_are_one_host_without_ssh(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPARKHVD_SSH", "false")
@@ -153,7 +151,7 @@ def test_two_names_of_this_host_need_no_ssh_and_are_one_host(
     assert found == [("0", "0", "2", "0", "1"), ("1", "1", "2", "0", "1")]
 
 
-def test_status_and_last_lines_belong_to_the_first_failed_rank(
+def test_exit_status_and_last_lines_are_of_the_first_failed_rank(
     script: Path,
 ) -> None:
     ended = run("-np", "3", sys.executable, str(script), "fail")
@@ -164,7 +162,7 @@ def test_status_and_last_lines_belong_to_the_first_failed_rank(
 
 
 @pytest.mark.parametrize("end", ["import no_such_module", "raise SystemExit(0)"])
-def test_a_rank_that_ends_before_it_meets_ends_the_others(tmp_path: Path, end: str) -> None:
+def test_rank_that_ends_before_rendezvous_ends_the_others(tmp_path: Path, end: str) -> None:
     """The ranks that wait for it get an error even if it ended without a failure, because its port is closed."""
     script = tmp_path / "train.py"
     early = f"import os\nif os.environ['RANK'] == '1':\n    {end}\n"
@@ -239,7 +237,7 @@ def test_a_killed_rank_ends_the_others(script: Path) -> None:
         assert time.monotonic() - began < 5
 
 
-def test_the_doctor_shows_installed_parts_and_remedies() -> None:
+def test_doctor_command_shows_installed_parts_and_remedies() -> None:
     environment = {**os.environ, "JAVA_HOME": "/nowhere", "SPARKHVD_PORT_RANGE": "40000-40100"}
     command = [sys.executable, "-m", "sparkhvd", "doctor"]
     ended = subprocess.run(
@@ -266,7 +264,7 @@ def test_the_doctor_shows_installed_parts_and_remedies() -> None:
     ("store", "found"),
     [("{}/new", r"ok   store +Store\('file://.*/new'\) can be"), ("no", r"-    store +cannot be")],
 )
-def test_the_doctor_tries_a_store(tmp_path: Path, store: str, found: str) -> None:
+def test_doctor_command_checks_a_store(tmp_path: Path, store: str, found: str) -> None:
     command = [sys.executable, "-m", "sparkhvd", "doctor", "--store", store.format(tmp_path)]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
@@ -303,7 +301,7 @@ def test_bad_arguments_are_reported_before_any_process_starts(
     assert text in capsys.readouterr().err
 
 
-def test_ranks_work_without_anybody_s_streams(tmp_path: Path) -> None:
+def test_ranks_run_if_the_launcher_has_no_standard_streams(tmp_path: Path) -> None:
     """As under a daemon, the launcher has no standard streams, but keeps the job's output and returns its status."""
     program = tmp_path / "many.py"
     program.write_text("for number in range(30000):\n    print(number)\nraise SystemExit(4)\n")

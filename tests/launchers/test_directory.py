@@ -80,7 +80,7 @@ def of_rank(rank: int, size: int, **more: str) -> dict[str, str]:
     }
 
 
-def test_torchrun_on_two_hosts(script: str, key: str) -> None:
+def test_torchrun_ranks_on_two_hosts_connect(script: str, key: str) -> None:
     flags = ("--nnodes", "2", "--nproc-per-node", "1", "--master-port", "29500")
     torchrun = [sys.executable, "-m", "torch.distributed.run", *flags, "--master-addr", "10.57.0.1"]
     with two_hosts() as hosts:
@@ -96,7 +96,7 @@ def test_torchrun_on_two_hosts(script: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("ipv6_only", [True, *left_to_soak("IPv6, here", False)])
-def test_variables_of_torch_alone(script: str, key: str, ipv6_only: bool) -> None:
+def test_ranks_with_only_torch_variables_connect(script: str, key: str, ipv6_only: bool) -> None:
     with two_hosts(ipv6_only=ipv6_only) as hosts:
         master = {"MASTER_ADDR": hosts[0].address, "SPARKHVD_JOB_KEY_FILE": key}
         ended = outputs(
@@ -108,7 +108,7 @@ def test_variables_of_torch_alone(script: str, key: str, ipv6_only: bool) -> Non
     assert ended == [f"rank {n} of 2 local 0 at {hosts[n].address}\n" for n in range(2)]
 
 
-def test_variables_of_mpi_with_the_directory_by_a_setting(script: str) -> None:
+def test_mpi_ranks_connect_through_the_directory_setting(script: str) -> None:
     """Two of three ranks are on the second host, and the user trusts the network."""
     with two_hosts() as (a, b):
         processes = []
@@ -188,7 +188,7 @@ def test_missing_or_wrong_launcher_variables_are_reported(
 @soak("MPI's variables, here")
 @pytest.mark.skipif(sshd.why_not() is not None, reason=f"sshd: {sshd.why_not()}")
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun (openmpi-bin) is not installed")
-def test_mpirun_over_ssh(script: str, key: str, tmp_path: Path) -> None:
+def test_mpirun_ranks_over_ssh_connect(script: str, key: str, tmp_path: Path) -> None:
     """Open MPI starts the ranks on two hosts. Variables give them the directory and a key file."""
     folder = tmp_path / "sshd"
     folder.mkdir()

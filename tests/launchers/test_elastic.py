@@ -58,7 +58,7 @@ def test_killed_ranks_are_replaced_and_the_others_stay(three: ElasticRun) -> Non
         assert re.search(rf"process {number + 3} on localhost joined as rank \d", changes)
 
 
-def test_a_stopped_rank_that_wakes_after_it_was_left_out_ends_with_an_error(tmp_path: Path) -> None:
+def test_excluded_stopped_rank_raises_when_it_resumes(tmp_path: Path) -> None:
     flags = ("-np", "3", "--min-np", "1", "-x", "SPARKHVD_ELASTIC_PATIENCE_S=1")
     with elastic_run(tmp_path, *flags) as job:
         first = job.ranks(3)
@@ -117,7 +117,7 @@ def test_slow_processes_join_later_and_a_hanging_process_delays_nothing(
         )
 
 
-def test_the_only_process_stays_until_one_on_another_slot_has_the_state(tmp_path: Path) -> None:
+def test_last_process_stays_until_another_has_copied_its_state(tmp_path: Path) -> None:
     """At first no host is available, then another one."""
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:1\n")
@@ -163,7 +163,7 @@ def test_too_few_ranks_end_the_job_after_the_timeout(tmp_path: Path) -> None:
         assert wait_until_gone(set(first.values()), 1) == set()
 
 
-def test_a_rank_that_always_fails_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_repeatedly_failing_rank_does_not_end_the_others(tmp_path: Path) -> None:
     flags = ("-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "0.3", "100")
     with elastic_run(tmp_path, *flags, script=("fail",)) as job:
         job.wait_for(
@@ -207,9 +207,7 @@ def test_a_lost_host_is_retried_while_the_other_ranks_continue(
         assert wait_until_gone({*first.values(), *found.values()}, 5) == set()
 
 
-def test_a_function_runs_on_hosts_that_join_and_are_lost(
-    server: sshd.Server, tmp_path: Path
-) -> None:
+def test_function_runs_while_hosts_join_and_are_lost(server: sshd.Server, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text(f"{A}:2\n")
     program = (
@@ -234,9 +232,7 @@ def test_a_function_runs_on_hosts_that_join_and_are_lost(
         assert wait_until_gone(set(found.values()), 5) == set()
 
 
-def test_a_host_that_cannot_be_reached_leaves_the_others_alone(
-    server: sshd.Server, tmp_path: Path
-) -> None:
+def test_unreachable_host_does_not_end_the_other_ranks(server: sshd.Server, tmp_path: Path) -> None:
     hosts = ("-np", "2", "--min-np", "1", "-H", f"{A}:1,127.0.0.77:1")
     with elastic_run(tmp_path, *hosts, SPARKHVD_SSH=server.ssh) as job:
         job.wait_for(r"process 1 on 127\.0\.0\.77 was lost with its host: .*before it was a rank")
@@ -245,7 +241,7 @@ def test_a_host_that_cannot_be_reached_leaves_the_others_alone(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_survives_the_end_of_the_launcher(three: ElasticRun, number: int) -> None:
+def test_no_process_survives_its_elastic_launcher(three: ElasticRun, number: int) -> None:
     ranks = set(three.ranks(3).values())
     three.process.send_signal(number)
     assert three.wait() == (128 + number if number != signal.SIGKILL else -number)

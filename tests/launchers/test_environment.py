@@ -83,7 +83,9 @@ OF_OPEN_MPI = LauncherEnv("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         ({**PLAIN, **MPICH}, LauncherEnv("MPI", 0, 2, 2, "MPI", 9, ("job-0.job", 29500))),
     ],
 )
-def test_places(variables: dict[str, str], expected: LauncherEnv | None) -> None:
+def test_rank_and_size_are_read_from_launcher_variables(
+    variables: dict[str, str], expected: LauncherEnv | None
+) -> None:
     assert place_in(variables, 9) == expected
 
 
@@ -96,7 +98,7 @@ def test_places(variables: dict[str, str], expected: LauncherEnv | None) -> None
         ({"master": ("127.0.0.1", 1)}, True),
     ],
 )
-def test_local_size_or_a_loopback_master_means_one_host(
+def test_local_size_or_loopback_master_address_means_one_host(
     changes: dict[str, Any], expected: bool
 ) -> None:
     assert replace(OF_PLAIN, **changes).is_on_one_host is expected

@@ -19,7 +19,7 @@ from sparkhvd.rendezvous.handshake import SERVICE_STAGE, introduce
 pytestmark = pytest.mark.pure
 
 
-def test_names_follow_from_the_key_the_job_and_the_attempt() -> None:
+def test_socket_name_depends_on_key_job_and_attempt() -> None:
     names = {
         name_of(key, job, attempt) for key in ("ab", "cd") for job in "xy" for attempt in (0, 1)
     }
@@ -41,7 +41,7 @@ def point_on(way: str, name: str, key: bytes = b"k" * 32) -> MeetingPoint:
 
 
 @pytest.mark.parametrize(("way", "size"), [("unix", 1), ("unix", 2), ("unix", 16), ("tcp", 5)])
-def test_every_rank_gets_all_texts_in_the_order_of_ranks(way: str, size: int) -> None:
+def test_gather_gives_every_rank_all_texts_in_rank_order(way: str, size: int) -> None:
     generator = random.Random(size)
     texts = [
         f"rank {rank} \n ü " + "x" * generator.choice([0, 10, 200_000]) for rank in range(size)
@@ -121,7 +121,7 @@ def test_waiting_ranks_print_the_missing_ranks(
     assert "host.invalid has no address" in joining
 
 
-def test_unauthenticated_peers_are_refused_and_receive_no_data(
+def test_gather_refuses_unauthenticated_peers_and_sends_them_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     point = MeetingPoint("strangers", b"k" * 32, "127.0.0.1", (port_of_nobody(),))
@@ -139,7 +139,7 @@ def test_unauthenticated_peers_are_refused_and_receive_no_data(
         assert lead.result() == ["secret", "mine"]
 
 
-def test_another_service_at_the_first_port_is_passed_by() -> None:
+def test_gather_skips_port_of_another_service() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         first = int(other.getsockname()[1])
         point = MeetingPoint("second", b"k" * 32, "127.0.0.1", (first, first + 1, first + 2))
@@ -151,7 +151,7 @@ def test_another_service_at_the_first_port_is_passed_by() -> None:
         assert accepted
 
 
-def test_taken_ports_raise_a_clear_error() -> None:
+def test_gather_raises_if_every_port_is_taken() -> None:
     with socket.create_server(("", 0)) as other:
         point = MeetingPoint("taken", b"k" * 32, "127.0.0.1", (other.getsockname()[1],))
         with pytest.raises(OSError, match="every port of 127.0.0.1, port .* is taken"):

@@ -106,7 +106,7 @@ def run(
     )
 
 
-def test_ranks_meet_and_their_lines_are_passed_on(
+def test_ranks_over_ssh_connect_and_their_output_is_forwarded(
     server: sshd.Server, script: Path, tmp_path: Path
 ) -> None:
     """Only the allowed variables reach the ranks, and no command line contains the key or a value."""
@@ -144,7 +144,7 @@ def test_ranks_may_end_before_all_have_started(server: sshd.Server, tmp_path: Pa
         ),
     ],
 )
-def test_no_process_is_left_on_any_host(
+def test_no_process_survives_on_any_host(
     server: sshd.Server, script: Path, tmp_path: Path, ended: str
 ) -> None:
     (tmp_path / "hosts").write_text(f"# two hosts\n{A} slots=1\n{B}:1\n")
@@ -189,7 +189,9 @@ def test_no_process_is_left_on_any_host(
 
 
 @soak("each kill on its own, here")
-def test_random_kills_leave_no_process(server: sshd.Server, script: Path, tmp_path: Path) -> None:
+def test_random_kills_leave_no_process_on_any_host(
+    server: sshd.Server, script: Path, tmp_path: Path
+) -> None:
     """Each launch loses a random process at a random moment."""
     seed = int.from_bytes(os.urandom(4), "big")
     generator = random.Random(seed)
@@ -273,7 +275,7 @@ OTHER_VERSION = (
 )
 
 
-def test_hosts_that_cannot_run_ranks_are_listed(
+def test_error_lists_hosts_that_cannot_run_ranks(
     server: sshd.Server, script: Path, tmp_path: Path
 ) -> None:
     """One launch has a host with each kind of failure."""
@@ -355,7 +357,9 @@ def leaves_one() -> int:
     return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
 
 
-def test_a_function_on_hosts(server: sshd.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_hosts_returns_the_results_of_a_function(
+    server: sshd.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("SPARKHVD_SSH", server.ssh)
     lines = io.StringIO()
@@ -376,7 +380,7 @@ def test_a_function_on_hosts(server: sshd.Server, monkeypatch: pytest.MonkeyPatc
     assert agents_of(server) == set()
 
 
-def test_an_agent_starts_in_a_folder_that_has_names_of_pythons_modules(tmp_path: Path) -> None:
+def test_agent_starts_in_folder_with_files_named_like_stdlib_modules(tmp_path: Path) -> None:
     folder, script = tmp_path / "own", tmp_path / "driver.py"
     folder.mkdir()
     (folder / "json.py").write_text("raise RuntimeError('not the library')")
@@ -397,7 +401,7 @@ def test_an_agent_starts_in_a_folder_that_has_names_of_pythons_modules(tmp_path:
     assert (done.stdout, done.returncode) == (f"['{folder}']\n", 0), done.stderr
 
 
-def test_wrong_calls_raise_a_clear_error() -> None:
+def test_wrong_run_hosts_calls_raise_a_clear_error() -> None:
     with pytest.raises(InvalidArgumentError, match="give one of them"):
         sparkhvd.run_hosts(print)
     with pytest.raises(
@@ -409,7 +413,7 @@ def test_wrong_calls_raise_a_clear_error() -> None:
 
 
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"two hosts: {why_no_namespaces()}")
-def test_hosts_with_two_cables_of_which_one_is_dead(script: Path, tmp_path: Path) -> None:
+def test_ranks_connect_over_the_working_network_of_two(script: Path, tmp_path: Path) -> None:
     """The second cable has a carrier on both sides but loses every packet."""
     folder = tmp_path / "sshd"
     folder.mkdir()
@@ -452,7 +456,7 @@ def test_hosts_with_two_cables_of_which_one_is_dead(script: Path, tmp_path: Path
 
 @soak("an agent that hears nothing, and whose launcher's host does not answer: runner/test_agent")
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"two hosts: {why_no_namespaces()}")
-def test_a_pulled_cable_leaves_no_process(script: Path, tmp_path: Path) -> None:
+def test_disconnected_cable_leaves_no_process(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sshd"
     folder.mkdir()
     with two_hosts() as (a, b), sshd.serving(folder, [b.address], b.command()) as server:

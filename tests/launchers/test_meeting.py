@@ -71,7 +71,7 @@ def run(command: Sequence[str]) -> str:
     return ended.stdout
 
 
-def test_torchrun(script: str) -> None:
+def test_torchrun_ranks_on_one_host_connect(script: str) -> None:
     flags = ("--nproc-per-node", "2", "--master-port", "0", "--no-python")
     command = [sys.executable, "-W", "error", script]
     output = run([sys.executable, "-m", "torch.distributed.run", *flags, *command])
@@ -129,7 +129,7 @@ torch.distributed.init_process_group("sparkhvd")
         *left_to_soak("torchrun and another meeting, here", ("torchrun", GROUP)),
     ],
 )
-def test_no_rank_outlives_its_launcher(tmp_path: Path, launcher: str, meeting: str) -> None:
+def test_no_rank_survives_its_launcher(tmp_path: Path, launcher: str, meeting: str) -> None:
     """MPI's ranks are children of shells, not of the launcher. tests/soak/mpi has real MPI."""
     script, mpi = tmp_path / "train.py", tmp_path / "mpi.py"
     script.write_text(STUBBORN.replace("launchers.find()\n", meeting))
@@ -157,14 +157,14 @@ def check_that_none_is_left(command: Sequence[str]) -> None:
         assert time.monotonic() - began < 5
 
 
-def test_variables_of_mpi(script: str) -> None:
+def test_ranks_with_mpi_variables_connect(script: str) -> None:
     ranks = [start(script, of_mpi(rank, 3)) for rank in range(3)]
     output = [rank.communicate(timeout=60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], output
     check("".join(out for out, _ in output), 3)
 
 
-def test_a_launcher_inside_a_rank_starts_a_job_of_its_own(script: str) -> None:
+def test_launcher_inside_a_rank_starts_a_separate_job(script: str) -> None:
     """A rank of one job starts the ranks of another job. Only torch's variables describe the outer rank."""
     rank = {"SPARKHVD_RANK_PROCESS": "1 MASTER_ADDR/10.0.0.1/29500", "MASTER_PORT": "29500"}
     rank |= {"MASTER_ADDR": "10.0.0.1", "RANK": "1", "WORLD_SIZE": "2"}
@@ -192,7 +192,7 @@ def test_a_launcher_inside_a_rank_starts_a_job_of_its_own(script: str) -> None:
     assert "which is rank 1. Let the rank communicate" in ended.stderr
 
 
-def test_a_missing_rank_and_ranks_on_several_hosts_are_reported(script: str) -> None:
+def test_errors_report_a_missing_rank_or_several_hosts(script: str) -> None:
     alone = start(script, of_mpi(1, 2, SPARKHVD_START_TIMEOUT_S="1"))
     _, errors = alone.communicate(timeout=60)
     assert "Rank 1 waited 1 s (start_timeout_s) for the other ranks" in errors

@@ -56,7 +56,7 @@ def in_turn() -> dict[str, Any]:
     return found
 
 
-def test_jobs_of_communicators_and_of_lists_follow_each_other(
+def test_jobs_over_communicators_and_rank_lists_run_in_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

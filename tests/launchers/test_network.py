@@ -39,7 +39,7 @@ def test_ranks_on_several_hosts_need_a_key(tmp_path: Path) -> None:
     assert network_key(Settings(job_key_file=str(path), trust_network=True), "") == b"k" * 40
 
 
-def test_addresses_must_reach_each_other() -> None:
+def test_rank_addresses_without_a_common_network_raise() -> None:
     here, there = (Endpoint(f"10.0.0.{n}", 4000, f"boot-{n}", "") for n in (1, 2))
     assert not is_one_host([here, there])
     check_addresses([here, there], "init()")

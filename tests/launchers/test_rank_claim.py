@@ -41,7 +41,7 @@ def name_of(place: RankClaim) -> str:
     return place.variables({}, is_inherited=False)[VARIABLE].split()[1]
 
 
-def test_one_of_many_that_ask_gets_the_place_and_its_holder_lets_go(place: RankClaim) -> None:
+def test_only_one_requesting_process_gets_the_rank(place: RankClaim) -> None:
     found: Counter[bool] = Counter()
 
     def ask() -> None:
@@ -62,7 +62,7 @@ def test_one_of_many_that_ask_gets_the_place_and_its_holder_lets_go(place: RankC
     # No process waits for a rank that is gone.
     wait_until(lambda: is_refused(address), "the listener is closed")
     with pytest.raises(
-        InvalidArgumentError, match=f"process {os.getpid()}, which this process has"
+        InvalidArgumentError, match=f"process {os.getpid()}, which this process started"
     ):
         place.claim()
 
@@ -88,7 +88,9 @@ def test_another_user_cannot_claim_the_rank(place: RankClaim) -> None:
     place.claim()  # no process has taken it
 
 
-def test_error_names_an_unresponsive_or_ended_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_an_unresponsive_or_ended_holder_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(places, "ANSWER_S", 0.2)
     name = secrets.token_hex(16)
     monkeypatch.setenv(VARIABLE, f"-1 {name} 4711 ")
@@ -105,7 +107,7 @@ def test_error_names_an_unresponsive_or_ended_holder(monkeypatch: pytest.MonkeyP
         inherit()
 
 
-def test_a_launcher_that_a_rank_has_started_has_ranks_of_its_own(
+def test_launcher_started_by_a_rank_assigns_its_own_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):

@@ -56,7 +56,7 @@ def run_programs(folder: str) -> tuple[str, float, str]:
 
 
 @pytest.mark.usefixtures("zygote_has_torch")
-def test_programs_of_the_page_train_as_one_process(tmp_path: Path) -> None:
+def test_page_programs_give_the_results_of_one_process(tmp_path: Path) -> None:
     programs = [named(PAGE, name).text for name in ("trainer", "fabric")]
     for name, program in zip(("train.py", "fabric.py"), programs, strict=True):
         (tmp_path / name).write_text(program)
@@ -78,7 +78,9 @@ ALONE, FOUR = topology(0, ["a"]), topology(0, ["a", "a", "b", "b"])
     ("devices", "hosts", "place"),
     [(1, 1, ALONE), (1, 1, FOUR), (1, 2, FOUR), (2, 2, FOUR), (4, 1, FOUR)],
 )
-def test_numbers_that_agree_with_the_job(devices: int, hosts: int, place: object) -> None:
+def test_devices_and_nodes_that_match_the_job_are_accepted(
+    devices: int, hosts: int, place: object
+) -> None:
     check_size(devices, hosts, False, place)  # type: ignore[arg-type]
 
 
@@ -98,6 +100,8 @@ def test_numbers_that_agree_with_the_job(devices: int, hosts: int, place: object
         (8, 1, FOUR, "needs 8 ranks"),
     ],
 )
-def test_numbers_that_do_not(devices: int, hosts: int, place: object, message: str) -> None:
+def test_devices_and_nodes_that_mismatch_the_job_raise(
+    devices: int, hosts: int, place: object, message: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         check_size(devices, hosts, False, place)  # type: ignore[arg-type]

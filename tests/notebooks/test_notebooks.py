@@ -38,7 +38,7 @@ def test_notebook_runs_and_reaches_its_score(
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebook_is_stored_without_outputs(path: Path) -> None:
+def test_notebook_file_contains_no_outputs(path: Path) -> None:
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)

@@ -37,7 +37,7 @@ estimator = TorchEstimator(
 
 @soak("estimator/test_status_line")
 @pytest.mark.timeout(300)
-def test_a_fits_progress_is_one_line_of_its_cell_and_gone_at_the_end(
+def test_fit_progress_is_one_cell_line_and_cleared_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nbformat

@@ -33,7 +33,7 @@ def speed_of(choice: Mapping[str, int], bucket: int = 16 << 20, chunk: int = 128
     return 1e9 / (1 + 0.1 * away)
 
 
-def test_search_finds_the_top_of_a_hill_without_noise() -> None:
+def test_search_finds_the_fastest_settings_without_noise() -> None:
     search = Search([BUCKET, CHUNK])
     while not search.done:
         search.report(speed_of(search.choice))
@@ -44,7 +44,7 @@ def test_search_finds_the_top_of_a_hill_without_noise() -> None:
 
 
 @pytest.mark.parametrize("seed", range(amount(5, 200)))
-def test_search_converges_near_the_top_under_noise_and_drift(seed: int) -> None:
+def test_search_finds_almost_the_fastest_settings_under_noise_and_drift(seed: int) -> None:
     chance = random.Random(seed)
     search = Search([BUCKET, CHUNK])
     while not search.done:
@@ -63,7 +63,7 @@ def test_search_keeps_the_settings_if_no_change_helps() -> None:
     assert search.best == {"bucket_bytes": 4 << 20, "chunk_bytes": 256 << 10}
 
 
-def test_search_drops_a_hopeless_candidate_early_and_ends_in_any_case() -> None:
+def test_search_drops_slow_candidates_early_and_has_a_limit() -> None:
     search = Search([TunedKnob("x", (1, 2), 1)])
     assert search.choice == {"x": 1}
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_search_drops_a_hopeless_candidate_early_and_ends_in_any_case() -> None:
     assert Search([]).done
 
 
-def test_knob_values_ascend_and_contain_the_start() -> None:
+def test_tuned_values_ascend_and_contain_the_initial_value() -> None:
     assert TunedKnob.powers("x", 3, low=1, high=8).values == (1, 2, 3, 4, 8)
     assert TunedKnob.powers("x", 100, low=1, high=8).values == (1, 2, 4, 8, 100)
     with pytest.raises(
@@ -122,7 +122,7 @@ def tune(engine: Engine, steps: int = 2000) -> dict[str, Any]:
     }
 
 
-def test_ranks_change_at_the_same_steps_and_end_at_the_top(
+def test_ranks_change_settings_at_the_same_steps_and_find_the_fastest(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "tuned.json"
@@ -158,7 +158,7 @@ def test_ranks_change_at_the_same_steps_and_end_at_the_top(
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"format": 1}', '{"format": 1, "world": 3, "choice": 7}']
 )
-def test_an_unrecognized_file_is_reported_and_replaced(
+def test_unrecognized_autotune_file_is_reported_and_replaced(
     content: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "tuned.json"
@@ -170,20 +170,20 @@ def test_an_unrecognized_file_is_reported_and_replaced(
     assert json.loads(saved.read_text())["choice"]["bucket_bytes"] == 16 << 20
 
 
-def test_a_choice_that_cannot_be_saved_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_autotune_file_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     settings = Settings(autotune="on", autotune_file="/nowhere/tuned.json")
     outcomes = run_ranks(2, tune, settings=settings)
     assert outcomes[0]["done"]
     assert "could not save its choice" in capfd.readouterr().err
 
 
-def test_one_rank_has_nothing_to_tune() -> None:
+def test_autotune_of_one_rank_changes_nothing() -> None:
     (outcome,) = run_ranks(1, lambda engine: tune(engine, 50), settings=Settings(autotune="on"))
     assert outcome["done"]
     assert outcome["history"] == []
 
 
-def test_search_abandons_a_choice_caused_by_noise() -> None:
+def test_search_discards_a_choice_caused_by_noise() -> None:
     search = Search([BUCKET])
     windows = 0
     while not search.done:
@@ -207,7 +207,7 @@ def test_search_abandons_a_choice_caused_by_noise() -> None:
         ("all", tuple(range(17)), ["bucket_bytes", "streams"]),
     ],
 )
-def test_only_mode_all_tunes_settings_that_may_change_results(
+def test_only_autotune_mode_all_tunes_settings_that_change_results(
     tuning: str, hosts: tuple[int, ...], expected: list[str]
 ) -> None:
     settings = Settings(autotune=tuning, streams=2)

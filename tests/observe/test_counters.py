@@ -45,7 +45,7 @@ def counters() -> dict[str, Any]:
     }
 
 
-def test_table_shows_every_number_once() -> None:
+def test_metrics_table_shows_every_number_once() -> None:
     assert str(Metrics(counters())).splitlines() == [
         "rank 1 of 4, 2.5 s, 3 operations in flight",
         "collective  algorithm         operations  failed     bytes  agree us  queue us  run us"
@@ -59,7 +59,7 @@ def test_table_shows_every_number_once() -> None:
     assert repr(Metrics(counters())) == "<Metrics of rank 1: 99 operations>"
 
 
-def test_the_table_of_an_idle_engine_is_empty() -> None:
+def test_metrics_table_of_an_idle_engine_is_empty() -> None:
     empty = {**counters(), "collectives": [], "timeline": None}
     lines = str(Metrics(empty)).splitlines()
     assert len(lines) == 3
@@ -87,7 +87,7 @@ def test_prometheus_text_has_one_sample_per_line_and_a_whole_histogram() -> None
     }
 
 
-def test_quantile_is_the_upper_end_of_its_bin() -> None:
+def test_quantile_is_the_upper_bound_of_its_histogram_bin() -> None:
     assert quantile([0, 0, 10, 0], 0.5) == 4
     assert quantile([10, 0, 0, 1], 0.99) == 8
     assert quantile([0, 0], 0.5) == 0

@@ -38,7 +38,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str, bool]]:
     InteractiveShell.clear_instance()
 
 
-def test_a_fit_has_one_figure_that_its_epochs_replace(
+def test_each_epoch_replaces_the_single_figure_of_a_fit(
     published: list[tuple[Any, str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
@@ -72,7 +72,9 @@ def test_live_plot_does_nothing_without_matplotlib_or_a_notebook(
         LivePlot("loss")
 
 
-def test_a_notebook_shows_the_curves_without_magic(published: list[tuple[Any, str, bool]]) -> None:
+def test_notebook_shows_the_curves_without_matplotlib_magic(
+    published: list[tuple[Any, str, bool]],
+) -> None:
     """IPython's formatters show a figure that is the value of a cell."""
     from IPython.core.interactiveshell import InteractiveShell
 

@@ -79,7 +79,7 @@ def numbers(count: int, begin: int = 0) -> list[Metric]:
     return [Metric("loss", float(n), n, 0.0) for n in range(begin, begin + count)]
 
 
-def test_numbers_and_calls_arrive_in_order_and_numbers_in_large_parts(
+def test_numbers_and_calls_arrive_in_order_in_large_batches(
     server: Server, said: list[str]
 ) -> None:
     server.is_up = False
@@ -95,9 +95,7 @@ def test_numbers_and_calls_arrive_in_order_and_numbers_in_large_parts(
     assert server.parts == [1000, 500, 2]
 
 
-def test_no_number_is_lost_during_an_outage_reported_by_two_lines(
-    server: Server, said: list[str]
-) -> None:
+def test_outage_loses_no_number_and_prints_two_lines(server: Server, said: list[str]) -> None:
     sent = Delivery(server, 60, said.append)
     for number in range(40):
         if number == 10:
@@ -222,7 +220,7 @@ def test_loggers_without_a_final_call_end_immediately(server: Server) -> None:
     assert server.calls == []
 
 
-def test_without_loggers_the_fit_description_is_not_requested() -> None:
+def test_fit_description_is_not_requested_without_loggers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fanout = LoggerFanout([], lambda: pytest.fail("asked"), print)
@@ -230,7 +228,7 @@ def test_without_loggers_the_fit_description_is_not_requested() -> None:
         fanout.finished(None, {})
 
 
-def test_loggers_are_checked_when_they_are_given(server: Server) -> None:
+def test_estimator_refuses_invalid_loggers(server: Server) -> None:
     logger = ToServer(server, [])
     assert TorchEstimator(loggers=logger).getLoggers() == [logger]
     with pytest.raises(TypeError, match="loggers"):
@@ -238,7 +236,9 @@ def test_loggers_are_checked_when_they_are_given(server: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", [MLflowLogger, TensorBoardLogger])
-def test_a_missing_package_is_named(kind: type[Logger], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_missing_package_of_a_logger(
+    kind: type[Logger], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidArgumentError, match=r"pip install 'sparkhvd\["):
         kind()
@@ -256,7 +256,7 @@ def profile_of(moments: Sequence[float], epoch: int) -> dict[str, Any]:
     return {"every": 1, "epochs": [{"epoch": epoch}], "load": [columns]}
 
 
-def test_samples_of_the_load_are_logged_once_with_the_node_and_seconds(server: Server) -> None:
+def test_load_samples_are_logged_once_with_node_and_time(server: Server) -> None:
     fanout = LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print)
     assert not fanout.is_behind
     fanout.epoch({"epoch": 1})

@@ -51,7 +51,7 @@ class Page(HTMLParser):
         return "\n".join(self.texts)
 
 
-def test_page_shows_every_part_of_a_document() -> None:
+def test_report_page_shows_every_part_of_the_document() -> None:
     page = Page(render(document()))
     shown = page.text
     for expected in (
@@ -77,7 +77,7 @@ def test_page_shows_every_part_of_a_document() -> None:
     assert "link" not in page.tags
 
 
-def test_page_shows_ranks_that_came_and_went() -> None:
+def test_report_page_shows_ranks_that_joined_and_left() -> None:
     made = document()
     for name, values in made["epochs"][1].items():  # one rank alone
         made["epochs"][1][name] = values[:1] if isinstance(values, list) else values
@@ -94,7 +94,7 @@ def test_page_shows_ranks_that_came_and_went() -> None:
     assert page.tags.count("svg") == Page(render(document())).tags.count("svg")
 
 
-def test_page_needs_no_network_and_has_a_dark_and_a_printed_form() -> None:
+def test_report_page_loads_nothing_and_has_dark_and_print_styles() -> None:
     html = render(document())
     assert not re.search(r"https?://|@import|url\(", html)
     assert "default-src 'none'" in html
@@ -117,7 +117,7 @@ def test_page_needs_no_network_and_has_a_dark_and_a_printed_form() -> None:
         ({"state": "failed", "error": "RankError: no\nline two"}, []),
     ],
 )
-def test_page_omits_parts_missing_from_the_document(
+def test_report_page_omits_parts_missing_from_the_document(
     entries: dict[str, object], headings: list[str]
 ) -> None:
     html = render(loads(dumps(entries), "here"))
@@ -125,7 +125,7 @@ def test_page_omits_parts_missing_from_the_document(
     assert "Cannot be shown" not in Page(html).text
 
 
-def test_values_that_were_never_finite_are_shown() -> None:
+def test_report_page_shows_values_that_were_never_finite() -> None:
     given = document()
     for record in given["history"]:
         record |= {"loss": math.nan, "accuracy": math.inf, "auc": math.nan}
@@ -140,7 +140,7 @@ def test_values_that_were_never_finite_are_shown() -> None:
     assert table["auc"].split() == ["auc", "-", "nan"]
 
 
-def test_page_of_many_ranks_and_epochs_stays_small() -> None:
+def test_report_page_of_many_ranks_and_epochs_stays_small() -> None:
     html = render(document(ranks=64, epochs=500))
     page = Page(html)
     assert len(html) < 300_000
@@ -152,7 +152,7 @@ def test_page_of_many_ranks_and_epochs_stays_small() -> None:
     assert "500" in page.texts
 
 
-def test_page_escapes_texts_of_the_document() -> None:
+def test_report_page_escapes_texts_of_the_document() -> None:
     evil = "<script>alert(1)</script>\"'&"
     given = document(run_id=evil, error=evil, params={evil: evil})
     given["history"][0][evil] = 1.0
@@ -182,7 +182,7 @@ def test_curve_has_a_gap_where_a_value_is_not_finite() -> None:
         ),
     ],
 )
-def test_validation_and_training_share_a_chart(
+def test_validation_and_training_curves_share_a_chart(
     names: list[str], found: dict[str, tuple[str, str]]
 ) -> None:
     assert paired(names) == found
@@ -201,7 +201,7 @@ def test_axis_labels_are_complete_and_distinct() -> None:
         assert float(place) + 3 * len(last) <= 440
 
 
-def test_document_survives_its_json_with_numbers_that_are_not_finite() -> None:
+def test_report_document_with_non_finite_numbers_survives_json() -> None:
     given = document()
     data = dumps(given)
     json.loads(data, parse_constant=pytest.fail)
@@ -215,7 +215,7 @@ def test_document_survives_its_json_with_numbers_that_are_not_finite() -> None:
         loads(newer, "here")
 
 
-def test_compare_shows_settings_that_differ_and_changes() -> None:
+def test_compare_shows_different_settings_and_relative_changes() -> None:
     first = document(params={"batch_size": "32", "epochs": "3"})
     second = document(epochs=2, run_id="other", params={"epochs": "2", "batch_size": "32"})
     second["phases"] = [{"name": "materialize", "seconds": 5.0}]
@@ -234,11 +234,11 @@ def test_compare_shows_settings_that_differ_and_changes() -> None:
     [(2e-5, "20 us"), (0.0125, "12.5 ms"), (3.416, "3.42 s"), (125, "2 min 5 s")]
     + [(11400, "3 h 10 min"), (math.nan, "not known"), (59.999, "60 s")],
 )
-def test_durations_are_short(seconds: float, text: str) -> None:
+def test_durations_are_formatted_as_short_text(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
-def test_tiles_show_validation_and_the_best_epoch() -> None:
+def test_summary_tiles_show_validation_and_the_best_epoch() -> None:
     losses = [(0.9, 0.7), (0.5, 0.4), (0.3, 0.6), (0.2, math.nan)]
     history = [
         {"epoch": n, "loss": loss, "val_loss": validation}

@@ -43,7 +43,7 @@ def seen_in_frame(
 
 @soak("observe/test_report: elements, texts and addresses of the page")
 @pytest.mark.parametrize("width", [1000, 400])
-def test_page_shows_its_figures_without_a_complaint(
+def test_report_page_shows_its_figures_without_console_messages(
     browser: str, tmp_path: Path, width: int
 ) -> None:
     found, console = seen_in_frame(browser, tmp_path, render(document(ranks=3)), width)
@@ -61,7 +61,7 @@ def test_page_shows_its_figures_without_a_complaint(
 
 
 @soak("observe/test_report: elements, texts and addresses of the page")
-def test_page_blocks_injected_scripts_and_images(browser: str, tmp_path: Path) -> None:
+def test_report_page_blocks_injected_scripts_and_images(browser: str, tmp_path: Path) -> None:
     evil = '<script>document.body.innerText = "owned"</script><img src="https://example.org/a.png">'
     page = render(document()).replace("</body>", f"{evil}</body>")
     found, console = seen_in_frame(browser, tmp_path, page)

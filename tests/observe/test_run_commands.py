@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def test_runs_lists_the_runs_of_a_store(
+def test_runs_command_lists_the_runs_of_a_store(
     store: Store,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -80,7 +80,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_hides_no_other_run(
+def test_damaged_file_of_a_run_hides_no_other_run(
     store: Store, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for content in DAMAGED[name]:
@@ -98,7 +98,7 @@ def test_a_damaged_file_hides_no_other_run(
     store.delete_run("bad")
 
 
-def test_names_of_runs_reach_a_terminal_as_text(
+def test_control_characters_in_run_names_are_escaped(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.write_bytes("runs/\x1b]0;title\x07/program.pkl", b"")
@@ -108,14 +108,16 @@ def test_names_of_runs_reach_a_terminal_as_text(
     assert r"\x1b]0;title\x07" in printed
 
 
-def test_a_place_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_command_names_a_folder_without_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["runs", str(tmp_path / "nowhere")]) == 0
     assert capsys.readouterr().out == (
         f"No runs are in file://{tmp_path}/nowhere/runs. Give the folder of the store.\n"
     )
 
 
-def test_report_prints_the_page_and_rebuilds_a_missing_one(
+def test_report_command_prints_the_page_path_and_rebuilds_missing_pages(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run in ("runs/b", "runs/b/report.json"):
@@ -128,12 +130,14 @@ def test_report_prints_the_page_and_rebuilds_a_missing_one(
     assert "</html>" in (tmp_path / "b.html").read_text()
 
 
-def test_compare_prints_differences(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_prints_differences(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", store.full_url("runs/a"), store.full_url("runs/b")]) == 0
     assert "epochs                a  b" in capsys.readouterr().out
 
 
-def test_a_run_without_a_report_is_an_error_of_one_line(
+def test_run_without_a_report_gives_a_one_line_error(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", store.full_url("runs/old")]) == 1
@@ -152,7 +156,7 @@ class Evil:
         return Path.touch, (self.marker,)
 
 
-def test_reproduce_runs_no_program_of_a_run_without_its_key(
+def test_reproduce_without_the_key_executes_no_code_of_the_run(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = store.full_url("runs/a")
@@ -196,7 +200,7 @@ def test_reproduce_runs_no_program_of_a_run_without_its_key(
         {"versions": True},
     ],
 )
-def test_a_damaged_part_of_a_report_leaves_the_others_comparable(
+def test_compare_works_if_one_part_of_a_report_is_damaged(
     store: Store, damaged: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = json.loads(dumps(document(run_id="b"))) | damaged
@@ -209,7 +213,7 @@ def test_a_damaged_part_of_a_report_leaves_the_others_comparable(
     assert "\x1b" not in shown
 
 
-def test_messages_about_files_reach_the_terminal_without_controls(
+def test_control_characters_in_file_messages_are_escaped(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = json.dumps({"format": "\x1b]52;c;YQ==\x07", "history": []})

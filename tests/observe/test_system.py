@@ -26,7 +26,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoadMonitor]:
     made.close()
 
 
-def test_a_busy_process_is_seen(sampler: LoadMonitor) -> None:
+def test_load_samples_show_a_busy_process(sampler: LoadMonitor) -> None:
     held = bytearray(100 << 20)
     sampler.take()
     began, used = time.monotonic(), time.process_time()
@@ -45,7 +45,7 @@ def test_a_busy_process_is_seen(sampler: LoadMonitor) -> None:
     assert len(sampler.take()) <= 1
 
 
-def test_a_sample_costs_little() -> None:
+def test_load_sample_takes_little_time() -> None:
     began = time.thread_time()
     for _ in range(100):
         system._cpu_s()
@@ -70,7 +70,7 @@ def library(handle: int = 0, rates: int = 0) -> Any:
     )
 
 
-def test_a_gpu_is_asked_by_its_uuid() -> None:
+def test_gpu_load_is_read_by_uuid() -> None:
     gpu = Gpu.find("GPU-1", lambda name: library())
     assert gpu is not None
     assert gpu() == (75.0, 3000.0)
@@ -80,7 +80,7 @@ def test_a_gpu_is_asked_by_its_uuid() -> None:
     assert math.isnan(silent()[0])
 
 
-def test_without_nvidias_library_there_is_no_gpu() -> None:
+def test_gpu_load_is_absent_without_the_nvidia_library() -> None:
     def load(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 

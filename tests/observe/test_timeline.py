@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("seed", range(amount(20)))
-def test_clock_offset_is_within_its_bound_whichever_rank_is_slow(seed: int) -> None:
+def test_clock_offset_is_within_its_bound_with_any_slow_rank(seed: int) -> None:
     chance = random.Random(seed)
     true_offset = chance.choice([0, 10**12, -(10**12), 70_000, -3_000_000])
     now = 10**15
@@ -48,7 +48,7 @@ def event(rank: int, ts: str, name: str) -> str:
     return f'{{"ph":"i","pid":{rank},"tid":1,"ts":{ts},"s":"t","name":"x","args":{text}}}'
 
 
-def test_merged_times_use_the_clock_of_rank_0() -> None:
+def test_merged_timeline_uses_the_clock_of_rank_0() -> None:
     # Rank 1's clock is 5 s ahead; its timeline began 2 ms after rank 0's.
     files = [
         trace(0, 1_000_000_000, event(0, "10.250", "a"), event(0, "-3.000", 'b "ts":1.000 Ü')),

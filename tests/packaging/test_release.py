@@ -19,7 +19,7 @@ def test_python_versions_match_the_package_metadata() -> None:
     assert "3.13" in release.versions()
 
 
-def test_a_file_for_another_machine_is_not_tried() -> None:
+def test_wheel_for_another_machine_is_not_tried() -> None:
     other = {"x86_64": "aarch64"}.get(platform.machine(), "x86_64")
     outcome = release.try_one(other, Path("x.whl"), "3.11", "3.11")
     assert outcome == f"not tried: this machine is {platform.machine()}"
@@ -29,7 +29,7 @@ def test_a_file_for_another_machine_is_not_tried() -> None:
     assert release.try_one("any", None, "3.11", "3.11").startswith("not tried: `make wheel`")
 
 
-def test_outcomes_show_missing_tools_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_release_table_shows_missing_tools_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> str:
         return release.run(["python3", "-c", "raise SystemExit('no such thing')"], Path.cwd())
 
@@ -45,7 +45,7 @@ def test_outcomes_show_missing_tools_and_failures(capsys: pytest.CaptureFixture[
     assert "| newest | 2.15.0 |" in text
 
 
-def test_an_unavailable_torch_version_gives_a_row_with_the_reason(
+def test_unavailable_torch_version_is_listed_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def environment(main: Path, name: str, requirement: str) -> Path:
@@ -61,7 +61,7 @@ def test_an_unavailable_torch_version_gives_a_row_with_the_reason(
     assert len(row) == len(release.TORCH_HEADER)
 
 
-def test_a_failed_suite_is_a_failure_with_its_counts(tmp_path: Path) -> None:
+def test_failed_test_suite_is_reported_with_its_counts(tmp_path: Path) -> None:
     def suite(closing: str) -> Path:
         python = tmp_path / "python"
         python.write_text(f"#!/bin/sh\necho '===== {closing} ====='\n")

@@ -28,18 +28,18 @@ def compile_cxx(folder: Path, name: str, source: str, *flags: str) -> Path:
     return output
 
 
-def test_every_instruction_set_has_a_file_of_its_own() -> None:
+def test_every_instruction_set_has_its_own_object_file() -> None:
     assert {f"{isa}.cc" for isa in ISAS} <= set(ISA_SOURCES)
 
 
 @pytest.mark.parametrize("source", ISA_SOURCES)
-def test_kernels_of_an_instruction_set_share_nothing_with_other_files(source: str) -> None:
+def test_kernel_files_share_no_symbols_with_other_files(source: str) -> None:
     object_file = OBJECTS / f"{source}.o"
     assert object_file.exists(), f"{object_file} is missing: run `make native`"
     assert elf.kernel_problems(object_file) == []
 
 
-def test_shared_code_in_a_kernel_file_is_found(tmp_path: Path) -> None:
+def test_symbol_check_finds_shared_code_in_a_kernel_file(tmp_path: Path) -> None:
     source = """
     namespace sparkhvd::kernels_detail {
       inline int square(int x) { return x * x; }
@@ -60,7 +60,7 @@ def test_shared_code_in_a_kernel_file_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_table_of_another_instruction_set_is_no_part_of_a_kernel_file(tmp_path: Path) -> None:
+def test_symbol_check_finds_a_table_of_another_instruction_set(tmp_path: Path) -> None:
     source = "namespace sparkhvd::kernels_detail { const void* avx512_table() { return nullptr; } }"
     object_file = compile_cxx(tmp_path, "avx2.cc.o", source, "-c")
     assert elf.kernel_problems(object_file) == [
@@ -69,11 +69,11 @@ def test_table_of_another_instruction_set_is_no_part_of_a_kernel_file(tmp_path: 
     ]
 
 
-def test_library_shows_its_c_interface_and_needs_glibc_alone() -> None:
+def test_library_exports_only_its_c_interface_and_needs_only_glibc() -> None:
     assert elf.library_problems(library_path()) == []
 
 
-def test_library_with_foreign_names_and_needs_is_found(tmp_path: Path) -> None:
+def test_symbol_check_finds_foreign_exports_and_dependencies(tmp_path: Path) -> None:
     source = '#include <cstdlib>\nextern "C" void* stray() { return malloc(1); } void other() { throw 1; }'
     library = compile_cxx(tmp_path, "libbad.so", source, "-shared")
     *others, glibc = elf.library_problems(library, glibc=(2, 0))

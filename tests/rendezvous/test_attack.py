@@ -67,7 +67,7 @@ def run_module(name: str, *arguments: object, given: Any = None, timeout_s: floa
 
 
 @pytest.mark.timeout(120 if not SOAK else 3600)
-def test_mutated_frames_of_a_peer_end_in_errors_that_name_it_and_disturb_no_other_job() -> None:
+def test_mutated_frames_raise_errors_that_name_the_peer() -> None:
     found = run_module(
         "tests.rendezvous.hostile", FRAMES_OF_PEERS, SEED, timeout_s=100 if not SOAK else 3500
     )
@@ -83,7 +83,7 @@ def test_mutated_frames_of_a_peer_end_in_errors_that_name_it_and_disturb_no_othe
     assert found["rss_growth_bytes"] < 24 * MIB, found
 
 
-def test_frame_types_of_the_attack_match_the_engine() -> None:
+def test_frame_types_in_the_attack_tests_match_the_engine() -> None:
     header = (ROOT / "native/src/message.h").read_text()
     for name in ("HELLO", "MAPPED", "REFUSE", "DATA", "ABORT"):
         number = re.search(rf"k{name.title()} = (\d+)", header)
@@ -113,7 +113,7 @@ def victim_of(
             engine.shutdown()
 
 
-def test_a_rank_gives_up_a_coordinator_that_sends_unrequested_bytes() -> None:
+def test_rank_fails_in_time_if_the_coordinator_sends_unrequested_bytes() -> None:
     """The rank waits only a limited time for the order of a tensor whose bytes have already arrived."""
     recording = hostile.record(2, (0, 1))
     data = next(f for f in recording.frames[0, 1] if hostile.type_of(f) == 6)
@@ -130,7 +130,7 @@ def test_a_rank_gives_up_a_coordinator_that_sends_unrequested_bytes() -> None:
 
 @pytest.mark.parametrize("cut", ["header", "body"])
 @pytest.mark.parametrize("then", ["closes", "is silent"])
-def test_half_a_frame_names_the_rank_that_sent_it(cut: str, then: str) -> None:
+def test_error_names_the_rank_that_sent_half_a_frame(cut: str, then: str) -> None:
     recording = hostile.record(2, (0, 1))
     frame = next(f for f in recording.frames[1, 0] if hostile.type_of(f) == 3)
     settings = Settings(stall_shutdown_s=1, stall_warning_s=0, connect_timeout_s=5)
@@ -186,7 +186,7 @@ PASSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", PASSED)
-def test_invalid_descriptors_do_no_harm(what: str) -> None:
+def test_invalid_passed_descriptors_are_refused_without_leaks(what: str) -> None:
     recording = hostile.record(2, (0, 0))
     greeting = recording.handshake(1, 0)
     # MAPPED says "yes": the malicious peer has mapped everything.
@@ -273,7 +273,7 @@ def lonely_rank(settings: Settings) -> Iterator[SocketRendezvous]:
 
 
 @pytest.mark.parametrize("news", NEWS)
-def test_malicious_peer_in_the_rendezvous_is_named(news: str) -> None:
+def test_error_names_a_malicious_peer_in_the_rendezvous(news: str) -> None:
     with lonely_rank(Settings(connect_timeout_s=1)) as meeting:
 
         def attack() -> None:
@@ -333,7 +333,7 @@ def recorded_handshakes(job: Job) -> list[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("tcp_only", [False, True])
 @pytest.mark.timeout(120 if not SOAK else 3600)
-def test_job_meets_works_and_meets_again_under_attack_of_unauthenticated_peers(
+def test_job_forms_generations_under_attack_by_unauthenticated_peers(
     tcp_only: bool, tmp_path: Path
 ) -> None:
     settings = Settings(connect_timeout_s=60, stall_shutdown_s=60)
@@ -443,7 +443,7 @@ def scribble(engine: Engine, talk: Any) -> Any:
     return "nothing"
 
 
-def test_invalid_positions_in_shared_memory_are_an_error_on_every_rank() -> None:
+def test_invalid_shared_memory_positions_raise_on_every_rank() -> None:
     with rank_processes(f"{__name__}:scribble", 2) as ranks:
         said = [rank.expect() for rank in ranks]
     for text in said:

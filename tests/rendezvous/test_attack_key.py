@@ -10,7 +10,7 @@ from tests.rendezvous.key_search import check, forms_of, hunt
 pytestmark = pytest.mark.processes
 
 
-def test_key_of_a_local_job_is_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
+def test_key_of_a_local_job_never_leaks(capfd: pytest.CaptureFixture[str]) -> None:
     key = check(run_local(hunt, num_proc=2, verbose=2))
     captured = capfd.readouterr()
     output = (captured.out + captured.err).encode()

@@ -115,7 +115,7 @@ def assert_connected(meetings: list[Connections], family: socket.AddressFamily |
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_ranks_of_one_host_meet_on_unix_sockets(size: int) -> None:
+def test_ranks_of_one_host_connect_by_unix_sockets(size: int) -> None:
     with job_of(size) as meetings:
         met = connect_all(meetings)
         assert [c.hosts for c in met] == [(0,) * size] * size
@@ -123,7 +123,7 @@ def test_ranks_of_one_host_meet_on_unix_sockets(size: int) -> None:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_ranks_of_different_hosts_meet_on_tcp(address: str) -> None:
+def test_ranks_of_different_hosts_connect_by_tcp(address: str) -> None:
     with job_of(
         4, address=address, edit=lambda r, e: replace(e, host_key=f"host {r % 2}")
     ) as meetings:
@@ -138,7 +138,7 @@ def test_ranks_of_different_hosts_meet_on_tcp(address: str) -> None:
         assert_connected(met, None)
 
 
-def test_hosts_without_unix_sockets_are_hosts_of_their_own() -> None:
+def test_ranks_without_unix_sockets_count_as_separate_hosts() -> None:
     with job_of(3, edit=lambda _, e: replace(e, host_key="", unix_name="")) as meetings:
         met = connect_all(meetings)
         assert [c.hosts for c in met] == [(0, 1, 2)] * 3
@@ -152,7 +152,7 @@ def test_unreachable_unix_name_falls_back_to_tcp() -> None:
         assert_connected(met, socket.AF_INET)
 
 
-def test_group_splits_when_a_pair_cannot_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_group_splits_if_a_pair_cannot_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     real = check_memory
 
     def check(sock: socket.socket, until: float) -> Any:
@@ -175,7 +175,7 @@ def test_group_splits_when_a_pair_cannot_share_memory(monkeypatch: pytest.Monkey
         assert_connected(met, None)
 
 
-def test_next_generations_meet_even_when_one_rank_is_ahead() -> None:
+def test_next_generation_forms_although_one_rank_is_ahead() -> None:
     with job_of(3) as meetings:
         barrier = threading.Barrier(3)
 
@@ -192,7 +192,7 @@ def test_next_generations_meet_even_when_one_rank_is_ahead() -> None:
         assert_connected([p[1] for p in pairs], socket.AF_UNIX)
 
 
-def test_connection_of_a_later_generation_is_parked() -> None:
+def test_connection_for_a_later_generation_is_kept_until_then() -> None:
     with job_of(2) as meetings:
         knocked = threading.Event()
 
@@ -217,7 +217,7 @@ def test_connection_of_a_later_generation_is_parked() -> None:
 
 
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_a_rank_reconnects_if_its_proof_was_not_read(
+def test_rank_reconnects_if_its_authentication_was_not_read(
     tcp_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that completes a generation may close a connection for the next one after its proof was sent."""
@@ -254,7 +254,7 @@ def connection_to(endpoint: Endpoint, *, unix: bool = False) -> Iterator[socket.
         yield sock
 
 
-def test_unauthenticated_peers_that_are_silent_or_send_garbage_do_not_disturb() -> None:
+def test_rendezvous_works_despite_silent_or_garbage_sending_peers() -> None:
     with ExitStack() as stack, job_of(3) as meetings:
         endpoints = meetings[0].job.endpoints
         for number in range(MAX_UNAUTHENTICATED + 20):
@@ -271,7 +271,7 @@ def test_unauthenticated_peers_that_are_silent_or_send_garbage_do_not_disturb() 
         assert_connected(met, socket.AF_UNIX)
 
 
-def test_silent_peer_is_dropped_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_peer_is_disconnected_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparkhvd.rendezvous.listener.UNAUTHENTICATED_S", 0.3)
     with (
         job_of(2) as meetings,
@@ -289,7 +289,7 @@ def test_silent_peer_is_dropped_at_its_deadline(monkeypatch: pytest.MonkeyPatch)
         assert_connected(run_threads([meetings[0].connect, rank1]), socket.AF_UNIX)
 
 
-def test_unauthenticated_connections_are_limited_and_the_oldest_goes_first() -> None:
+def test_excess_unauthenticated_connections_are_closed_oldest_first() -> None:
     with ExitStack() as stack, job_of(2) as meetings:
         endpoint = meetings[0].job.endpoints[0]
 
@@ -319,7 +319,7 @@ def exchange_as_client(sock: socket.socket, rank: int) -> tuple[bytes, bytes, by
 
 
 @pytest.mark.parametrize("trick", ["wrong key", "reflected", "replayed", "other attempt"])
-def test_malicious_peer_is_shut_out(trick: str) -> None:
+def test_peer_with_an_invalid_proof_is_refused(trick: str) -> None:
     with job_of(2) as meetings:
         job = meetings[1].job
         stage = handshake.ConnectionPhase(0, 0)
@@ -358,7 +358,7 @@ def test_malicious_peer_is_shut_out(trick: str) -> None:
         assert_connected(run_threads([meetings[0].connect, rank1]), socket.AF_UNIX)
 
 
-def test_impostor_in_the_place_of_a_listener_gets_no_proof() -> None:
+def test_impostor_at_the_port_of_a_rank_gets_no_proof() -> None:
     """Another process listens at a dead rank's port. It learns nothing and is not accepted."""
     settings = Settings(connect_timeout_s=1)
     with (
@@ -413,7 +413,9 @@ def test_every_rank_names_a_rank_whose_listener_closes(lost: int) -> None:
 
 @pytest.mark.parametrize("tcp_only", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: bool) -> None:
+def test_error_names_the_dead_rank_and_not_ranks_that_left_afterwards(
+    victim: int, tcp_only: bool
+) -> None:
     """Rank 1 dies and `victim` leaves because of it. The error of the last rank still names rank 1."""
     late = 2 - victim
 
@@ -436,7 +438,7 @@ def test_a_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only
         assert descriptors() <= before
 
 
-def test_error_names_all_ranks_that_leave_without_notice() -> None:
+def test_error_names_all_ranks_that_left_without_notice() -> None:
     with job_of(4) as meetings:
         meetings[1].close()
         meetings[3].close()
@@ -450,7 +452,7 @@ def test_error_names_all_ranks_that_leave_without_notice() -> None:
         )
 
 
-def test_a_late_rank_learns_which_rank_gave_up() -> None:
+def test_error_tells_a_late_rank_which_rank_gave_up() -> None:
     with job_of(2, settings=Settings(connect_timeout_s=0.3)) as meetings:
         run_threads([meetings[0].connect])
         meetings[0].close()
@@ -462,7 +464,7 @@ def test_a_late_rank_learns_which_rank_gave_up() -> None:
         assert "rank 0 gave up waiting for rank 1" in str(error)
 
 
-def test_ranks_meet_again_after_a_generation_that_failed() -> None:
+def test_ranks_connect_again_after_a_failed_generation() -> None:
     with job_of(2, settings=Settings(connect_timeout_s=0.5)) as meetings:
         errors = run_threads([meetings[0].connect])
         errors += run_threads([meetings[1].connect])  # by the notice of rank 0
@@ -472,7 +474,7 @@ def test_ranks_meet_again_after_a_generation_that_failed() -> None:
         assert_connected(connect_all(meetings), socket.AF_UNIX)
 
 
-def test_unauthenticated_peer_is_neither_read_nor_answered_between_meetings() -> None:
+def test_unauthenticated_peer_is_ignored_between_generations() -> None:
     with job_of(2) as meetings, ExitStack() as stack:
         assert_connected(connect_all(meetings), socket.AF_UNIX)
         for meeting in meetings:
@@ -486,7 +488,7 @@ def test_unauthenticated_peer_is_neither_read_nor_answered_between_meetings() ->
         assert_connected(connect_all(meetings), socket.AF_UNIX)
 
 
-def test_notice_of_a_later_generation_waits_for_it() -> None:
+def test_loss_notice_for_a_later_generation_is_delayed() -> None:
     with job_of(2) as meetings:
         ahead = replace(meetings[1].job)
 
@@ -506,7 +508,7 @@ def test_notice_of_a_later_generation_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("trick", ["wrong key", "other rank", "other attempt", "changed", "cut"])
-def test_forged_notice_does_not_disturb(trick: str) -> None:
+def test_forged_loss_notice_is_ignored(trick: str) -> None:
     with job_of(3) as meetings:
         job = meetings[1].job
         other = {
@@ -556,7 +558,7 @@ def test_an_unreachable_address_is_reported_with_its_errno() -> None:
         )
 
 
-def test_failed_meeting_leaves_no_descriptor() -> None:
+def test_failed_rendezvous_leaks_no_descriptor() -> None:
     with job_of(3, settings=Settings(connect_timeout_s=0.3)) as meetings:
         before = descriptors()
         run_threads([meetings[0].connect, meetings[1].connect])
@@ -592,7 +594,7 @@ def test_listener_refuses_an_address_of_another_machine() -> None:
         Listener.bind("192.0.2.1", Settings())
 
 
-def test_listener_is_passed_on_by_descriptor() -> None:
+def test_listener_can_be_rebuilt_from_its_descriptors() -> None:
     with job_of(2) as meetings:
         old = meetings[0]._listener
         tcp, unix = (os.dup(fd) for fd in old.filenos())
@@ -616,7 +618,7 @@ def test_forked_child_closes_the_listener() -> None:
         assert meetings[0]._listener.filenos()[0] == listening
 
 
-def test_job_and_endpoint_survive_json_and_the_key_is_never_shown() -> None:
+def test_job_and_endpoint_survive_json_and_hide_the_key() -> None:
     endpoints = (Endpoint("::1", 1, "k", "ab"), Endpoint("10.0.0.1", 2, "", ""))
     job = Job(KEY, "app-1", 3, 1, 2, endpoints)
     assert Job.from_json(job.to_json()) == job
@@ -636,11 +638,11 @@ def test_job_with_a_bad_key_or_rank_is_refused() -> None:
 # --- Without sockets ---
 
 
-def test_single_rendezvous_connects_alone() -> None:
+def test_single_rendezvous_gives_a_job_of_one_rank() -> None:
     assert SingleRendezvous(Settings()).connect() == Connections(0, 1, (0,), [-1], [-1])
 
 
-def test_in_process_ranks_meet_in_every_generation() -> None:
+def test_in_process_ranks_connect_in_every_generation() -> None:
     meetings = in_process(3, hosts=[0, 0, 1])
     for _ in range(2):
         met = connect_all(meetings)
@@ -650,7 +652,7 @@ def test_in_process_ranks_meet_in_every_generation() -> None:
         assert_connected(met, None)
 
 
-def test_installed_rendezvous_is_the_current_one() -> None:
+def test_installed_rendezvous_is_returned_as_current() -> None:
     assert current_rendezvous() is None
     rendezvous = SingleRendezvous(Settings())
     install_rendezvous(rendezvous)

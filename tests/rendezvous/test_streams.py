@@ -106,7 +106,7 @@ def test_every_pair_has_a_separate_connection_per_stream(address: str) -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 2, 64])
-def test_number_of_streams_is_the_one_of_the_settings(streams: int) -> None:
+def test_number_of_streams_follows_the_setting(streams: int) -> None:
     with job_of(
         2,
         settings=Settings(connect_timeout_s=20, streams=streams),
@@ -115,7 +115,7 @@ def test_number_of_streams_is_the_one_of_the_settings(streams: int) -> None:
         assert_connected(connect_all(meetings), streams)
 
 
-def test_streams_follow_when_ranks_of_one_host_cannot_share_memory(
+def test_ranks_of_one_host_without_shared_memory_get_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def split(job: Job, links: Mapping[int, PeerLink]) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ def test_streams_follow_when_ranks_of_one_host_cannot_share_memory(
         assert_connected(met, 3)
 
 
-def test_next_generation_has_streams_too_even_when_one_rank_is_ahead() -> None:
+def test_next_generation_has_streams_although_one_rank_is_ahead() -> None:
     with job_of(3, settings=THREE) as meetings:
 
         def twice(rank: int) -> list[Connections]:
@@ -148,7 +148,7 @@ def test_next_generation_has_streams_too_even_when_one_rank_is_ahead() -> None:
         assert_connected([p[1] for p in pairs], 3)
 
 
-def test_unauthenticated_peers_do_not_disturb_the_further_turns(
+def test_streams_open_despite_unauthenticated_peers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The peers connect between the first turn and the second, some with the hello of a stream."""
@@ -213,7 +213,7 @@ def client_proof(job: Any, stage: Any, nonces: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("trick", PROOFS)
-def test_a_stream_accepts_only_its_own_proof(trick: str) -> None:
+def test_stream_accepts_only_its_own_authentication_proof(trick: str) -> None:
     with job_of(2, settings=THREE) as meetings:
         job = meetings[1].job
 
@@ -228,7 +228,7 @@ def test_a_stream_accepts_only_its_own_proof(trick: str) -> None:
         assert_connected(run_threads([meetings[0].connect, rank1]), 3)
 
 
-def test_proof_of_one_stream_is_not_taken_again_for_another() -> None:
+def test_client_proof_of_one_stream_is_refused_for_another() -> None:
     with job_of(2, settings=THREE) as meetings:
         job = meetings[1].job
 
@@ -249,7 +249,7 @@ def test_proof_of_one_stream_is_not_taken_again_for_another() -> None:
 
 
 @pytest.mark.parametrize("stream", [1, 2])
-def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
+def test_server_proof_of_another_stream_is_refused(
     stream: int,
 ) -> None:
     with job_of(2, settings=THREE) as meetings:
@@ -287,7 +287,7 @@ def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
 # --- Ranks that differ, and ranks that leave ---
 
 
-def test_disagreeing_settings_raise_on_every_rank() -> None:
+def test_different_stream_settings_raise_on_every_rank() -> None:
     with job_of(3, settings=THREE) as meetings:
         meetings[1].settings = replace(THREE, streams=1)
         before = descriptors()
@@ -376,7 +376,7 @@ def test_other_ranks_name_a_rank_missing_from_a_stream_in_time(
         assert descriptors() <= before
 
 
-def test_forked_child_closes_connections_that_were_not_taken() -> None:
+def test_forked_child_closes_unused_stream_connections() -> None:
     with job_of(2, settings=THREE) as meetings:
         met = connect_all(meetings)
         child = os.fork()
@@ -401,12 +401,12 @@ def test_in_process_ranks_have_streams_in_every_generation() -> None:
         assert_connected(met, 3)
 
 
-def test_single_rank_has_no_connection_in_any_stream() -> None:
+def test_single_rank_has_no_stream_connection() -> None:
     assert SingleRendezvous(THREE).connect() == Connections(0, 1, (0,), [-1], [-1, -1, -1])
 
 
 @pytest.mark.parametrize("streams", [0, 65, -1])
-def test_number_of_streams_has_limits(streams: int) -> None:
+def test_number_of_streams_outside_its_limits_raises(streams: int) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Settings(streams=streams)
     assert str(caught.value) == f"Settings.streams is {streams}; it must be from 1 to 64."

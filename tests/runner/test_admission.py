@@ -90,7 +90,7 @@ def runs(launch: Launch) -> bool:
     return wait_until(launch.is_running.is_set, f"the launch of {launch.size} runs")
 
 
-def test_launches_run_side_by_side_while_slots_are_left(start: Start) -> None:
+def test_launches_run_concurrently_while_slots_are_free(start: Start) -> None:
     first, second, third = start(Launch(2)), start(Launch(1)), start(Launch(2))
     assert (first.said, second.said) == ([], [])
     assert third.said == [
@@ -102,7 +102,7 @@ def test_launches_run_side_by_side_while_slots_are_left(start: Start) -> None:
     assert runs(third)
 
 
-def test_a_large_launch_is_not_overtaken_by_small_ones(start: Start) -> None:
+def test_small_launches_do_not_overtake_a_large_launch(start: Start) -> None:
     small, large = start(Launch(2)), start(Launch(4))
     late = start(Launch(1))
     assert "and 1 earlier launches wait" in late.said[0]
@@ -113,14 +113,14 @@ def test_a_large_launch_is_not_overtaken_by_small_ones(start: Start) -> None:
     assert runs(late)
 
 
-def test_a_lost_launch_precedes_later_launches(start: Start) -> None:
+def test_lost_launch_is_relaunched_before_later_launches(start: Start) -> None:
     first, second = start(Launch(3)), start(Launch(2))
     first.lose()
     wait_until(lambda: first.attempts == 2, "it is launched again")
     assert not second.is_running.is_set()
 
 
-def test_a_wait_for_executors_ends_and_one_for_other_launches_does_not(start: Start) -> None:
+def test_only_the_wait_for_executors_has_a_time_limit(start: Start) -> None:
     registered = [4]
 
     def slots() -> int:
@@ -142,7 +142,7 @@ def test_a_wait_for_executors_ends_and_one_for_other_launches_does_not(start: St
     assert runs(first)
 
 
-def test_unknown_slots_are_left_to_spark_but_gpus_by_local_rank_are_not_shared(
+def test_launches_that_use_gpus_by_local_rank_run_alone(
     start: Start,
 ) -> None:
     def unknown() -> None:
@@ -156,7 +156,7 @@ def test_unknown_slots_are_left_to_spark_but_gpus_by_local_rank_are_not_shared(
     assert runs(second)
 
 
-def test_an_interrupt_of_a_wait_leaves_no_turn(start: Start) -> None:
+def test_interrupted_wait_leaves_no_queue_entry(start: Start) -> None:
     start(Launch(4))
 
     def interrupted() -> int:

@@ -29,7 +29,7 @@ def came_from(monkeypatch: pytest.MonkeyPatch, address: str, port: int) -> None:
     monkeypatch.setenv("SSH_CONNECTION", f"{address} {port} 10.0.0.2 22")
 
 
-def test_beats_are_no_messages(launcher: Channel) -> None:
+def test_heartbeats_are_not_returned_as_messages(launcher: Channel) -> None:
     launcher.send("beat")
     launcher.send("signal", number=2)
     message = agent._receive(launcher.other)  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ def test_beats_are_no_messages(launcher: Channel) -> None:
     assert message.values == {"number": 2}
 
 
-def test_silence_in_the_middle_of_a_message_is_silence(
+def test_silence_within_a_message_is_checked_like_other_silence(
     launcher: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent waits for a slow launcher whose host answers, and its message arrives whole."""
@@ -60,7 +60,7 @@ def test_silence_in_the_middle_of_a_message_is_silence(
     assert (message.kind, message.data) == ("order", b"program")
 
 
-def test_silence_ends_an_agent_only_if_the_launchers_host_does_not_answer(
+def test_silence_ends_an_agent_only_if_the_launcher_host_is_unreachable(
     launcher: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came_from(monkeypatch, "255.255.255.255", 40000)  # an address that no host has

@@ -62,7 +62,7 @@ def faults_of_later_blocks(write_block: Callable[[], None]) -> list[int]:
     ],
     ids=["default", "switched off", "user's variables", "user's tunables", "user's own cache"],
 )
-def test_freed_memory_is_kept_unless_the_user_configures_the_allocator(
+def test_allocator_keeps_freed_memory_unless_the_user_configures_it(
     keep: bool, env: dict[str, str], is_kept: bool
 ) -> None:
     settings = Settings(keep_freed_memory=keep)
@@ -79,7 +79,7 @@ def variables_of_a_child_of_the_rank() -> str:
     return subprocess.run(["env"], check=True, capture_output=True, text=True).stdout
 
 
-def test_processes_that_a_rank_starts_allocate_as_they_would_elsewhere() -> None:
+def test_child_processes_of_a_rank_use_the_default_allocator_settings() -> None:
     env = {"GLIBC_TUNABLES": "glibc.pthread.rseq=1"}
     (variables,) = run_local(variables_of_a_child_of_the_rank, num_proc=1, env=env)
     lines = [line for line in variables.splitlines() if line.startswith("GLIBC_TUNABLES")]

@@ -55,7 +55,7 @@ def test_a_config_file_sets_options_that_flags_override(config: Path) -> None:
     }
 
 
-def test_options_without_effect_are_reported_by_their_flags(
+def test_config_file_options_without_effect_are_reported_by_flag(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-np", "1", "--config-file", str(config), "/no/program"]) == 2
@@ -96,7 +96,7 @@ def test_a_wrong_config_file_raises_a_clear_error(tmp_path: Path, text: str, pro
         flags_of(str(path), vars(_parser().parse_args([])))
 
 
-def test_without_pyyaml_that_is_said(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_missing_pyyaml(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(InvalidArgumentError, match="needs PyYAML"):
         flags_of(str(config), ())

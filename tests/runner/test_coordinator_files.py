@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path, Store.create(tmp_path))
 
 
-def test_tasks_find_the_coordinator_and_the_client_its_account(folder: Folder) -> None:
+def test_tasks_find_the_coordinator_and_the_client_gets_its_result(folder: Folder) -> None:
     coordinator, others = folder.files(), folder.files()
     assert others.address() is None
     assert others.await_address(0.0) is None
@@ -75,14 +75,14 @@ def test_tasks_find_the_coordinator_and_the_client_its_account(folder: Folder) -
     assert others.result() == RESULT
 
 
-def test_other_attempts_have_other_boards(folder: Folder) -> None:
+def test_each_attempt_and_job_has_its_own_files(folder: Folder) -> None:
     folder.files().publish(("a", 1))
     assert folder.files(attempt=1).address() is None
     assert folder.files(job_id="other").address() is None
 
 
 @pytest.mark.parametrize("how", ["key", "content", "place", "short"])
-def test_a_file_not_written_by_the_job_raises(folder: Folder, how: str) -> None:
+def test_file_not_written_by_the_job_raises(folder: Folder, how: str) -> None:
     files = folder.files(key="cd" * 32 if how == "key" else KEY)
     files.report(RESULT)
     path = folder.path("result")
@@ -97,7 +97,7 @@ def test_a_file_not_written_by_the_job_raises(folder: Folder, how: str) -> None:
         folder.files().result()
 
 
-def test_limits_cross_as_json() -> None:
+def test_limits_are_equal_after_json_round_trip() -> None:
     limits = RankRange(num_proc=2, least=1, most=4, reset_limit=3).options(2, 5.0)
     terms = CoordinatorTerms(limits, 2)
     assert rebuild(CoordinatorTerms, terms.to_dict()) == terms

@@ -27,6 +27,6 @@ class Session:
         ("fe80::1%lo", "no.such.invalid", "fe80::1%lo"),
     ],
 )
-def test_ranks_are_given_an_interface_and_not_all(own: str, host: str, expected: str) -> None:
+def test_ranks_get_the_address_of_one_driver_interface(own: str, host: str, expected: str) -> None:
     found = address_of_one_interface(cast("Any", Session(own, host)))
     assert found in (expected, "::1" if own == "localhost" else expected)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.pure
 SLOTS = slots_of([Host("a", 2), Host("b", 2)])
 
 
-def test_the_cooldown_of_a_host_doubles_up_to_its_longest() -> None:
+def test_host_cooldown_doubles_up_to_its_maximum() -> None:
     cooldown = Cooldown(1.0, 5.0)
     assert cooldown.next_end(0.0) is None
     now = 0.0
@@ -45,7 +45,7 @@ def test_the_cooldown_of_a_host_doubles_up_to_its_longest() -> None:
     assert cooldown.fail("a", now + 5.1) == 1.0  # it ran without failure for as long as the longest
 
 
-def test_free_slots_are_filled_in_the_order_of_hosts_up_to_the_largest_number() -> None:
+def test_free_slots_are_filled_in_host_order_up_to_the_maximum() -> None:
     every = [Slot("a", 0), Slot("a", 1), Slot("b", 0), Slot("b", 1)]
     assert slots_to_fill(SLOTS, [], 8, []) == every
     assert slots_to_fill(SLOTS, [Slot("a", 0)], 3, []) == every[1:3]
@@ -53,7 +53,7 @@ def test_free_slots_are_filled_in_the_order_of_hosts_up_to_the_largest_number() 
     assert slots_to_fill(SLOTS, [Slot("c", 0), Slot("c", 1)], 2, []) == []
 
 
-def test_processes_without_slots_are_surplus() -> None:
+def test_processes_without_a_slot_are_removed() -> None:
     taken = {0: Slot("a", 0), 1: Slot("a", 1), 2: Slot("b", 0), 5: Slot("c", 0)}
     assert surplus(SLOTS, taken) == [5]
     assert surplus(slots_of([Host("a", 1)]), taken) == [1, 2, 5]
@@ -70,7 +70,7 @@ def test_processes_without_slots_are_surplus() -> None:
         ({"cooldown_s": ("a", 2)}, "cooldown_range is 'a' 2; it must be two numbers"),
     ],
 )
-def test_limits_of_a_wrong_type_are_refused(given: dict[str, Any], text: str) -> None:
+def test_elastic_limits_of_a_wrong_type_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         RankRange(num_proc=1, **given).options(1, 1.0)
 
@@ -104,7 +104,7 @@ def test_a_superseded_change_is_reported_with_the_next_change() -> None:
     assert str(report.describe(same, hosts, {})) == "2 -> 2 ranks in 0.10 s: a timeout"
 
 
-def test_a_range_of_ranks_begins_with_the_slots_that_there_are() -> None:
+def test_elastic_job_starts_with_the_available_slots_within_its_range() -> None:
     assert RankRange().largest() is None
     assert RankRange().first(3) == 3
     assert RankRange(num_proc=2).first(3) == 2
@@ -133,7 +133,7 @@ def test_results_belong_to_successful_ranks_of_the_last_generation() -> None:
     assert ends(*well).order() == [0, 3, 4]  # of a function without init()
 
 
-def test_the_failure_of_a_job_names_ranks_and_distinguishes_losses_from_errors() -> None:
+def test_job_failure_names_ranks_and_distinguishes_losses_from_errors() -> None:
     raised = outcome(7, OutcomeKind.EXCEPTION, error="ValueError", message="why")
     lost = outcome(5, OutcomeKind.LOST)
     failure = ends(raised, lost, members=(5, 7)).failure("")
@@ -150,7 +150,7 @@ def test_the_failure_of_a_job_names_ranks_and_distinguishes_losses_from_errors()
     assert ends().failure("").is_lost
 
 
-def test_unjoined_processes_are_named_and_do_not_delay_a_finished_job(
+def test_unjoined_processes_are_named_but_do_not_delay_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launching, "WAITING_S", 0.1)
@@ -178,7 +178,7 @@ def test_unjoined_processes_are_named_and_do_not_delay_a_finished_job(
     )
 
 
-def test_a_job_in_which_all_have_joined_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_with_only_joined_ranks_runs_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "WAITING_S", 0.1)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     job = ElasticLauncher(ElasticOptions(num_proc=2), SLOTS[:2], Mock(), Mock(), Mock(), print)
@@ -189,7 +189,7 @@ def test_a_job_in_which_all_have_joined_waits_for_its_end(monkeypatch: pytest.Mo
     assert job.run(events).has_finished
 
 
-def test_processes_of_a_program_without_ranks_all_run_to_their_end() -> None:
+def test_processes_that_never_become_ranks_run_to_their_end() -> None:
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     job = ElasticLauncher(ElasticOptions(num_proc=2), SLOTS[:2], Mock(), Mock(), Mock(), print)
     events.put(RankEnded(0, 0))

@@ -129,7 +129,7 @@ def test_results_arrive_in_parts_before_the_outcome() -> None:
         assert made.next() == RankEnded(1, 1, "raised ValueError: why", is_final=True)
 
 
-def test_an_incompatible_task_is_not_a_slot() -> None:
+def test_incompatible_task_gets_no_slot() -> None:
     with port() as made:
         made.connect(python="2.7")
         assert "runs Python 2.7" in made.refused.get(timeout=10)
@@ -153,7 +153,7 @@ def test_connections_without_the_key_or_a_valid_message_are_dropped() -> None:
         assert made.next() == slots(0)
 
 
-def test_a_process_leaves_before_its_executor_is_taken_away() -> None:
+def test_process_leaves_before_its_executor_is_removed() -> None:
     with port() as made:
         task = made.connect(executor="1")
         made.next()
@@ -177,7 +177,7 @@ def test_a_process_leaves_before_its_executor_is_taken_away() -> None:
         assert made.replaced.empty()
 
 
-def test_after_the_end_every_task_leaves() -> None:
+def test_every_task_leaves_after_the_end_of_the_job() -> None:
     with port() as made:
         tasks = [made.connect()]
         made.next()
@@ -213,7 +213,7 @@ def hostile_messages() -> list[bytes]:
     ]
 
 
-def test_no_message_of_a_task_with_the_key_ends_the_service() -> None:
+def test_malformed_messages_with_the_key_do_not_end_the_port() -> None:
     hostile = hostile_messages()
     assert len(hostile) > 80
     with port() as made:

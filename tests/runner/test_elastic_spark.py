@@ -52,14 +52,14 @@ def test_a_killed_trainer_is_replaced_and_no_step_is_lost(
 
 
 @pytest.mark.usefixtures("spark")
-def test_a_job_begins_with_the_slots_that_there_are(tmp_path: Path) -> None:
+def test_elastic_job_starts_with_the_available_slots(tmp_path: Path) -> None:
     results = horovod_spark.run_elastic(
         train, (str(tmp_path), 2), num_proc=3, min_np=1, max_num_proc=4
     )
     assert [rank for rank, *_ in results] == [0, 1]
 
 
-def test_an_exception_before_the_ranks_have_met_ends_the_job(spark: SparkSession) -> None:
+def test_exception_before_rendezvous_ends_the_job(spark: SparkSession) -> None:
     def fails() -> None:
         raise ValueError("the cause")
 
@@ -99,7 +99,9 @@ def test_an_unreachable_driver_raises_a_clear_error(
         run_elastic(print, num_proc=2, spark=spark)
 
 
-def test_a_function_without_ranks_returns_its_results_to_a_stream(spark: SparkSession) -> None:
+def test_function_without_init_returns_results_and_prints_to_the_stream(
+    spark: SparkSession,
+) -> None:
     def says() -> int:
         print("a line")
         return 7

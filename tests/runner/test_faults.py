@@ -105,7 +105,7 @@ def test_a_killed_rank_is_named_in_time_without_spark(
     assert (e.value.rank, e.value.exit) == (1, "signal SIGKILL")
 
 
-def test_an_exception_wins_over_its_consequences(spark: SparkSession) -> None:
+def test_error_names_the_original_exception_and_not_its_consequences(spark: SparkSession) -> None:
     def fails_on_one() -> None:
         engine = meet()
         if engine.rank == 1:
@@ -118,7 +118,7 @@ def test_an_exception_wins_over_its_consequences(spark: SparkSession) -> None:
     assert "raised ValueError: the cause" in str(e.value)
 
 
-def test_a_killed_python_worker_is_a_loss_and_its_rank_goes_too(
+def test_killed_python_worker_counts_as_a_loss_and_ends_its_rank(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     def kills() -> None:
@@ -134,7 +134,7 @@ def test_a_killed_python_worker_is_a_loss_and_its_rank_goes_too(
     assert "was lost together with its Spark task" in str(e.value)
 
 
-def test_a_lost_rank_is_relaunched_and_said(
+def test_lost_rank_is_relaunched_with_a_printed_notice(
     spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The results of the second launch exceed Spark's limit."""
@@ -196,7 +196,7 @@ def test_an_exception_is_not_relaunched(spark: SparkSession, tmp_path: Path) -> 
     assert (tmp_path / "calls").read_text() == "x"
 
 
-def test_two_losses_without_progress_are_final(spark: SparkSession) -> None:
+def test_two_losses_without_progress_end_the_job(spark: SparkSession) -> None:
     seen = []
 
     def progress() -> int:

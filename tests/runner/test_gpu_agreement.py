@@ -24,7 +24,7 @@ def rank(host: str, local_rank: int, *uuids: str, error: str = "", visible: str 
     return RankGpus(host, local_rank, uuids, error, visible)
 
 
-def test_ranks_with_separate_gpus_pass() -> None:
+def test_ranks_with_separate_gpus_are_accepted() -> None:
     given = [rank("h", 0, "GPU-a"), rank("h", 1, "GPU-b"), rank("i", 0, "GPU-c")]
     assert check_gpus(GpuMode.TASK, given, is_required=True) == ""
     shared = [rank("h", 0, "GPU-a", "GPU-b"), rank("h", 1, "GPU-a", "GPU-b")]
@@ -34,7 +34,7 @@ def test_ranks_with_separate_gpus_pass() -> None:
         assert check_gpus(mode, twice, is_required=False) == ""
 
 
-def test_two_ranks_with_one_gpu_are_named_with_it() -> None:
+def test_error_names_two_ranks_that_share_a_gpu() -> None:
     given = [rank("h", 0, "GPU-a"), rank("i", 0, "GPU-c"), rank("h", 1, "GPU-a")]
     assert check_gpus(GpuMode.TASK, given, is_required=False) == (
         "Ranks 0 and 2 on host h have the same GPU, GPU-a (CUDA_VISIBLE_DEVICES='0' and '0'); a GPU is for one rank. Set "
@@ -90,7 +90,7 @@ OWN_GPUS: list[tuple[list[tuple[str, ...]], int, tuple[str, ...], str | None, Ow
 
 
 @pytest.mark.parametrize(("gpus", "local_rank", "seen", "base", "expected"), OWN_GPUS)
-def test_own_gpu_of_a_rank_follows_the_visible_gpus(
+def test_rank_selects_its_own_gpu_among_the_visible_gpus(
     gpus: list[tuple[str, ...]],
     local_rank: int,
     seen: tuple[str, ...],
@@ -105,7 +105,7 @@ def test_own_gpu_of_a_rank_follows_the_visible_gpus(
         assert own_gpu(mode, ranks, local_rank, seen, base) == OwnGpu(None)
 
 
-def test_a_torch_without_cuda_trains_on_the_cpu_unless_gpus_were_asked_for() -> None:
+def test_torch_without_cuda_trains_on_cpu_unless_use_gpu_is_set() -> None:
     given = [rank("h", 0, "GPU-a"), replace(rank("i", 0, "GPU-b"), cpu_torch="2.9.1+cpu")]
     agreed = agree(GpuMode.TASK, given, is_required=False)
     assert (agreed.mode, agreed.problem) == (GpuMode.OFF, "")

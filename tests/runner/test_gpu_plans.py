@@ -78,7 +78,7 @@ TABLE: list[tuple[dict[str, str], bool | None, str, str, TaskShare | None, int |
 
 
 @pytest.mark.parametrize(("given", "use_gpu", "refused", "mode", "profile", "ranks"), TABLE)
-def test_plan_follows_the_configuration(
+def test_gpu_plan_follows_the_configuration(
     given: dict[str, str],
     use_gpu: bool | None,
     refused: str,
@@ -94,7 +94,7 @@ def test_plan_follows_the_configuration(
     assert choose_num_proc(None, slots_of(given, plan)) == ranks
 
 
-def test_the_reason_of_the_slots_names_gpus_and_the_share_of_the_cores() -> None:
+def test_too_many_ranks_error_names_gpus_and_cores_per_task() -> None:
     given = conf(YARN, cores=8, gpus=2, task=0.5)
     slots = slots_of(given, decide(given, None))
     with pytest.raises(PreflightError) as e:
@@ -148,7 +148,7 @@ def test_the_reason_of_the_slots_names_gpus_and_the_share_of_the_cores() -> None
         ),
     ],
 )
-def test_impossible_configuration_is_refused(
+def test_impossible_gpu_configuration_is_refused(
     given: dict[str, str], use_gpu: Any, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind) as e:
@@ -156,7 +156,7 @@ def test_impossible_configuration_is_refused(
     assert str(e.value) == message
 
 
-def test_the_users_resource_profile_takes_precedence() -> None:
+def test_resource_profile_of_the_user_takes_precedence() -> None:
     given = conf(YARN, cores=8, gpus=2, task=0.5)
     assert decide(given, None, given=TaskShare(2, 1.0)) == GpuPlan(
         GpuMode.TASK, "as the profile given asks"
@@ -187,7 +187,7 @@ ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         (GpuMode.TASK, ["MIG-b"], "GPU-a,MIG-b", None, {"CUDA_VISIBLE_DEVICES": "MIG-b", **ORDER}),
     ],
 )
-def test_variables_of_a_rank(
+def test_rank_variables_follow_gpu_mode_and_addresses(
     mode: str,
     addresses: list[str],
     visible: str | None,
@@ -197,7 +197,7 @@ def test_variables_of_a_rank(
     assert variables(mode, addresses, visible, order) == expected
 
 
-def test_a_gpu_address_hidden_by_the_executor_raises() -> None:
+def test_gpu_address_hidden_from_the_executor_raises() -> None:
     with pytest.raises(PreflightError) as e:
         variables(GpuMode.TASK, ["2"], "4,7", None)
     assert str(e.value) == (
@@ -211,7 +211,7 @@ def test_a_gpu_address_hidden_by_the_executor_raises() -> None:
         variables(GpuMode.TASK, [], None, None)
 
 
-def test_a_rank_reports_its_own_gpus_and_all_visible_gpus() -> None:
+def test_rank_reports_its_own_gpus_and_all_visible_gpus() -> None:
     assert views(GpuMode.TASK, None) == [{}, {"CUDA_VISIBLE_DEVICES": None}]
     assert views(GpuMode.TASK, "2,3") == [{}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
     assert views(GpuMode.HOST, "2,3") == [{}]
@@ -234,7 +234,7 @@ def test_a_rank_reports_its_own_gpus_and_all_visible_gpus() -> None:
         ({**conf(YARN, cores=8, gpus=2), "spark.dynamicAllocation.enabled": "true"}, None),
     ],
 )
-def test_the_share_of_a_gpu_with_which_as_many_tasks_run_as_without(
+def test_gpu_share_per_task_does_not_reduce_the_number_of_tasks(
     given: dict[str, str], expected: float | None
 ) -> None:
     share = share_of_a_gpu(given)
@@ -250,7 +250,7 @@ class Refusing:
         )
 
 
-def test_plan_follows_the_conf_if_spark_supports_no_resource_profile() -> None:
+def test_gpu_plan_follows_the_conf_without_resource_profile_support() -> None:
     shim: Any = Refusing()
     plan, profile = plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=1), True, None)
     assert (plan.mode, plan.profile, profile) == (GpuMode.TASK, None, None)
@@ -267,7 +267,7 @@ def test_plan_follows_the_conf_if_spark_supports_no_resource_profile() -> None:
 
 
 @pytest.mark.parametrize(("takes", "made"), [(True, 1), (False, 0)])
-def test_an_application_has_one_profile_by_which_tasks_share_gpus(
+def test_application_has_one_resource_profile_for_shared_gpus(
     monkeypatch: pytest.MonkeyPatch, takes: bool, made: int
 ) -> None:
     asked: list[tuple[int | None, float | None]] = []

@@ -39,7 +39,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("visible", "expected"),
     [(None, [5, 6, 7]), ("2", [7]), ("1,0", [6, 5])],
 )
-def test_uuids_follow_the_order_of_visible_gpus(
+def test_gpu_uuids_follow_the_order_of_visible_gpus(
     driver: str, visible: str | None, expected: list[int]
 ) -> None:
     env = {**os.environ, "FAKE_GPUS": "5,6,7"}
@@ -71,7 +71,7 @@ def answer(library: str) -> dict[str, object]:
     return only
 
 
-def test_the_driver_does_not_start_in_the_process_that_asks(
+def test_gpu_probe_does_not_load_the_cuda_driver_in_its_caller(
     driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_GPUS", "9")
@@ -80,7 +80,7 @@ def test_the_driver_does_not_start_in_the_process_that_asks(
     assert driver not in Path("/proc/self/maps").read_text()
 
 
-def test_each_view_has_an_answer_and_leaves_this_process_as_it_is(
+def test_gpu_probe_answers_each_environment_without_changing_this_process(
     driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_GPUS", "5,6,7")
@@ -115,7 +115,7 @@ print("ok")
 """
 
 
-def test_a_process_with_cuda_initialized_keeps_its_own_gpu(driver: str) -> None:
+def test_process_with_initialized_cuda_keeps_its_gpu(driver: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STARTED, driver],
         env={**os.environ, "FAKE_GPUS": "5,6", "CUDA_VISIBLE_DEVICES": "1"},
@@ -126,7 +126,7 @@ def test_a_process_with_cuda_initialized_keeps_its_own_gpu(driver: str) -> None:
     assert done.stdout == "ok\n", done.stderr
 
 
-def test_missing_answer_is_explained(
+def test_gpu_probe_explains_a_missing_answer(
     driver: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     missing = str(tmp_path / "libcuda.so.1")
@@ -158,7 +158,7 @@ def test_ranks_of_this_host_get_gpus_by_their_local_rank(
     assert run_local(sees, num_proc=1, env=env, settings=settings, use_gpu=False) == [("", None)]
 
 
-def test_too_few_gpus_or_none_are_refused_before_the_function_starts(driver: str) -> None:
+def test_too_few_gpus_raise_before_the_function_starts(driver: str) -> None:
     settings = Settings(cuda_library=driver)
     with pytest.raises(
         PreflightError, match=r"rank 1 on host \S+ is number 2 there, where a process sees 1 GPU "
@@ -178,7 +178,7 @@ def test_too_few_gpus_or_none_are_refused_before_the_function_starts(driver: str
         run_local(sees, num_proc=2, env={"FAKE_GPUS": "3,3"}, settings=settings, use_gpu=True)
 
 
-def test_a_hanging_cuda_driver_times_out_and_leaves_no_process(
+def test_hanging_cuda_driver_times_out_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = "#include <unistd.h>\nint cuInit(unsigned f) { for (;;) sleep(1000); }"
@@ -193,7 +193,7 @@ def test_a_hanging_cuda_driver_times_out_and_leaves_no_process(
     "then",
     ["for (;;) sleep(1000);", *left_to_soak("one that never answers, here", "sleep(2); return 1;")],
 )
-def test_a_driver_that_answers_too_late_or_never_costs_no_result(
+def test_rank_without_gpu_ignores_hanging_cuda_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """A rank that requires no GPU runs without the driver's answer."""

@@ -58,7 +58,7 @@ def body(folder: Path, text: str) -> str:
 
 
 @soak("runner/test_gpu_plans")
-def test_three_gpus_that_tasks_take_by_halves_make_three_ranks(tmp_path: Path) -> None:
+def test_gpus_shared_by_half_tasks_give_one_rank_per_gpu(tmp_path: Path) -> None:
     script = """echo '{"name": "gpu", "addresses": ["0", "1", "2"]}'"""
     conf = conf_of(tmp_path, script, 3, **{"spark.task.resource.gpu.amount": "0.5"})
     text = """
@@ -91,7 +91,7 @@ print("FOUR")
 
 
 @soak("test_gpus: a local master gives GPUs by local rank; runner/test_gpu_plans")
-def test_executors_with_a_gpu_each_on_one_host(tmp_path: Path) -> None:
+def test_executors_of_one_host_give_each_rank_its_own_gpu(tmp_path: Path) -> None:
     """Each worker's script prints another address, as on a host that divides its GPUs among workers."""
     script = (
         f"for i in 0 1 2; do mkdir {tmp_path}/taken-$i 2>/dev/null && break; done\n"
@@ -120,8 +120,8 @@ print("NEIGHBOURS")
     assert wait_for_no_trainers() == set()
 
 
-@soak("test_gpus: dynamic allocation is refused before GPUs are looked for")
-def test_dynamic_allocation_with_gpus_is_refused_early(tmp_path: Path) -> None:
+@soak("test_gpus: dynamic allocation raises before the GPU search")
+def test_dynamic_allocation_with_gpus_raises_early(tmp_path: Path) -> None:
     script = """echo '{"name": "gpu", "addresses": ["0"]}'"""
     dynamic = {
         "spark.dynamicAllocation.enabled": "true",
@@ -146,7 +146,7 @@ print("REFUSED")
 
 @soak("transform/test_gpu, runner/test_gpu_plans")
 @pytest.mark.parametrize("remote", [False, True], ids=["classic", "connect"])
-def test_tasks_of_transform_get_gpus_that_the_conf_gives_no_task(
+def test_transform_tasks_get_gpus_although_the_conf_assigns_none(
     tmp_path: Path, remote: bool
 ) -> None:
     """All models of the session share one resource profile for the stage."""

@@ -206,7 +206,7 @@ def check(output: str, *more: str) -> None:
 
 @soak("runner/test_gpu_plans, runner/test_gpu_agreement")
 @SLOW
-def test_ranks_of_one_executor_get_a_gpu_each_from_fractions(tmp_path: Path) -> None:
+def test_ranks_of_one_executor_get_separate_gpus_from_fractional_amounts(tmp_path: Path) -> None:
     output = run_on(
         "local-cluster[1,4,1024]",
         program(tmp_path, ["0", "1"], "None") + FIT,
@@ -220,7 +220,7 @@ def test_ranks_of_one_executor_get_a_gpu_each_from_fractions(tmp_path: Path) -> 
 
 @soak("runner/test_gpu_plans")
 @SLOW
-def test_connect_and_an_executor_that_sees_some_of_the_gpus(tmp_path: Path) -> None:
+def test_connect_ranks_use_only_gpus_visible_to_their_executor(tmp_path: Path) -> None:
     """Addresses are indices into the executor's CUDA_VISIBLE_DEVICES, which stays unchanged."""
     conf = cluster_conf(tmp_path, **{"spark.executorEnv.CUDA_VISIBLE_DEVICES": "3,5"})
     output = run_on(
@@ -247,7 +247,7 @@ def of_fake_driver(folder: Path) -> Settings:
 
 
 @soak("runner/test_gpu_probe: ranks of this host; runner/test_gpu_plans")
-def test_a_local_master_gives_gpus_by_local_rank_without_a_profile(
+def test_local_master_assigns_gpus_by_local_rank(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -263,7 +263,7 @@ def test_a_local_master_gives_gpus_by_local_rank_without_a_profile(
 
 
 @soak("runner/test_gpu_plans")
-def test_on_a_local_master_there_are_no_more_ranks_by_default_than_gpus(
+def test_default_ranks_on_a_local_master_do_not_exceed_gpus(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -275,7 +275,7 @@ def test_on_a_local_master_there_are_no_more_ranks_by_default_than_gpus(
         run(sees, **options)
 
 
-def test_dynamic_allocation_is_refused_before_gpus_are_looked_for(
+def test_dynamic_allocation_raises_before_the_gpu_search(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conf = SparkShim(spark).conf
@@ -286,7 +286,7 @@ def test_dynamic_allocation_is_refused_before_gpus_are_looked_for(
         run(sees, spark=spark, use_gpu=True)
 
 
-def test_sessions_of_an_application_share_the_profile_of_transform(
+def test_sessions_of_an_application_share_the_transform_profile(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spark refuses a stage with two profiles, and a plan may combine DataFrames of two sessions."""

@@ -69,7 +69,7 @@ def fails() -> None:
     raise ValueError(f"on {os.environ['RANK']}")
 
 
-def test_failures_of_ranks_are_not_in_the_log(spark: SparkSession, log: Log) -> None:
+def test_failures_of_ranks_are_hidden_from_the_spark_log(spark: SparkSession, log: Log) -> None:
     with pytest.raises(RankError, match=r"ValueError: on [01]"):
         run(fails, num_proc=2, spark=spark)
     # Tasks of the job that `test_run` cancels by this tag end, and log that, when Spark kills their Python worker.
@@ -79,14 +79,14 @@ def test_failures_of_ranks_are_not_in_the_log(spark: SparkSession, log: Log) -> 
     assert "Lost task" not in text
 
 
-def test_verbose_2_leaves_the_log_as_it_is(spark: SparkSession, log: Log) -> None:
+def test_verbose_2_shows_failures_of_ranks_in_the_spark_log(spark: SparkSession, log: Log) -> None:
     with pytest.raises(RankError, match=r"ValueError: on [01]"):
         run(fails, num_proc=2, spark=spark, verbose=2)
     log.text("org.apache.spark.executor.Executor Exception in task", "TaskSetManager Lost task")
     assert "[sparkhvd-outcome:" in log.text()
 
 
-def test_failures_of_other_jobs_are_logged_meanwhile(spark: SparkSession, log: Log) -> None:
+def test_failures_of_other_jobs_stay_in_the_spark_log(spark: SparkSession, log: Log) -> None:
     raised: list[Exception] = []
 
     def bad(batches: Any) -> Iterator[Any]:

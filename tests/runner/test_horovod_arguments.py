@@ -24,7 +24,7 @@ OF_HOROVOD = (
 )
 
 
-def test_run_takes_horovods_arguments_in_horovods_order() -> None:
+def test_run_accepts_horovod_arguments_in_horovod_order() -> None:
     parameters = inspect.signature(sparkhvd.run).parameters.values()
     positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert positional == OF_HOROVOD.split()
@@ -38,7 +38,7 @@ def test_run_takes_horovods_arguments_in_horovods_order() -> None:
         ({"extra_mpi_args": "-x A"}, "extra_mpi_args='-x A' has no effect"),
     ],
 )
-def test_an_argument_without_effect_warns_on_the_callers_line(
+def test_argument_without_effect_warns_at_the_line_of_the_caller(
     given: dict[str, Any], why: str
 ) -> None:
     with pytest.warns(UserWarning, match=why) as warned, pytest.raises(InvalidArgumentError):
@@ -62,7 +62,7 @@ def test_arguments_that_request_nothing_do_not_warn() -> None:
         ),
         (
             {"hosts": "a:1,localhost:1"},
-            "processes on this host only, which is not a. Call sparkhvd.run_hosts",
+            "processes only on this host, not on a. Call sparkhvd.run_hosts",
         ),
         (
             {"hosts": "localhost:1"},
@@ -77,14 +77,14 @@ def test_impossible_arguments_raise_an_error_with_the_remedy(wrong: Any, says: s
         sparkhvd.run_local(print, num_proc=2, **wrong)
 
 
-def test_this_host_is_known_by_its_names() -> None:
+def test_host_names_of_this_host_are_accepted() -> None:
     for name in ("localhost", socket.gethostname(), "127.0.0.1", "[::1]"):
         horovod_arguments.check_hosts(f"{name}:3", 3)
-        with pytest.raises(InvalidArgumentError, match=r"on this host only, which is not a\. "):
+        with pytest.raises(InvalidArgumentError, match=r"only on this host, not on a\. "):
             horovod_arguments.check_hosts(f"{name}:2,a:1", 3)
 
 
-def test_both_streams_of_a_rank_are_one() -> None:
+def test_stdout_argument_replaces_stderr_for_both_streams() -> None:
     out, err = io.StringIO(), io.StringIO()
     assert horovod_arguments.choose_stream(None, err) is err
     assert horovod_arguments.choose_stream(out, out) is out
@@ -102,7 +102,7 @@ def test_last_lines_are_written_in_rank_order_despite_a_broken_stream() -> None:
     horovod_arguments.write_tails(stream, ended)
 
 
-def test_a_timestamp_is_the_local_time_with_its_zone() -> None:
+def test_timestamps_show_local_time_with_time_zone() -> None:
     line = launching.line_of("[0] x", timestamp=True)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d \[0\] x\n", line)
     assert launching.line_of("[0] x", timestamp=False) == "[0] x\n"

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 
 @soak("horovod/test_as_horovod")
-def test_a_negative_number_is_that_many_processes_of_this_host(
+def test_negative_np_starts_as_many_processes_on_this_host(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def main(*, base: int, fails: bool = False) -> tuple[int, int]:
@@ -42,6 +42,8 @@ def test_a_negative_number_is_that_many_processes_of_this_host(
         ({"np": 2, "driver_log_verbosity": "some"}, "must be one of all, log_callback_only"),
     ],
 )
-def test_wrong_arguments_raise_a_clear_error(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_horovod_runner_arguments_raise_a_clear_error(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         HorovodRunner(**arguments)

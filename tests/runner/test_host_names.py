@@ -34,7 +34,7 @@ pytestmark = pytest.mark.pure
         ("[fd00::1]:3,[fd00::2]", [Host("fd00::1", 3), Host("fd00::2", 1)]),
     ],
 )
-def test_hosts_and_their_slots(text: str, hosts: list[Host]) -> None:
+def test_hosts_argument_is_parsed_into_hosts_and_slots(text: str, hosts: list[Host]) -> None:
     assert parse_hosts(text) == hosts
 
 
@@ -58,7 +58,7 @@ def test_malformed_hosts_are_refused(text: str) -> None:
         parse_hosts(text)
 
 
-def test_a_host_twice_is_refused_and_two_names_of_this_one_are_not() -> None:
+def test_duplicate_hosts_raise_except_names_of_this_host() -> None:
     with pytest.raises(InvalidArgumentError, match="appears twice, a"):
         parse_hosts("a:1,b:1,a:2")
     with pytest.raises(InvalidArgumentError, match="appears twice, a and me@a"):
@@ -69,7 +69,7 @@ def test_a_host_twice_is_refused_and_two_names_of_this_one_are_not() -> None:
     assert merged(hosts[:3]) == hosts[:3]
 
 
-def test_this_host_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_host_is_recognized_by_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of another host's name asks no name server."""
     own = [Interface("eth0", "10.0.0.7", is_up=True), Interface("eth0", "fd00::7", is_up=True)]
     monkeypatch.setattr(host_names, "interfaces", lambda: own)
@@ -91,7 +91,7 @@ def test_this_host_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -
     assert not Reach(port=2222).is_here("10.0.0.7")
 
 
-def test_files_of_open_mpi_and_of_slots(tmp_path: Path) -> None:
+def test_hostfiles_of_open_mpi_and_with_slots_are_read(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# cluster\na slots = 4 max_slots = 8\n\nb:2  # old\nc\n")
     assert read_hostfile(str(path)) == [Host("a", 4), Host("b", 2), Host("c", 1)]
@@ -100,7 +100,7 @@ def test_files_of_open_mpi_and_of_slots(tmp_path: Path) -> None:
         read_hostfile(str(path))
 
 
-def test_hosts_are_filled_in_their_order() -> None:
+def test_ranks_fill_hosts_in_order() -> None:
     hosts = [Host("a", 2), Host("b", 3), Host("c", 1)]
     assert place_ranks(hosts, 4) == [HostSlots("a", 0, 2), HostSlots("b", 2, 2)]
     assert place_ranks(hosts, 6)[-1] == HostSlots("c", 5, 1)
@@ -108,7 +108,7 @@ def test_hosts_are_filled_in_their_order() -> None:
         place_ranks(hosts, 7)
 
 
-def test_settings_travel_and_secrets_do_not() -> None:
+def test_only_settings_variables_are_forwarded_to_hosts() -> None:
     environ = {
         **{
             "PATH": "/bin",

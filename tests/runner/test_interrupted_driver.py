@@ -145,7 +145,7 @@ def _dies(pid: int) -> None:
 
 
 @soak("the JVM, here, which ends with its driver, and the ranks with it")
-def test_ranks_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_end_after_their_driver_is_killed(tmp_path: Path) -> None:
     body = f"from sparkhvd.runner import run\nFOLDER = {str(tmp_path)!r}\n{_STAYS}"
     script = write_script(tmp_path / "driver.py", body, master="local[2]")
     with started_script(script) as driver:
@@ -156,7 +156,7 @@ def test_ranks_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
 @soak(
     "interrupts of all and of the driver alone, and the death of its JVM: test_interrupted_ranks_save_and_leave_no_process"
 )
-def test_ranks_save_although_the_jvm_ends_at_once(tmp_path: Path) -> None:
+def test_ranks_save_although_the_jvm_ends_immediately(tmp_path: Path) -> None:
     """Ctrl-C in a terminal also reaches the JVM of spark-submit, which ends Spark's Python workers."""
     script = write_script(tmp_path / "driver.py", _SUBMITTED, master="local[2]")
     submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"

@@ -79,7 +79,7 @@ def watch_of(driver: Interrupter, trainer: Trainer) -> InterruptWatch:
     return watch
 
 
-def test_an_ended_rank_waits_until_a_stubborn_rank_is_killed(
+def test_interrupted_rank_waits_until_a_hanging_rank_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unauthenticated peers connect before the ranks."""
@@ -118,7 +118,7 @@ def test_an_ended_rank_waits_until_a_stubborn_rank_is_killed(
         assert time.monotonic() - began < 1.0 + interrupts._MARGIN_S
 
 
-def test_only_a_driver_with_the_key_interrupts(tmp_path: Path) -> None:
+def test_only_a_driver_with_the_key_can_interrupt_ranks(tmp_path: Path) -> None:
     """Neither a driver that is gone nor a process that listens in its place interrupts."""
     with trainer_of(0, tmp_path) as trainer:
         with interrupter_of(1) as driver:

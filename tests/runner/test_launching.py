@@ -36,14 +36,14 @@ from sparkhvd.settings import Settings
 pytestmark = pytest.mark.pure
 
 
-def test_a_closure_travels_by_value() -> None:
+def test_closure_is_pickled_by_value() -> None:
     offset = 5
     program = dump_call(lambda x, y=0: x + y + offset, (1,), {"y": 2})
     _, fn, args, kwargs, _ = pickle.loads(program)
     assert fn(*args, **kwargs) == 8
 
 
-def test_ranks_import_the_backend_that_the_caller_has_imported(
+def test_ranks_import_the_backend_of_the_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "sparkhvd.distributed"  # a notebook may import in a cell what no function names
@@ -73,7 +73,7 @@ def test_ranks_import_the_backend_that_the_caller_has_imported(
         (len, (), {"a": threading.Lock()}, r"kwargs\['a'\], a _thread.lock, cannot be pickled"),
     ],
 )
-def test_a_call_that_cannot_travel_names_the_part(
+def test_error_names_the_part_of_a_call_that_cannot_be_sent(
     fn: Any, args: Any, kwargs: Any, says: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=says):
@@ -195,13 +195,13 @@ def test_thread_variables_set_by_the_user_are_found(
     assert own_threads(found) == threads
 
 
-def test_env_must_be_text() -> None:
+def test_env_values_other_than_text_raise() -> None:
     assert check_env({"A": "1"}) == {"A": "1"}
     with pytest.raises(InvalidArgumentError, match=r"env\['A'\] is 1; names and values"):
         check_env({"A": 1})  # type: ignore[dict-item]
 
 
-def test_torch_is_preloaded_only_when_the_program_mentions_it() -> None:
+def test_torch_is_preloaded_only_if_the_program_uses_it() -> None:
     def imports_it() -> None:
         import sparkhvd.torch as hvd
 
@@ -250,7 +250,7 @@ class Model:
     assert "torch" in preload(dump_call(module.plain, (), {}))  # with its module comes torch
 
 
-def test_job_frame_carries_the_standard_variables_and_hides_the_key() -> None:
+def test_job_frame_contains_standard_variables_and_hides_the_key() -> None:
     endpoints = tuple(Endpoint("127.0.0.1", 1000 + r, f"host-{r % 2}", "") for r in range(4))
     job = Job(key=b"k" * 32, job_id="j", attempt=1, rank=3, size=4, endpoints=endpoints)
     frame = job_frame(job, Settings(), ("10.0.0.1", 2345), OwnGpu(1, "4,7"))
@@ -279,7 +279,7 @@ def test_task_spec_survives_json_and_hides_the_key() -> None:
     assert "ab" * 32 not in repr(spec)
 
 
-def test_reserved_port_can_be_listened_on_by_one_more_socket() -> None:
+def test_reserved_port_can_be_used_by_one_more_listener() -> None:
     with reserved_port("127.0.0.1") as port, socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("0.0.0.0", port))
@@ -297,7 +297,7 @@ def test_reserved_port_can_be_listened_on_by_one_more_socket() -> None:
         ("node-1", "node-1"),
     ],
 )
-def test_host_of_sparks_address(address: str, host: str) -> None:
+def test_host_is_parsed_from_a_spark_address(address: str, host: str) -> None:
     assert host_of(address) == host
 
 
@@ -314,7 +314,7 @@ def test_own_address_is_numeric_and_reachable(host: str, hosts: list[str], addre
     assert own_address(host, hosts) == address
 
 
-def test_a_host_name_without_an_address_is_named() -> None:
+def test_error_names_an_unresolvable_host_name() -> None:
     with pytest.raises(
         OSError, match=r"Spark calls this host 'no\.such\.invalid', and that name has"
     ):
@@ -322,5 +322,5 @@ def test_a_host_name_without_an_address_is_named() -> None:
     assert own_address("no.such.invalid", ["no.such.invalid"], is_local=True) == "127.0.0.1"
 
 
-def test_context_is_none_outside_a_rank() -> None:
+def test_rank_context_is_none_outside_a_rank() -> None:
     assert context() is None

@@ -29,7 +29,7 @@ RESULTS = [3.0 * 300_001, 7.0 * (1 + 4), 200_000.0]  # of two ranks
 SHARED, PRIVATE = 1.0, 0.0
 
 
-def test_job_works_and_shares_memory_without_locked_memory_and_with_few_descriptors(
+def test_job_shares_memory_without_locked_memory_and_with_few_descriptors(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     limits = "memlock 0, 64 descriptors"
@@ -38,7 +38,7 @@ def test_job_works_and_shares_memory_without_locked_memory_and_with_few_descript
 
 
 @pytest.mark.parametrize("tcp_only", [False, *left_to_soak("connections on one host, here", True)])
-def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only: bool) -> None:
+def test_descriptor_shortage_gives_a_result_or_an_error(tcp_only: bool) -> None:
     """Rank 1 may open 0, 1, 2, ... more descriptors, so that each step fails once. The next job must work."""
     count = 16
     settings = Settings(connect_timeout_s=1.5)
@@ -64,7 +64,7 @@ def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only:
     assert reasons >= failed - 1, reports[1]
 
 
-def test_job_with_more_connections_than_the_soft_limit_of_descriptors() -> None:
+def test_job_raises_the_soft_descriptor_limit_for_its_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = len(os.listdir("/proc/self/fd")) + 40
     settings = Settings(connect_timeout_s=20, streams=64)
@@ -109,7 +109,7 @@ def started(way: str, *before: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("way", STARTS)
-def test_a_launcher_with_few_descriptors_names_the_limit(way: str) -> None:
+def test_launcher_names_a_too_low_descriptor_limit(way: str) -> None:
     # 25 or 26 are enough, one more or less depending on the host's addresses.
     ended = started(way, "sh", "-c", 'ulimit -n 20 && exec "$@"', "sh")
     assert ended.returncode != 0
@@ -237,7 +237,7 @@ def small_group() -> Iterator[Path]:
         group.rmdir()
 
 
-def test_control_group_that_is_too_small_means_sockets_and_no_kill(
+def test_small_memory_limit_uses_sockets_and_kills_no_rank(
     small_group: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = Settings(slot_bytes=256 << 20, slots=4)

@@ -39,7 +39,7 @@ def of_pipe(*parts: bytes | float) -> list[tuple[float, bytes]]:
     return found
 
 
-def test_short_lines_arrive_whole_and_long_lines_in_pieces() -> None:
+def test_short_lines_arrive_whole_and_long_lines_in_parts() -> None:
     lines = [line for _, line in of_pipe(b"one\n\ntw", 0.05, b"o\n", b"x" * 3000, 0.05, b"y\nlast")]
     assert b"".join(lines) == b"one\n\ntwo\n" + b"x" * 3000 + b"y\nlast"
     assert lines[:3] == [b"one\n", b"\n", b"two\n"]
@@ -48,7 +48,7 @@ def test_short_lines_arrive_whole_and_long_lines_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("character", ["ü", "€", "😀"])
-def test_pieces_of_a_long_line_hold_whole_characters(character: str) -> None:
+def test_parts_of_a_long_line_contain_whole_characters(character: str) -> None:
     for start in ("", "a", "ab", "abc"):
         written = (start + character * 3000).encode()
         lines = [line for _, line in of_pipe(written[:5001], 0.02, written[5001:], b"\n")]
@@ -59,7 +59,7 @@ def test_pieces_of_a_long_line_hold_whole_characters(character: str) -> None:
         )
 
 
-def test_binary_output_arrives_in_pieces() -> None:
+def test_binary_output_arrives_in_parts() -> None:
     lines = [line for _, line in of_pipe(b"\x80" * 5000, 0.02, b"\xff" * 5000)]
     assert b"".join(lines) == b"\x80" * 5000 + b"\xff" * 5000
 
@@ -104,7 +104,7 @@ def test_nested_progress_bars_arrive_about_once_per_second() -> None:
     assert lines[-1] == "done"
 
 
-def test_a_bar_on_a_lower_level_ends_the_line_before() -> None:
+def test_outer_progress_bar_ends_the_line_of_the_inner() -> None:
     up = b"\x1b[A"
     lines = [
         line
@@ -121,7 +121,7 @@ def test_a_bar_on_a_lower_level_ends_the_line_before() -> None:
     assert [shown(line) for line in lines] == ["a", "", "b1", "c3"]
 
 
-def test_a_forwarded_bar_continues_without_empty_lines() -> None:
+def test_forwarded_progress_bar_adds_no_empty_lines() -> None:
     up = b"\x1b[A"
     lines = [
         shown(line) for _, line in of_pipe(b"\r10%" + up, 1.3, b"\n\r20%" + up, 1.3, b"\n\r30%\n")
@@ -137,7 +137,7 @@ def test_an_unfinished_line_contains_whole_characters() -> None:
     assert lines == [b"5 ", b"\xe2", b"6\n"]
 
 
-def test_catch_up_forwards_earlier_output_even_of_a_flooded_pipe() -> None:
+def test_catch_up_forwards_earlier_output_of_a_flooded_pipe() -> None:
     reader, writer = os.pipe()
     found: list[bytes] = []
     is_over = threading.Event()
@@ -171,7 +171,7 @@ def test_catch_up_forwards_earlier_output_even_of_a_flooded_pipe() -> None:
     os.close(reader)
 
 
-def test_another_thread_does_not_wait_long_behind_a_stream_that_blocks() -> None:
+def test_blocked_stream_delays_other_threads_only_briefly() -> None:
     reader, writer = os.pipe()
     blocks, goes_on = threading.Event(), threading.Event()
 
@@ -215,11 +215,11 @@ def test_another_thread_does_not_wait_long_behind_a_stream_that_blocks() -> None
         (b"\x1b[31\n", r"\x1b[31"),
     ],
 )
-def test_shown_text_is_the_last_drawn_state_of_a_line(line: bytes, text: str) -> None:
+def test_shown_text_is_the_last_state_of_a_redrawn_line(line: bytes, text: str) -> None:
     assert shown(line) == text
 
 
-def test_a_progress_bar_is_one_of_the_last_lines() -> None:
+def test_progress_bar_counts_as_one_of_the_last_lines() -> None:
     tail = Tail(3)
     for line in (b"a\n", b"b\n", b"\r 10%", b"\r 50%", b"\r100%\n", b"c\n"):
         tail.add(line)

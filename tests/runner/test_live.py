@@ -108,7 +108,7 @@ def test_lines_and_messages_arrive_in_order_while_ranks_run() -> None:
         assert [one.close() for one in senders] == [[], [], []]
 
 
-def test_metrics_arrive_once_and_in_order_over_cut_connections() -> None:
+def test_metrics_arrive_once_and_in_order_over_broken_connections() -> None:
     screen, found = Screen(), list[tuple[int, str]]()
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
@@ -130,7 +130,7 @@ def test_metrics_arrive_once_and_in_order_over_cut_connections() -> None:
     assert screen.lines == texts(1, 30)
 
 
-def test_without_loggers_metrics_are_lines() -> None:
+def test_metrics_without_loggers_are_shown_as_lines() -> None:
     screen = Screen()
     with receiver_for(screen.show) as driver, sender_to(driver.address, 1) as rank:
         rank.metrics("{}")
@@ -138,7 +138,7 @@ def test_without_loggers_metrics_are_lines() -> None:
     assert screen.lines == ["[1] metrics {}"]
 
 
-def test_a_rank_without_output_has_neither_thread_nor_connection() -> None:
+def test_rank_without_output_starts_no_thread_or_connection() -> None:
     with receiver_for(print) as driver, sender_to(driver.address) as silent:
         assert silent._thread is None
         assert silent.close() == []
@@ -146,7 +146,7 @@ def test_a_rank_without_output_has_neither_thread_nor_connection() -> None:
         assert driver._display.last(0) == 0
 
 
-def test_a_rank_that_a_driver_watches_for_connects_before_its_first_line() -> None:
+def test_rank_can_connect_to_the_driver_before_its_first_line() -> None:
     screen = Screen()
     with receiver_for(screen.show) as driver, sender_to(driver.address, at_once=True) as rank:
         wait_until(lambda: driver.was_reached, "it has connected")
@@ -185,7 +185,7 @@ def test_no_line_is_lost_or_duplicated_when_connections_break() -> None:
         assert screen.lines == texts(0, count)
 
 
-def test_a_rank_ends_in_time_while_its_lines_vanish_and_the_driver_shows_them_then() -> None:
+def test_rank_ends_in_time_and_the_driver_shows_its_lost_lines() -> None:
     """A line that was shown before its acknowledgement vanished is not shown again."""
     screen = Screen()
     with proxied(screen) as (driver, proxy):
@@ -210,7 +210,7 @@ def test_a_rank_ends_in_time_while_its_lines_vanish_and_the_driver_shows_them_th
     assert screen.lines == [*texts(0, 5), "[1] of another"]
 
 
-def test_lines_lost_in_transit_arrive_later() -> None:
+def test_lines_lost_in_transit_are_sent_again() -> None:
     screen, count = Screen(), amount(40, 4000)
     with proxied(screen) as (_, proxy), sender_to(proxy.address) as rank:
         for number, line in enumerate(texts(0, count)):
@@ -222,7 +222,7 @@ def test_lines_lost_in_transit_arrive_later() -> None:
     assert screen.lines == texts(0, count)
 
 
-def test_a_slow_driver_shows_or_counts_each_line_of_an_ended_rank() -> None:
+def test_slow_driver_shows_or_counts_every_line_of_an_ended_rank() -> None:
     """The queue is full, so the last lines arrive with the rank's outcome while earlier ones are in transit."""
     screen, echoed, count = Screen(), 0, 60_000
 
@@ -257,7 +257,7 @@ with Receiver(listening, "127.0.0.1", Display(show, {SIZE}), sys.argv[1], "job",
 """
 
 
-def test_a_driver_that_is_stopped_for_a_while_shows_each_line_once() -> None:
+def test_driver_paused_for_a_while_shows_each_line_once() -> None:
     """The stop is longer than the time limit of an acknowledgement, under `make soak` a minute."""
     count = amount(30, 1500)
     command = [sys.executable, "-c", DRIVER, KEY]
@@ -281,7 +281,7 @@ def test_a_driver_that_is_stopped_for_a_while_shows_each_line_once() -> None:
 
 
 @pytest.mark.parametrize("on_terminal", [False, True])
-def test_of_a_flood_every_line_is_shown_or_counted(on_terminal: bool) -> None:
+def test_every_line_of_a_flood_is_shown_or_counted(on_terminal: bool) -> None:
     """The flood exceeds the rate limit, or a slow driver's speed where no limit applies."""
     screen, echoed = Screen(), 0
 
@@ -330,7 +330,7 @@ def test_lines_sent_with_an_outcome_are_bounded_and_count_omitted_lines() -> Non
     assert printed(screen, 0) == 6000
 
 
-def test_only_ranks_that_know_the_key_are_shown() -> None:
+def test_driver_shows_only_lines_of_ranks_with_the_key() -> None:
     screen = Screen()
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(receiver_for(screen.show))
@@ -372,7 +372,7 @@ def test_a_blocked_stream_delays_neither_the_rank_nor_the_driver(
     driver._thread.join(10)
 
 
-def test_a_stream_that_is_broken_costs_lines_only() -> None:
+def test_broken_driver_stream_loses_only_lines() -> None:
     def show(_: str) -> None:
         raise ValueError("I/O operation on closed file")
 
@@ -391,7 +391,7 @@ def test_a_stream_that_is_broken_costs_lines_only() -> None:
         ({"on_terminal": True, "shows_lines": False}, False, ["line"]),
     ],
 )
-def test_a_task_logs_only_lines_that_the_driver_does_not_log(
+def test_task_logs_only_lines_that_the_driver_does_not_show(
     way: dict[str, bool] | None,
     is_quiet: bool,
     echoed: list[str],
@@ -444,7 +444,7 @@ def test_lines_are_transferred_through_files_that_are_deleted_afterwards(
     assert not (tmp_path / folder_of("runs/r", 0, "job")).exists()
 
 
-def test_a_gone_client_or_a_failing_store_does_not_block_a_rank(
+def test_ended_client_or_failing_store_does_not_block_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank writes as many files as it may, continues when they are read, and then loses the store."""

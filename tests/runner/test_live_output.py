@@ -49,7 +49,7 @@ def prints_until_seen(folder: str, lines: int) -> None:
     print("last words of", rank, end="")
 
 
-def test_lines_and_messages_are_on_the_driver_while_the_ranks_run(
+def test_driver_shows_lines_and_messages_while_ranks_run(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A given stream gets all of them, once and in order, whatever `verbose` is."""
@@ -94,7 +94,7 @@ def prints() -> None:
         ({"settings": Settings(live_output="0")}, set()),
     ],
 )
-def test_settings_select_the_output_shown_without_a_stream(
+def test_verbose_and_live_output_settings_select_the_shown_output(
     spark: SparkSession,
     capsys: pytest.CaptureFixture[str],
     options: dict[str, object],
@@ -124,7 +124,7 @@ def test_last_lines_of_a_failed_rank_are_shown_once(
         assert output.getvalue().count("[0] about to fail\n") == (choice == "auto")
 
 
-def test_a_message_outside_of_a_job_and_of_a_forked_process_is_a_line_of_stderr(
+def test_messages_outside_a_rank_process_are_printed_to_stderr(
     spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def forks() -> None:
@@ -142,7 +142,7 @@ def test_a_message_outside_of_a_job_and_of_a_forked_process_is_a_line_of_stderr(
 
 
 @pytest.mark.parametrize("way", ["run", *left_to_soak("the other launcher, here", "run_local")])
-def test_a_stream_of_few_characters_shows_the_others_escaped(
+def test_ascii_stream_shows_other_characters_escaped(
     spark: SparkSession, tmp_path: Path, way: str
 ) -> None:
     launchers: dict[str, Callable[..., object]] = {

@@ -44,8 +44,8 @@ def no_trainer_is_left() -> Any:
 # One zygote for launches of one rank and of two, whose numbers of threads differ by default.
 LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 OF_THREADS = (
-    "test_ranks_know_the_standard_variables_and_their_threads",
-    "test_user_variables_win_and_leave_no_trace",
+    "test_ranks_get_standard_variables_and_their_number_of_threads",
+    "test_user_variables_override_defaults_for_one_run_only",
 )
 
 
@@ -65,7 +65,7 @@ def test_values_are_returned_in_rank_order() -> None:
     assert run_local(place, (100,), {"step": 5}, num_proc=3) == [(100, 3), (105, 3), (110, 3)]
 
 
-def test_loggers_get_numbers_of_ranks_in_their_order() -> None:
+def test_loggers_get_the_numbers_of_each_rank_in_order() -> None:
     def train() -> None:
         here = context()
         assert here is not None
@@ -111,7 +111,7 @@ def test_a_message_follows_earlier_printed_lines() -> None:
     assert early == []
 
 
-def test_ranks_know_the_standard_variables_and_their_threads() -> None:
+def test_ranks_get_standard_variables_and_their_number_of_threads() -> None:
     def variables() -> dict[str, str]:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "MINE")
         return {name: os.environ[name] for name in (*names, *HOROVOD_NAMES)}
@@ -142,7 +142,7 @@ def test_idle_threads_spin_briefly_unless_the_user_sets_their_policy() -> None:
         assert run_local(spins, num_proc=1, env=env, settings=settings) == [expected]
 
 
-def test_user_variables_win_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_variables_override_defaults_for_one_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads() -> tuple[int, list[str | None]]:
         here = context()
         assert here is not None
@@ -196,7 +196,7 @@ def _settings_of(variables: dict[int, dict[str, str]]) -> tuple[float, str, int]
 
 
 @pytest.mark.usefixtures("torch_in_the_zygote")
-def test_settings_in_variables_count_wherever_they_were_set(tmp_path: Path) -> None:
+def test_settings_variables_apply_from_env_and_from_rank_code(tmp_path: Path) -> None:
     path = str(tmp_path / "timeline.json")
     env = {"SPARKHVD_STALL_SHUTDOWN_S": "20", "HOROVOD_TIMELINE": path}
     own = dict.fromkeys(range(2), {"HOROVOD_FUSION_THRESHOLD": "0"})
@@ -229,7 +229,7 @@ def test_the_key_is_in_no_environment_or_command_line() -> None:
     assert run_local(secrets_seen, num_proc=1) == [False]
 
 
-def test_too_little_address_space_is_refused_before_anything_starts() -> None:
+def test_too_little_address_space_raises_before_ranks_start() -> None:
     script = """
 from sparkhvd.runner import run_local
 
@@ -263,7 +263,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.usefixtures("torch_in_the_zygote")
-def test_a_forked_child_is_no_rank_and_keeps_its_exit_status() -> None:
+def test_forked_child_cannot_be_a_rank_and_keeps_its_exit_status() -> None:
     def forks() -> list[int]:
         import sparkhvd.torch as hvd
 
@@ -289,7 +289,7 @@ def test_a_forked_child_is_no_rank_and_keeps_its_exit_status() -> None:
     assert run_local(forks, num_proc=1) == [[0, 3, 1, 0, 7]]
 
 
-def test_objects_of_the_main_module_travel_to_spawned_processes_and_back() -> None:
+def test_main_module_objects_are_sent_to_spawned_processes_and_back() -> None:
     class Batch:
         def __init__(self, first: int) -> None:
             self.first = first
@@ -309,7 +309,7 @@ def test_objects_of_the_main_module_travel_to_spawned_processes_and_back() -> No
     assert run_local(spawns, num_proc=1) == [[11, 12]]
 
 
-def test_large_results_and_programs_travel() -> None:
+def test_large_arguments_and_results_are_transferred() -> None:
     blob = os.urandom(5 << 20)
     assert run_local(lambda data: data[::-1], (blob,), num_proc=1) == [blob[::-1]]
 
@@ -366,7 +366,7 @@ def test_sys_exit_with_a_code_is_a_failure(code: object, text: str) -> None:
         run_local(sys.exit, (code,), num_proc=1)
 
 
-def test_sys_exit_without_a_code_is_none() -> None:
+def test_sys_exit_without_a_code_returns_none() -> None:
     assert run_local(sys.exit, num_proc=1) == [None]
 
 
@@ -387,7 +387,7 @@ def test_a_crash_after_the_function_is_a_failure() -> None:
     assert e.value.rank in (0, 1)
 
 
-def test_an_unpicklable_result_is_explained() -> None:
+def test_error_explains_an_unpicklable_result() -> None:
     def gives_a_lock() -> Any:
         import threading
 
@@ -421,7 +421,7 @@ class Broken(Tee):
 
 
 @pytest.mark.parametrize("make", [no_stream, Tee, Broken])
-def test_a_function_may_leave_any_stream_behind(make: Any) -> None:
+def test_function_may_replace_its_standard_output(make: Any) -> None:
     def replaces() -> int:
         sys.stdout.write("before, ")
         sys.stdout = make()
@@ -433,7 +433,7 @@ def test_a_function_may_leave_any_stream_behind(make: Any) -> None:
     assert shown.getvalue() == ("[0] before, \n" if make is no_stream else "[0] before, after\n")
 
 
-def test_an_exception_with_a_broken_message_is_reported() -> None:
+def test_exception_whose_message_raises_is_reported() -> None:
     class OddError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -446,13 +446,13 @@ def test_an_exception_with_a_broken_message_is_reported() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -2, 1.5, True, None])
-def test_num_proc_is_checked(bad: Any) -> None:
+def test_invalid_num_proc_raises(bad: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="num_proc is .*at least 1"):
         run_local(len, num_proc=bad)
 
 
 @pytest.mark.parametrize("nursery", ["0", "auto"])
-def test_processes_of_a_rank_go_with_it(nursery: str) -> None:
+def test_child_processes_end_with_their_rank(nursery: str) -> None:
     def leaves_some() -> tuple[list[int], float]:
         options: list[dict[str, Any]] = [
             {},
@@ -469,7 +469,7 @@ def test_processes_of_a_rank_go_with_it(nursery: str) -> None:
     assert wait_until_gone(set(pids), 5) == set()
 
 
-def test_output_is_shown_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_lines_begin_with_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
     run_local(print, ("some words",), num_proc=2, verbose=None)
     lines = capfd.readouterr().err.splitlines()
     assert sorted(lines) == ["[0] some words", "[1] some words"]
@@ -486,7 +486,7 @@ def test_output_is_shown_with_its_rank(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.usefixtures("torch_in_the_zygote")
-def test_torch_distributed_starts_unmodified() -> None:
+def test_torch_distributed_program_runs_unmodified() -> None:
     def sums() -> float:
         import torch
         import torch.distributed as dist
@@ -522,7 +522,7 @@ if __name__ == "__main__":
 """
 
 
-def test_processes_of_ranks_end_with_a_killed_driver_beside_shadowing_modules(
+def test_rank_processes_end_with_a_killed_driver_despite_shadowing_modules(
     tmp_path: Path,
 ) -> None:
     folder, script = tmp_path / "own", tmp_path / "driver.py"
@@ -576,7 +576,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how_often", ["once", "twice"])
-def test_ctrl_c_lets_functions_save_and_a_second_one_ends_them(
+def test_ctrl_c_lets_functions_save_and_second_ctrl_c_ends_them(
     tmp_path: Path, how_often: str
 ) -> None:
     script = tmp_path / "driver.py"

@@ -35,7 +35,7 @@ time.sleep(300)
 """
 
 
-def test_groups_without_a_mark_end_with_a_killed_launcher() -> None:
+def test_process_groups_without_environment_mark_end_with_a_killed_launcher() -> None:
     """The shell /bin/sh of this machine, dash or bash, ends them."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -52,7 +52,7 @@ def test_groups_without_a_mark_end_with_a_killed_launcher() -> None:
             os.kill(removed, signal.SIGKILL)
 
 
-def test_a_stopped_reaper_stops_no_launcher() -> None:
+def test_stopped_reaper_does_not_block_its_launcher() -> None:
     began = time.monotonic()
     with OrphanReaper() as reaper:
         os.kill(reaper._reaper.pid, signal.SIGSTOP)
@@ -65,7 +65,7 @@ def test_a_stopped_reaper_stops_no_launcher() -> None:
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
-def test_the_end_of_a_process_is_always_reported(is_ignored: bool) -> None:
+def test_process_exit_is_always_reported(is_ignored: bool) -> None:
     """This holds even if the kernel has reaped the process, or the action at its end fails."""
     ended: list[ProcessExit] = []
 
@@ -86,7 +86,7 @@ def test_the_end_of_a_process_is_always_reported(is_ignored: bool) -> None:
     group.signal(signal.SIGKILL)  # nothing happens
 
 
-def test_an_orphan_that_keeps_the_output_open_delays_the_end_only_briefly(tmp_path: Path) -> None:
+def test_orphan_that_holds_the_output_delays_the_end_only_briefly(tmp_path: Path) -> None:
     script = tmp_path / "leaves.sh"
     script.write_text(f"env -i setsid sleep 31 &\ntouch {tmp_path}/ends\n")
     command = [sys.executable, "-m", "sparkhvd.runner.command", "-np", "1", "sh", str(script)]

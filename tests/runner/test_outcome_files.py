@@ -31,7 +31,7 @@ class Files:
         return (self._folder / path).exists()
 
 
-def test_outcomes_of_an_earlier_fit_with_the_same_run_id_do_not_count(tmp_path: Path) -> None:
+def test_outcome_files_of_an_earlier_fit_are_ignored(tmp_path: Path) -> None:
     files = Files(tmp_path)
     old = Outcome(0, OutcomeKind.EXCEPTION, error="ValueError", message="fixed since", job_id="one")
     files.write_bytes(preflight.outcome_path("runs/r", 0, 0), old.to_json().encode())

@@ -54,12 +54,12 @@ def test_outcome_of_another_version_is_read() -> None:
     assert Outcome.from_json(text) == FINE
 
 
-def test_outcome_survives_the_text_of_a_java_exception() -> None:
+def test_outcome_is_found_in_the_text_of_a_java_exception() -> None:
     text = f"PythonException: RankError: Rank 1\n{embed(RAISED)}\n\tat org.x(Y.scala:1)\n{embed(RAISED)}"
     assert find_embedded(text) == [RAISED]
 
 
-def test_embedding_cuts_long_texts_and_keeps_both_ends() -> None:
+def test_embedded_outcome_shortens_long_texts_in_the_middle() -> None:
     long = Outcome(0, OutcomeKind.EXCEPTION, message="m", traceback="first" + "x" * 50_000 + "last")
     noisy = Outcome(
         0, OutcomeKind.CRASH, log_tail=tuple(f"line {i} {'y' * 500}" for i in range(100))
@@ -71,7 +71,7 @@ def test_embedding_cuts_long_texts_and_keeps_both_ends() -> None:
     assert find_embedded(embed(noisy))[0].log_tail[-1].startswith("line 99")
 
 
-def test_an_outcome_in_the_store_is_referred_to_by_its_facts() -> None:
+def test_stored_outcome_is_found_by_a_reference_in_error_text() -> None:
     raised = replace(RAISED, job_id="ab12")
     killed = replace(KILLED, job_id="ab12")
     text = "".join(
@@ -94,7 +94,7 @@ def test_shown_messages_omit_outcome_tokens() -> None:
         assert "outcome" not in from_spark_failure(f"odd {token}\n\tat x.y(Z.scala:3)").message
 
 
-def test_a_cut_or_foreign_token_is_ignored() -> None:
+def test_truncated_or_foreign_outcome_token_is_ignored() -> None:
     assert find_embedded("[sparkhvd-outcome:AAAA] " + embed(RAISED)[:-9] + "]") == []
 
 
@@ -108,16 +108,18 @@ def test_a_cut_or_foreign_token_is_ignored() -> None:
         ([PEER], PEER),
     ],
 )
-def test_root_cause_is_not_a_consequence(outcomes: list[Outcome], cause: Outcome | None) -> None:
+def test_root_cause_is_an_original_failure_and_not_a_consequence(
+    outcomes: list[Outcome], cause: Outcome | None
+) -> None:
     assert root_cause(outcomes) == cause
 
 
-def test_root_cause_among_equals_is_the_lowest_rank() -> None:
+def test_root_cause_among_equal_errors_is_the_lowest_rank() -> None:
     other = Outcome(0, OutcomeKind.EXCEPTION, error="KeyError")
     assert root_cause([RAISED, other]) == other
 
 
-def test_root_cause_of_a_common_error_is_the_rank_with_user_code() -> None:
+def test_root_cause_of_equal_errors_is_the_rank_with_user_code() -> None:
     text = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in loss\n    raise ValueError("no")\n'
     echo = Outcome(0, OutcomeKind.EXCEPTION, error="ValueError", message="rank 1: no")
     raised = replace(echo, rank=1, traceback=f"{text}ValueError: rank 1: no\n")
@@ -128,7 +130,7 @@ def test_root_cause_of_a_common_error_is_the_rank_with_user_code() -> None:
     assert lines[-1] == "ValueError: rank 1: no"
 
 
-def test_only_losses_are_worth_a_relaunch() -> None:
+def test_only_losses_are_relaunched() -> None:
     kinds = {
         k for k in vars(OutcomeKind).values() if isinstance(k, str) and is_retryable(Outcome(0, k))
     }
@@ -147,7 +149,7 @@ def test_only_losses_are_worth_a_relaunch() -> None:
     assert not is_retryable(Outcome(0, OutcomeKind.CANCELLED))
 
 
-def test_error_carries_rank_host_exit_traceback_and_output() -> None:
+def test_error_contains_rank_host_exit_traceback_and_output() -> None:
     error = error_of(RAISED, 4, others=[RAISED, PEER])
     assert isinstance(error, RankError)
     assert (error.rank, error.host, error.exit) == (1, "h1", "exception")
@@ -185,7 +187,7 @@ def test_error_of_a_module_only_on_the_driver_suggests_addpyfile() -> None:
 
 
 @pytest.mark.parametrize("status", ["signal SIGKILL", "exit 137"])
-def test_a_kill_without_report_says_probably_memory(status: str) -> None:
+def test_sigkill_without_report_suggests_lack_of_memory(status: str) -> None:
     outcome = Outcome(2, OutcomeKind.CRASH, host="h2", exit=status, peak_rss_bytes=300 << 20)
     assert describe(outcome, 4) == (
         f"Rank 2 of 4 on host h2 ended with {status} and left no report: probably memory (its peak memory was "
@@ -195,7 +197,7 @@ def test_a_kill_without_report_says_probably_memory(status: str) -> None:
 
 
 @pytest.mark.parametrize("status", ["signal SIGTERM", "exit 143"])
-def test_a_request_to_end_is_not_taken_for_a_lack_of_memory(status: str) -> None:
+def test_sigterm_does_not_suggest_lack_of_memory(status: str) -> None:
     outcome = Outcome(2, OutcomeKind.CRASH, exit=status, peak_rss_bytes=300 << 20)
     assert describe(outcome, 4) == (
         f"Rank 2 of 4 ended with {status} and left no report: it was asked to end, for example by an operator or "
@@ -203,7 +205,7 @@ def test_a_request_to_end_is_not_taken_for_a_lack_of_memory(status: str) -> None
     )
 
 
-def test_other_crashes_do_not_speak_of_memory_limits() -> None:
+def test_other_crashes_do_not_suggest_memory_limits() -> None:
     text = describe(Outcome(0, OutcomeKind.CRASH, exit="signal SIGSEGV", peak_rss_bytes=1 << 20), 2)
     assert (
         text
@@ -216,7 +218,7 @@ def test_other_crashes_do_not_speak_of_memory_limits() -> None:
     )
 
 
-def test_preflight_outcome_becomes_a_preflight_error() -> None:
+def test_preflight_outcome_raises_a_preflight_error() -> None:
     error = error_of(Outcome(0, OutcomeKind.PREFLIGHT, message="no pyarrow"), 2)
     assert isinstance(error, PreflightError)
     assert str(error) == "no pyarrow"
@@ -285,7 +287,7 @@ def test_exit_text_names_status_or_signal() -> None:
     ]
 
 
-def test_chunks_cover_all_bytes() -> None:
+def test_result_chunks_contain_all_bytes() -> None:
     data = bytes(range(10))
     assert list(chunks(data, 4)) == [data[:4], data[4:8], data[8:]]
     assert list(chunks(b"", 4)) == []

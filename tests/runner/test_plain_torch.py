@@ -59,14 +59,14 @@ def train(steps: int) -> dict[str, Any]:
     return {"rank": rank, "size": size, **found}
 
 
-def test_ddp_and_fsdp2_train_as_one_process(spark: SparkSession) -> None:
+def test_ddp_and_fsdp2_over_spark_equal_one_process(spark: SparkSession) -> None:
     found = HorovodRunner(np=0).run(train, steps=3)  # every slot
     assert (found["rank"], found["size"]) == (0, 2)
     for kind in ("ddp", "fsdp2"):
         assert found[kind] == pytest.approx(found["one process"], rel=1e-5)
 
 
-def test_a_positive_number_is_that_many_tasks(
+def test_positive_np_starts_as_many_spark_tasks(
     spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main(text: str) -> str:

@@ -59,7 +59,7 @@ class Files:
         ("nothing of the kind\n", ""),
     ],
 )
-def test_a_torch_without_cuda_is_known_without_importing_it(
+def test_torch_without_cuda_is_recognized_without_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str, expected: str
 ) -> None:
     package = tmp_path / "torch"
@@ -95,7 +95,7 @@ def test_dynamic_allocation_is_refused_with_the_conf_to_set() -> None:
         ("spark.python.worker.idleTimeoutSeconds", "spark.python.worker.killOnIdleTimeout"),
     ],
 )
-def test_killing_silent_workers_is_refused(idle: str, kill: str) -> None:
+def test_conf_that_kills_idle_python_workers_raises(idle: str, kill: str) -> None:
     with pytest.raises(PreflightError, match="would kill every rank after 60 s"):
         check_conf({idle: "60", kill: "true"})
     check_conf({idle: "60s"})  # a warning of Spark's only
@@ -120,27 +120,27 @@ def test_databricks_compute_that_isolates_tasks_is_refused(
     )
 
 
-def test_equal_facts_pass() -> None:
+def test_ranks_with_equal_versions_are_accepted() -> None:
     assert check_ranks(FACTS, [FACTS, replace(FACTS, host="h1")]) == ""
     assert check_ranks(replace(FACTS, torch=""), [FACTS]) == ""
     assert check_ranks(replace(FACTS, torch="2.13.0+cu130"), [FACTS]) == ""
 
 
-def test_a_missing_module_names_the_python_and_the_remedy() -> None:
+def test_error_for_a_missing_module_names_the_python_and_remedy() -> None:
     assert check_ranks(FACTS, [FACTS, replace(FACTS, host="h1", missing=("pyarrow",))]) == (
         "The workers run /usr/bin/python (rank 1 on host h1), which has no pyarrow. Set PYSPARK_PYTHON "
         "(spark.pyspark.python) to a Python that has it, or install it there."
     )
 
 
-def test_another_python_is_refused() -> None:
+def test_ranks_with_another_python_version_are_refused() -> None:
     assert check_ranks(FACTS, [replace(FACTS, python="3.12")]) == (
         "The driver runs Python 3.11, rank 0 on host h0 runs Python 3.12 (/usr/bin/python). "
         "Set PYSPARK_PYTHON to the driver's version."
     )
 
 
-def test_other_versions_are_refused() -> None:
+def test_ranks_with_other_package_versions_are_refused() -> None:
     assert "The driver has sparkhvd 0.1.0, rank 0" in check_ranks(
         FACTS, [replace(FACTS, sparkhvd="0.2.0")]
     )
@@ -157,7 +157,7 @@ def test_other_versions_are_refused() -> None:
 SMALL = replace(FACTS, limit_bytes=512 << 20, needed_bytes=(800 << 20) - 1)
 
 
-def test_too_little_address_space_names_the_limit_the_need_and_the_conf() -> None:
+def test_address_space_error_names_limit_need_and_conf() -> None:
     # Under such a limit threads do not start either: the limit is the cause.
     short = replace(SMALL, error="RuntimeError: can't start new thread")
     assert check_ranks(FACTS, [FACTS, short]) == (
@@ -175,7 +175,7 @@ def test_too_little_address_space_names_the_limit_the_need_and_the_conf() -> Non
     )
 
 
-def test_a_worker_with_too_little_address_space_says_so_before_it_imports_torch() -> None:
+def test_worker_with_too_little_address_space_raises_before_importing_torch() -> None:
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (300 << 20,) * 2);"
         "from sparkhvd.runner.preflight import check_worker\n"
@@ -197,7 +197,7 @@ def test_a_worker_with_too_little_address_space_says_so_before_it_imports_torch(
         replace(SMALL, limit_bytes=SMALL.needed_bytes),
     ],
 )
-def test_enough_address_space_passes(facts: RankFacts) -> None:
+def test_enough_address_space_is_accepted(facts: RankFacts) -> None:
     check_address_space(facts)
     assert check_ranks(FACTS, [facts]) == ""
 
@@ -251,13 +251,13 @@ def test_address_space_estimate_suffices_for_torch_and_an_engine() -> None:
     assert run_with(needed // 2) != 0
 
 
-def test_an_error_of_one_rank_is_the_answer_of_all() -> None:
+def test_check_of_ranks_reports_the_error_of_one_rank() -> None:
     assert check_ranks(FACTS, [FACTS, replace(FACTS, host="h1", error="OSError: no port")]) == (
         "Rank 1 on host h1 cannot start: OSError: no port"
     )
 
 
-def test_a_patch_difference_of_torch_is_a_warning() -> None:
+def test_different_patch_versions_of_torch_cause_a_warning() -> None:
     assert check_ranks(FACTS, [replace(FACTS, torch="2.13.1+cpu")]) == ""
     assert "torch 2.13.0+cpu, the ranks have 2.13.1+cpu" in patch_warning(
         FACTS, [replace(FACTS, torch="2.13.1+cpu")]
@@ -265,7 +265,7 @@ def test_a_patch_difference_of_torch_is_a_warning() -> None:
     assert patch_warning(FACTS, [replace(FACTS, torch="2.13.0+cu130")]) == ""
 
 
-def test_ranks_with_other_minor_releases_of_numpy_are_refused_and_patches_warned_of() -> None:
+def test_numpy_minor_difference_is_refused_and_patch_difference_warns() -> None:
     with_numpy = replace(FACTS, numpy="2.1.3")
     other = replace(with_numpy, host="h1", numpy="2.2.0")
     assert check_ranks(FACTS, [with_numpy, other]) == (
@@ -289,14 +289,14 @@ def test_rank_facts_list_missing_modules_and_survive_json() -> None:
     assert rebuild(RankFacts, facts.to_dict()) == facts
 
 
-def test_tokens_show_that_a_store_is_shared(tmp_path: Path) -> None:
+def test_token_files_prove_that_a_store_is_shared(tmp_path: Path) -> None:
     files = Files(tmp_path)
     for rank in (None, 0, 1):
         assert write_token(files, "runs/a", 0, rank, "job") == ""
     assert check_tokens(files, "runs/a", 0, "job", ["h0", "h1"], me=1) == ""
 
 
-def test_a_missing_token_names_both_hosts_and_the_path(tmp_path: Path) -> None:
+def test_error_for_a_missing_token_names_both_hosts_and_path(tmp_path: Path) -> None:
     files = Files(tmp_path)
     for rank in (None, 1):
         write_token(files, "runs/a", 0, rank, "job")
@@ -308,7 +308,7 @@ def test_a_missing_token_names_both_hosts_and_the_path(tmp_path: Path) -> None:
     assert answer.endswith("Use a path that the driver and all executors see.")
 
 
-def test_a_token_of_another_job_does_not_count(tmp_path: Path) -> None:
+def test_token_of_another_job_is_ignored(tmp_path: Path) -> None:
     files = Files(tmp_path)
     for rank in (None, 0):
         write_token(files, "runs/a", 0, rank, "older")

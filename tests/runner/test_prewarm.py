@@ -28,7 +28,7 @@ def log_parent(ctx: Any) -> None:
     ctx.log({"loss": float(os.getppid())})
 
 
-def test_a_fit_forks_its_ranks_from_zygotes_that_the_tasks_before_have_started(
+def test_fit_forks_ranks_from_zygotes_of_earlier_tasks(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A separate zygote, because no other test's ranks have as many threads.
@@ -55,7 +55,7 @@ def test_a_fit_forks_its_ranks_from_zygotes_that_the_tasks_before_have_started(
     assert int(fitted.history[-1]["loss"]) in ready
 
 
-def test_no_zygote_is_started_before_a_launch_that_uses_none(
+def test_launch_without_zygotes_starts_none_in_advance(
     spark: SparkSession,
 ) -> None:
     own = {"OMP_STACKSIZE": "7M"}  # no other test's: another zygote

@@ -44,7 +44,7 @@ def started(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_program_takes_the_place_of_a_rank_that_has_not_called_init() -> None:
+def test_program_becomes_the_rank_if_its_parent_has_not_called_init() -> None:
     def starts() -> Any:
         from sparkhvd import launchers
 
@@ -62,11 +62,9 @@ def test_a_program_takes_the_place_of_a_rank_that_has_not_called_init() -> None:
         stranger, first, sibling, own, said = found
         assert (stranger, said) == ("['0', '1', '2', '3'] 1\n", "")
         assert json.loads(first) == [rank, 2, rank, 3]
-        assert f"has called init() before it, and is rank {rank} now. Call init() in" in sibling
+        assert f" called init() first and is now rank {rank}. Call init() in" in sibling
         assert own.endswith("Call init() here before that program starts, or only in that program.")
-        assert (
-            f"which this process has started, has called init() before it and is rank {rank}" in own
-        )
+        assert f"which this process started, called init() first and is now rank {rank}" in own
 
 
 def test_a_program_started_by_an_initialized_rank_gets_an_error() -> None:
@@ -93,10 +91,7 @@ def test_a_program_started_by_an_initialized_rank_gets_an_error() -> None:
         def flush(self) -> None: ...
 
     for rank, (refusal, own, size) in enumerate(run_local(starts, num_proc=2, stdout=Lines())):
-        assert (
-            f"rank {rank}, which has started it, has called init() itself. Call init() in"
-            in refusal
-        )
+        assert f"rank {rank}, which started it, called init() itself. Call init() in" in refusal
         assert "AttributeError: 'NoneType'" in own  # no rank: `find` knows no job
         assert size == 1
         assert f"[{rank}] sparkhvd: process" in "".join(lines)

@@ -19,7 +19,7 @@ PORT = struct.Struct("!i")
 
 
 @pytest.mark.parametrize("has_thread", [False, True])
-def test_workers_are_forked_from_a_process_with_torch_and_no_threads(
+def test_spark_workers_fork_from_a_single_threaded_process_with_torch(
     tmp_path: Path, has_thread: bool
 ) -> None:
     """If the import of torch starts a thread, the daemon must not fork, and pyspark's own daemon takes over."""

@@ -42,7 +42,7 @@ def logged(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("metrics "))["values"] for line in lines]
 
 
-def test_the_load_is_logged_while_the_function_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_system_load_is_logged_while_the_function_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert WithSystemMetrics(works)(0.3) == os.getpid()
     values = logged(capsys)
     assert 1 <= len(values) <= 8
@@ -55,7 +55,7 @@ def test_the_load_is_logged_while_the_function_runs(capsys: pytest.CaptureFixtur
     assert logged(capsys) == []  # the thread has ended with the function
 
 
-def test_the_gpu_is_asked_once_torch_uses_it(
+def test_gpu_load_is_read_only_after_torch_initializes_cuda(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
@@ -79,7 +79,7 @@ def test_the_gpu_is_asked_once_torch_uses_it(
     assert numbers["gpu_memory_usage_megabytes"] == 3000.0
 
 
-def test_the_wrapper_keeps_the_functions_name_and_preloaded_modules() -> None:
+def test_load_monitor_keeps_the_function_name_and_preloaded_modules() -> None:
     wrapped = WithSystemMetrics(works)
     assert (wrapped.__name__, wrapped.__module__) == ("works", __name__)  # type: ignore[attr-defined]
     assert _names_in(wrapped) == _names_in(works)

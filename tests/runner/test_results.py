@@ -23,7 +23,9 @@ pytestmark = pytest.mark.pure
         ("words", 2, (1 << 20, 511)),
     ],
 )
-def test_pieces_are_below_the_limit(limit: str, size: int, pieces: tuple[int, int | None]) -> None:
+def test_result_pieces_stay_below_the_spark_limit(
+    limit: str, size: int, pieces: tuple[int, int | None]
+) -> None:
     conf = {results.LIMIT_KEY: limit} if limit else {}
     found = results.pieces_for(conf, size)
     assert (found.num_bytes, found.at_once) == pieces

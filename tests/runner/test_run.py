@@ -78,7 +78,7 @@ class FilesOfOneProcess(Files):
 
 
 @pytest.mark.usefixtures("threads_by_default")
-def test_values_are_returned_in_rank_order_and_runs_are_independent(
+def test_results_are_in_rank_order_and_runs_are_independent(
     spark: SparkSession,
 ) -> None:
     """Both runs use the same Python workers of the session, but fresh processes without state of the first run."""
@@ -132,7 +132,7 @@ def test_values_are_returned_in_rank_order_and_runs_are_independent(
 
 
 @pytest.mark.usefixtures("threads_by_default")
-def test_a_one_rank_launch_uses_all_threads_and_leaves_no_files(spark: SparkSession) -> None:
+def test_single_rank_run_uses_all_threads_and_leaves_no_files(spark: SparkSession) -> None:
     """The rank has a large argument and the user's job description, and all threads of `local`."""
     context = spark.sparkContext
     folder = Path(context._temp_dir)  # type: ignore[attr-defined]  # it has no public name
@@ -222,7 +222,7 @@ def test_arguments_that_cannot_be_pickled_are_refused_before_launch(spark: Spark
         run(lambda: spark.range(1), num_proc=2, spark=spark)
 
 
-def test_more_ranks_than_slots_is_refused_at_once(spark: SparkSession) -> None:
+def test_more_ranks_than_slots_raise_immediately(spark: SparkSession) -> None:
     seconds = []
     for _ in range(3):  # Spark answers late while its JVM collects garbage
         began = time.monotonic()
@@ -244,7 +244,7 @@ def test_more_ranks_than_slots_is_refused_at_once(spark: SparkSession) -> None:
         ({"spark": "local[2]"}, "spark is 'local\\[2\\]'; it must be a SparkSession"),
     ],
 )
-def test_wrong_arguments_are_named(spark: SparkSession, wrong: Any, says: str) -> None:
+def test_error_names_wrong_arguments_of_run(spark: SparkSession, wrong: Any, says: str) -> None:
     with pytest.raises(InvalidArgumentError, match=says):
         run(print, **{"spark": spark, "num_proc": 1, **wrong})
 
@@ -273,7 +273,7 @@ def test_error_names_a_module_missing_on_workers_and_their_python(spark: SparkSe
     )
 
 
-def test_workers_without_the_package_are_named_with_their_python(
+def test_error_names_the_worker_python_without_the_package(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The same Python without the checkout on its path, like a cluster before the installation.
@@ -298,7 +298,7 @@ def test_workers_without_the_package_are_named_with_their_python(
         run(print, num_proc=1, spark=spark)
 
 
-def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -> None:
+def test_rank_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -> None:
     def body() -> str:
         print(f"rank {os.environ['RANK']}")
         return os.environ["RANK"]
@@ -322,9 +322,7 @@ def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -
         assert stored == outcome
 
 
-def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_run_id_can_be_reused_after_a_fixed_failure(spark: SparkSession, tmp_path: Path) -> None:
     """The second launch ignores the outcomes of the first."""
 
     def fails() -> None:
@@ -356,16 +354,14 @@ def test_an_unshared_store_is_refused(spark: SparkSession, tmp_path: Path) -> No
     assert f"in file://{tmp_path}" in str(e.value)
 
 
-def test_a_store_that_the_driver_cannot_write_is_refused(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_store_that_the_driver_cannot_write_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a")
     with pytest.raises(PreflightError, match="The driver cannot write runs/a/attempts/0/token-dr"):
         job.launch(SparkShim(spark), print, (), {}, 2, options)
 
 
-def test_jobs_that_need_all_slots_take_turns(spark: SparkSession) -> None:
+def test_jobs_that_need_all_slots_run_in_sequence(spark: SparkSession) -> None:
     def spans() -> tuple[float, float]:
         began = time.time()
         time.sleep(0.3)
@@ -461,7 +457,7 @@ def test_concurrent_jobs_end_independently(spark: SparkSession, tmp_path: Path) 
         assert good.result(60) == ["good"]
 
 
-def test_an_interrupt_ends_a_job_that_is_submitted_after_it(
+def test_interrupt_ends_a_job_submitted_afterwards(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shim, is_cancelled = SparkShim(spark), threading.Event()
@@ -538,7 +534,7 @@ def test_concurrent_random_jobs_end_with_their_own_outcomes(
 
 
 @soak("jobs run side by side, here: one of them is cancelled")
-def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path) -> None:
+def test_cancelled_job_ends_its_ranks(spark: SparkSession, tmp_path: Path) -> None:
     def stays(folder: str) -> None:
         Path(folder, os.environ["RANK"]).touch()
         time.sleep(60)
@@ -560,14 +556,14 @@ def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path
     assert [e.exit for e in raised if isinstance(e, RankError)] == ["cancelled"]
 
 
-def test_options_are_data() -> None:
+def test_launch_options_can_be_replaced_and_are_checked() -> None:
     options = job.LaunchOptions()
     assert replace(options, max_retries=0).max_retries == 0
     with pytest.raises(InvalidArgumentError, match="shared and run_dir belong together"):
         job.LaunchOptions(run_dir="runs/a")
 
 
-def test_many_keys_of_the_conf_are_read_as_one_by_one(spark: SparkSession) -> None:
+def test_reading_many_conf_keys_equals_reading_each_key(spark: SparkSession) -> None:
     odd = "spark.sparkhvd.testOdd"
     spark.conf.set(odd, "a -> b, (c)\n=d ünïcode")
     try:

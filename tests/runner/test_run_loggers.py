@@ -41,7 +41,7 @@ def logged(capsys: pytest.CaptureFixture[str], metrics: dict[str, Any], step: in
     return capsys.readouterr().err.removeprefix("metrics ")
 
 
-def test_an_entry_holds_numbers_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_entry_contains_numbers_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     found = metrics_of(logged(capsys, {"loss": torch.tensor(0.5), "rows": 3}, 7))
     assert [m[:3] for m in found] == [("loss", 0.5, 7), ("rows", 3.0, 7)]
 
@@ -59,11 +59,11 @@ def test_an_entry_holds_numbers_by_name(capsys: pytest.CaptureFixture[str]) -> N
         "[" * 100_000,
     ],
 )
-def test_an_invalid_entry_is_dropped(entry: str) -> None:
+def test_invalid_metrics_entry_is_dropped(entry: str) -> None:
     assert metrics_of(entry) == []
 
 
-def test_an_entry_has_a_largest_size() -> None:
+def test_too_large_metrics_entry_raises() -> None:
     with pytest.raises(InvalidArgumentError, match="several calls"):
         log_metrics({"n" * 1000 + str(i): 1.0 for i in range(100)}, 1)
 
@@ -76,7 +76,7 @@ def test_a_metric_other_than_a_number_raises_on_the_rank(metrics: Any, step: Any
         log_metrics(metrics, step)
 
 
-def test_a_call_is_followed_to_its_end() -> None:
+def test_loggers_get_params_metrics_and_final_state_of_a_run() -> None:
     kept = Kept()
     with attach_loggers([kept], logged, {"num_proc": 2, "hosts": None}, 0) as (metrics, fn):
         assert metrics is not None
@@ -92,7 +92,7 @@ def test_a_call_is_followed_to_its_end() -> None:
     assert kept.state == "failed"
 
 
-def test_a_function_gets_the_numbers() -> None:
+def test_logger_function_gets_the_metrics() -> None:
     found: list[Metric] = []
     with attach_loggers(found.extend, logged, {}, 0) as (metrics, _):
         assert metrics is not None
@@ -100,7 +100,7 @@ def test_a_function_gets_the_numbers() -> None:
     assert found == [Metric("loss", 1.5, 3, 5.0)]
 
 
-def test_without_loggers_the_function_stays_as_it_is() -> None:
+def test_function_is_unchanged_without_loggers() -> None:
     with attach_loggers(None, logged, {}, 1) as (metrics, fn):
         assert metrics is None
         assert fn is logged

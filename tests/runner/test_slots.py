@@ -55,11 +55,13 @@ pytestmark = pytest.mark.pure
         ({"spark.master": "something-else"}, None),
     ],
 )
-def test_configured_slots_follow_the_master(conf: dict[str, str], expected: int | None) -> None:
+def test_configured_slots_follow_the_spark_master(
+    conf: dict[str, str], expected: int | None
+) -> None:
     assert configured_slots(conf, num_cpus=8).maximum == expected
 
 
-def test_slots_of_a_profile_use_its_cpus() -> None:
+def test_slots_of_a_resource_profile_use_its_cpus_per_task() -> None:
     conf = {"spark.master": "local-cluster[2,4,1024]"}
     assert configured_slots(conf, 8, task_cpus=3).maximum == 2
 
@@ -97,13 +99,13 @@ def test_num_proc_must_be_a_positive_whole_number(bad: object) -> None:
     ("task_cpus", "allowed", "fixed", "expected"),
     [(4, 8, None, 4), (4, 2, None, 2), (4, 1.5, None, 1), (1, 8, 3, 3), (1, 0.2, None, 1)],
 )
-def test_threads_are_bounded_by_the_processors(
+def test_threads_per_rank_do_not_exceed_the_processors(
     task_cpus: int, allowed: float, fixed: int | None, expected: int
 ) -> None:
     assert threads_per_rank(task_cpus, allowed, fixed) == expected
 
 
-def test_local_masters_are_recognised() -> None:
+def test_local_spark_masters_are_recognized() -> None:
     assert is_local("local")
     assert is_local("local[*]")
     assert not is_local("local-cluster[2,1,1024]")

@@ -58,7 +58,7 @@ def failed(trace: str, error: str, message: str, **more: object) -> Outcome:
     )
 
 
-def test_user_line_is_first_and_last_and_library_frames_are_counted() -> None:
+def test_error_shows_user_frames_and_counts_library_frames() -> None:
     message = "mat1 and mat2 shapes cannot be multiplied"
     error = error_of(failed(TRACEBACK, "RuntimeError", message), 2)
     assert isinstance(error, errors.RankError)
@@ -90,7 +90,7 @@ def shallow(depth: int) -> None:
     deep(depth - 1)
 
 
-def test_at_most_fifteen_lines_are_no_frames_of_the_users() -> None:
+def test_error_has_at_most_fifteen_lines_besides_user_frames() -> None:
     try:
         try:
             try:
@@ -122,7 +122,7 @@ def first_part(trace: str) -> str:
     return trace.partition("\nThe above exception")[0]
 
 
-def test_an_error_of_this_package_shows_the_code_that_it_passes_on() -> None:
+def test_error_of_this_package_shows_its_cause_in_user_code() -> None:
     trace = f"""\
 Traceback (most recent call last):
   File "{OWN}/training/user_code/callbacks.py", line 9, in call
@@ -164,7 +164,7 @@ def test_an_installed_user_package_counts_as_user_code_without_other_code() -> N
     assert "  ... 5 frames of sparkhvd and torch\n" in text
 
 
-def test_an_error_of_this_package_alone_is_its_message() -> None:
+def test_error_of_this_package_without_user_code_shows_only_its_message() -> None:
     trace = f"""\
 Traceback (most recent call last):
   File "{OWN}/training/step.py", line 9, in check
@@ -177,14 +177,14 @@ sparkhvd.errors.InvalidArgumentError: The shapes differ.
     )
 
 
-def test_notes_stand_behind_the_message() -> None:
+def test_exception_notes_follow_the_message() -> None:
     trace = TRACEBACK + "The first batch has 8 rows\nGive label_dtypes\n"
     message = "mat1 and mat2 shapes cannot be multiplied"
     lines = str(error_of(failed(trace, "RuntimeError", message), 2)).splitlines()
     assert lines[2:4] == ["The first batch has 8 rows", "Give label_dtypes"]
 
 
-def test_a_cell_of_a_notebook_shows_the_code_that_the_driver_has() -> None:
+def test_notebook_cell_frame_shows_the_source_of_the_driver() -> None:
     name = "/tmp/ipykernel_7/123.py"
     trace = f"""\
 Traceback (most recent call last):
@@ -221,13 +221,13 @@ ValueError: bad
         (f"{OWN}/training/train.py", "sparkhvd"),
     ],
 )
-def test_files_belong_to_packages_or_to_the_user(file: str, library: str) -> None:
+def test_files_are_attributed_to_packages_or_the_user(file: str, library: str) -> None:
     trace = f'Traceback (most recent call last):\n  File "{file}", line 2, in fn\nValueError: bad\n'
     (raised,) = tracebacks.parse(trace)
     assert raised.frames[0].library == library
 
 
-def test_a_traceback_that_was_cut_still_has_its_ends() -> None:
+def test_shortened_traceback_still_shows_both_ends() -> None:
     half = TRACEBACK.index("_call_impl\n    return forward")
     trace = f"{TRACEBACK[:half]}\n... [70 characters left out] ...\nward_call(*args, **kwargs)\n"
     trace += TRACEBACK[TRACEBACK.index('  File "/home/me') :]
@@ -236,7 +236,7 @@ def test_a_traceback_that_was_cut_still_has_its_ends() -> None:
     assert raised.text[0].startswith("RuntimeError: mat1")
 
 
-def test_text_other_than_a_traceback_is_omitted() -> None:
+def test_text_that_is_no_traceback_is_omitted() -> None:
     assert tracebacks.parse("") == []
     assert tracebacks.parse("  + Exception Group Traceback (most recent call last):\n  | x") == []
     error = error_of(failed("odd", "ValueError", "bad"), 2)

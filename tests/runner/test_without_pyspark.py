@@ -101,7 +101,9 @@ def test_functions_run_locally_and_spark_features_report_missing_pyspark(
     assert answer["horovod"].startswith("horovod.spark.torch needs pyspark, which ")
 
 
-def test_scripts_run_and_the_doctor_examines(without: dict[str, str], tmp_path: Path) -> None:
+def test_scripts_and_the_doctor_command_run_without_pyspark(
+    without: dict[str, str], tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     # The test before has ranks that import torch.
     script.write_text("from sparkhvd import launchers\nprint('of', launchers.find().job.size)\n")
@@ -121,7 +123,7 @@ def test_scripts_run_and_the_doctor_examines(without: dict[str, str], tmp_path: 
         (None, "is not installed"),
     ],
 )
-def test_the_doctor_shows_which_package_provides_pyspark(
+def test_doctor_command_shows_which_package_provides_pyspark(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str] | None, found: str
 ) -> None:
     monkeypatch.setattr(doctor, "_version", (installed or {}).get)

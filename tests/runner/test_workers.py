@@ -29,7 +29,7 @@ def chosen(spark: SparkSession) -> Iterator[SparkSession]:
     spark.sparkContext.pythonExec = before
 
 
-def test_workers_of_a_local_master_run_the_drivers_python(
+def test_local_master_workers_run_the_python_of_the_driver(
     chosen: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = chosen.sparkContext
@@ -41,7 +41,7 @@ def test_workers_of_a_local_master_run_the_drivers_python(
     assert context.pythonExec == sys.executable
 
 
-def test_a_python_without_the_packages_is_named_before_data_are_written(
+def test_error_names_a_python_without_packages_before_data_are_written(
     chosen: SparkSession, tmp_path: Path
 ) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)

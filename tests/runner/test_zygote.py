@@ -87,7 +87,7 @@ def parents_of(pids: list[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("threads", ["3", *left_to_soak("three threads, here", "1")])
-def test_a_fork_is_like_a_fresh_process(
+def test_forked_trainer_equals_a_fresh_process(
     own_zygote: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -117,8 +117,8 @@ def launch(num_proc: int = 2, env: Mapping[str, str] | None = None, **options: A
     return {parent for _, parent in ranks}
 
 
-@soak("a zygote ends when it is not used, here")
-def test_an_idle_zygote_stays_as_long_as_its_process_or_as_it_is_set(own_zygote: None) -> None:
+@soak("an unused zygote ends, here")
+def test_idle_zygote_ends_with_its_process_or_after_the_set_time(own_zygote: None) -> None:
     (pid,) = launch(1)
     assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2] == b"1e+08"
     of_this_process.forget()
@@ -126,7 +126,7 @@ def test_an_idle_zygote_stays_as_long_as_its_process_or_as_it_is_set(own_zygote:
     assert wait_until_gone({pid}) == set()
 
 
-def test_later_launches_are_forked_by_the_zygote_of_the_first(own_zygote: None) -> None:
+def test_later_launches_use_the_zygote_of_the_first(own_zygote: None) -> None:
     assert launch(settings=FRESH) == {os.getpid()}
     first = launch()
     assert first == {of_this_process.pid()}
@@ -134,7 +134,7 @@ def test_later_launches_are_forked_by_the_zygote_of_the_first(own_zygote: None) 
     assert launch(env={"MINE": "1"}) == first
 
 
-def test_whatever_a_process_reads_at_its_start_makes_another_zygote(own_zygote: None) -> None:
+def test_different_startup_conditions_use_separate_zygotes(own_zygote: None) -> None:
     found = [launch(1)]
     found.append(launch(1, env={"OMP_NUM_THREADS": "5"}))
     if SOAK:
@@ -168,8 +168,8 @@ def what_imports_have_read() -> tuple[str, str, bool]:
     return config.cpp.cxx[1], tempfile.gettempdir(), bool(bar.getvalue())
 
 
-@soak("whatever a process reads at its start, here")
-def test_import_time_variables_of_libraries_come_from_the_launch(
+@soak("different startup conditions, here")
+def test_libraries_read_import_time_variables_of_the_launch(
     own_zygote: None, tmp_path: Path
 ) -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed")
@@ -183,7 +183,7 @@ def test_import_time_variables_of_libraries_come_from_the_launch(
 
 @soak("modules of Python itself, here")
 @pytest.mark.usefixtures("torch_in_the_zygote")
-def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
+def test_files_in_the_working_directory_do_not_shadow_libraries(
     own_zygote: None, tmp_path: Path
 ) -> None:
     (tmp_path / "sympy.py").write_text("raise RuntimeError('not the library')")
@@ -208,7 +208,7 @@ def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no -P")
 @pytest.mark.parametrize("setting", ["auto", "0"])
-def test_files_of_the_working_directory_are_not_imported_in_place_of_pythons_own(
+def test_files_in_the_working_directory_do_not_shadow_stdlib_modules(
     own_zygote: None, tmp_path: Path, setting: str
 ) -> None:
     """The folder is last on the path at the start, and first inside the function, as in a notebook."""
@@ -244,7 +244,7 @@ def draw() -> tuple[float, float, float, str]:
 
 
 @pytest.mark.usefixtures("torch_in_the_zygote")
-def test_forks_draw_numbers_as_fresh_processes_do(own_zygote: None) -> None:
+def test_forked_trainers_draw_random_numbers_like_fresh_processes(own_zygote: None) -> None:
     drawn = [rank for _ in range(2) for rank in run_local(draw, num_proc=2, verbose=0)]
     for kind in range(4):
         assert len({numbers[kind] for numbers in drawn}) == 4
@@ -259,7 +259,7 @@ def sleep_and_place(seconds: float) -> int:
 
 @soak("a zygote that is killed while ranks run, below")
 @pytest.mark.timeout(3600)
-def test_launches_succeed_whenever_the_zygote_is_killed(own_zygote: None) -> None:
+def test_launches_succeed_if_the_zygote_is_killed_at_any_time(own_zygote: None) -> None:
     """In every fifth launch the zygote is killed before it forks, while ranks start, or while they run."""
     seed = secrets.randbelow(2**32)
     dice = random.Random(seed)
@@ -278,7 +278,7 @@ def test_launches_succeed_whenever_the_zygote_is_killed(own_zygote: None) -> Non
     assert wait_until_gone(zygotes - {of_this_process.pid()}) == set()
 
 
-def test_ranks_survive_their_zygote_and_the_next_launch_has_another(own_zygote: None) -> None:
+def test_ranks_survive_their_zygote_and_the_next_launch_starts_another(own_zygote: None) -> None:
     (before,) = launch()
     killer = subprocess.Popen(
         [sys.executable, "-c", f"import os, time; time.sleep(1); os.kill({before}, 9)"]
@@ -293,7 +293,7 @@ def stop_parent() -> int:
     return os.getppid()
 
 
-def test_a_zygote_that_is_stopped_keeps_no_launch_from_its_end(own_zygote: None) -> None:
+def test_launch_ends_although_its_zygote_is_stopped(own_zygote: None) -> None:
     launch(1)
     pid = of_this_process.pid()
     assert pid is not None
@@ -316,7 +316,7 @@ def end(how: str) -> None:
         raise ValueError(how)
 
 
-def test_forks_report_their_exit_and_their_children_end_with_them(own_zygote: None) -> None:
+def test_forked_trainers_report_their_exit_and_end_their_children(own_zygote: None) -> None:
     launch(1)
     for how, text in (("signal", "signal SIGSEGV"), ("exit", "exit 7"), ("error", "exception")):
         with pytest.raises(RankError) as caught:
@@ -359,7 +359,7 @@ def test_a_zygote_ends_with_its_owner(tmp_path: Path, is_killed: bool) -> None:
     assert wait_until_gone({pid}, timeout_s=5) == set()
 
 
-def test_a_zygote_ends_when_it_is_not_used() -> None:
+def test_unused_zygote_ends() -> None:
     program = (
         "import os, sys; from sparkhvd.runner import zygote; "
         "zygote.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), '', 0.2)"
@@ -376,7 +376,7 @@ def test_a_zygote_ends_when_it_is_not_used() -> None:
         )
 
 
-def test_only_the_newest_two_and_used_zygotes_of_a_family_stay() -> None:
+def test_only_the_two_newest_and_used_zygotes_of_a_family_stay() -> None:
     program = (
         "import os, sys; from sparkhvd.runner import zygote; zygote._OLD_S = 0.5; "
         "zygote.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), sys.argv[2], 60.0)"
@@ -420,7 +420,7 @@ def test_only_the_newest_two_and_used_zygotes_of_a_family_stay() -> None:
         assert third.poll() is None
 
 
-def test_a_zygote_with_threads_forks_no_more(tmp_path: Path) -> None:
+def test_zygote_with_threads_stops_forking(tmp_path: Path) -> None:
     (tmp_path / "has_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
@@ -438,8 +438,8 @@ def test_a_zygote_with_threads_forks_no_more(tmp_path: Path) -> None:
     assert wait_until_gone({kept.pid}) == set()
 
 
-@soak("a stopped zygote keeps no launch from its end, here")
-def test_a_zygote_that_is_stopped_delays_a_launch_by_seconds(
+@soak("a launch ends although its zygote is stopped, here")
+def test_stopped_zygote_delays_a_launch_only_by_seconds(
     own_zygote: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launch(1)
@@ -477,7 +477,7 @@ if __name__ == "__main__":
 """
 
 
-def test_children_of_a_process_share_a_zygote_that_ends_with_it(tmp_path: Path) -> None:
+def test_sibling_processes_share_a_zygote_that_ends_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(SHARED)
     # Two at a time, then two more: the zygote outlives the process that started it.
@@ -524,7 +524,7 @@ def test_many_launches_leak_no_descriptors_or_processes(own_zygote: None) -> Non
     ("nursery", "setting", "expected"),
     [("auto", "1", False), *left_to_soak("the setting 1, here", ("0", "0", True))],
 )
-def test_the_setting_decides_for_ranks(
+def test_lazy_compiler_setting_applies_to_ranks(
     own_zygote: None, nursery: str, setting: str, expected: bool
 ) -> None:
     def trains() -> bool:

@@ -41,7 +41,7 @@ def test_zygotes_fork_ranks_unless_the_setting_disables_them(
 
 
 @soak("runner/test_zygote")
-def test_launches_of_which_each_reads_another_variable_early_leave_few_zygotes(
+def test_launches_with_different_variables_leave_few_zygotes(
     spark: SparkSession,
 ) -> None:
     used = set()

@@ -44,7 +44,7 @@ def test_plain_dicts_survive_encoding_unchanged(value: Any) -> None:
     assert round_trip(value) == value
 
 
-def test_values_of_this_package_need_no_trust() -> None:
+def test_values_of_this_package_load_without_trust() -> None:
     for value in (
         {"tokens": pad(0), "image": pad(-1.5, length=7)},
         hvd.Compression.none,
@@ -63,12 +63,12 @@ class Own(hvd.Compression.fp16):
 
 
 @pytest.mark.parametrize("value", [Own, pad(Own)])  # type: ignore[arg-type]
-def test_values_that_look_like_this_packages_need_trust(value: Any) -> None:
+def test_values_that_imitate_this_package_require_trust(value: Any) -> None:
     with pytest.raises(UntrustedError):
         round_trip(value)
 
 
-def test_a_dict_that_answers_for_other_keys_stays_one() -> None:
+def test_defaultdict_keeps_its_default_and_requires_trust() -> None:
     archive = Archive()
     archive.encode("decoders", {"level": defaultdict(int, {"low": 1})})
     assert archive.code["decoders.level"]["unknown"] == 0
@@ -87,7 +87,9 @@ def test_a_dict_that_answers_for_other_keys_stays_one() -> None:
         ("decoders", {"x": [Store("s3://elsewhere/x")]}, "the store s3://elsewhere/x"),
     ],
 )
-def test_settings_with_paths_of_a_fit_need_trust(name: str, value: Any, shown: str) -> None:
+def test_settings_that_decide_where_a_fit_writes_require_trust(
+    name: str, value: Any, shown: str
+) -> None:
     encoded = json.loads(json.dumps(Archive().encode(name, value)))
     with pytest.raises(UntrustedError) as failed:
         Decoder("/saved", SPARK, trusted=False).decode(name, encoded)
@@ -117,7 +119,7 @@ def test_weights_require_trust_where_torch_cannot_load_them_safely(
     assert type(decode(trusted=True)) is torch.nn.Linear
 
 
-def test_settings_without_paths_and_no_store_need_no_trust() -> None:
+def test_settings_without_paths_load_without_trust() -> None:
     for name, value in (("settings", Settings(slots=5)), ("store", None)):
         encoded = json.loads(json.dumps(Archive().encode(name, value)))
         assert Decoder("/saved", SPARK, trusted=False).decode(name, encoded) == value
@@ -144,7 +146,7 @@ def test_settings_without_paths_and_no_store_need_no_trust() -> None:
         {"unheard of": 1},
     ],
 )
-def test_odd_entries_are_named(odd: Any, tmp_path: Path) -> None:
+def test_error_names_entries_of_unknown_form(odd: Any, tmp_path: Path) -> None:
     decoder = Decoder(str(tmp_path), SPARK, trusted=False)
     decoder._tensors = {}
     with pytest.raises(InvalidArgumentError):

@@ -50,7 +50,7 @@ assert present_name("numpy.ndarray") == "numpy.ndarray"
 
 
 @soak("saving/test_saved_versions: saves of earlier versions load by former names")
-def test_public_names_and_former_modules_import_as_before() -> None:
+def test_public_names_and_former_module_names_still_import() -> None:
     # In a separate process, because a former name stays in its package as an attribute.
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(PUBLIC)], capture_output=True, text=True, timeout=120

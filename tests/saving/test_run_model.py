@@ -75,7 +75,7 @@ def same(module: nn.Module, state: dict[str, torch.Tensor]) -> bool:
     return found.keys() == state.keys() and all(torch.equal(found[n], t) for n, t in state.items())
 
 
-def test_a_finished_run_gives_its_model(store: Store) -> None:
+def test_from_run_returns_the_model_of_a_finished_run(store: Store) -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     run = begin(store, module, predictionCol="p")
     state = train(run, module, 3)
@@ -99,7 +99,7 @@ def test_a_finished_run_gives_its_model(store: Store) -> None:
     assert same(TorchModel.from_run(Path(store.url.removeprefix("file://")), "r").getModel(), state)
 
 
-def test_the_best_epoch_of_a_finished_run_counts(store: Store) -> None:
+def test_from_run_returns_the_best_epoch_of_a_finished_run(store: Store) -> None:
     module = nn.Linear(2, 1)
     run = begin(store, module)
     train(run, module, 3)
@@ -110,7 +110,7 @@ def test_the_best_epoch_of_a_finished_run_counts(store: Store) -> None:
 @pytest.mark.parametrize(
     ("step", "where"), [(0, "after epoch 3 of 10"), (7, "after 7 steps of epoch 4 of 10")]
 )
-def test_an_interrupted_run_gives_its_newest_weights_and_says_so(
+def test_from_run_warns_and_returns_newest_weights_of_interrupted_run(
     store: Store, step: int, where: str
 ) -> None:
     module = nn.Linear(2, 1)
@@ -122,7 +122,7 @@ def test_an_interrupted_run_gives_its_newest_weights_and_says_so(
     assert len(model.history) == 3
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(store: Store) -> None:
+def test_from_run_uses_the_checkpoint_before_a_damaged_one(store: Store) -> None:
     module = nn.Linear(2, 1)
     train(begin(store, module), module, 3)
     store.write_bytes("runs/r/checkpoints/epoch-3.pt", b"cut off")
@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(store: Store) -> None:
     assert set(model.getModel().weight.flatten().tolist()) == {2.0}
 
 
-def test_the_last_of_fits_with_warm_start_counts_once_it_has_weights(store: Store) -> None:
+def test_from_run_uses_the_last_warm_start_with_weights(store: Store) -> None:
     module = nn.Linear(2, 1)
     run = begin(store, module)
     train(run, module, 3)
@@ -163,7 +163,7 @@ class Own(nn.Module):
         self.extra = state
 
 
-def test_code_of_a_run_needs_trust(store: Store) -> None:
+def test_user_code_of_a_run_requires_trust(store: Store) -> None:
     module = Own()
     run = begin(store, module, output_fn=lambda output: output)
     state = {name: torch.ones_like(t) for name, t in module.layer.state_dict().items()}
@@ -218,7 +218,7 @@ def test_runs_without_a_model_raise_a_clear_error(store: Store) -> None:
         TorchModel.from_run(store, "two")
 
 
-def test_the_description_holds_neither_weights_nor_secrets(store: Store) -> None:
+def test_model_description_contains_neither_weights_nor_secrets(store: Store) -> None:
     module = nn.Linear(2, 1)
     begin(store, module)
     text = store.read_bytes("runs/r/model.json").decode()

@@ -146,7 +146,7 @@ def _moved(path: str, tmp_path: Path) -> str:
     return str(outside)
 
 
-def test_a_save_that_fails_leaves_the_older_one(plain: TorchModel, tmp_path: Path) -> None:
+def test_failed_save_keeps_the_older_model(plain: TorchModel, tmp_path: Path) -> None:
     path = tmp_path / "model"
     plain.save(str(path))
     lock = threading.Lock()
@@ -182,7 +182,7 @@ def test_a_saved_pipeline_model_keeps_its_torch_model(
     assert found == both.transform(df).select("y__output", "own", "prediction").collect()
 
 
-def test_loaded_estimators_are_ready_to_fit(df: DataFrame, store: Store, tmp_path: Path) -> None:
+def test_loaded_estimators_can_fit(df: DataFrame, store: Store, tmp_path: Path) -> None:
     model = mlp(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.8, 0.9))
     model(torch.ones(1, 2)).sum().backward()
@@ -281,7 +281,7 @@ def mount_table(spark: SparkSession, tmp_path: Path) -> Iterator[Path]:
         conf.unset(f"fs.viewfs.mounttable.default.link.{at}")
 
 
-def test_a_hadoop_mount_table_resolves_model_paths(df: DataFrame, mount_table: Path) -> None:
+def test_hadoop_mount_table_resolves_model_paths(df: DataFrame, mount_table: Path) -> None:
     model = fitted(mlp(2))
     for path in ("/models/a", "viewfs:///models/a"):
         model.write().overwrite().save(path)
@@ -361,7 +361,7 @@ CONNECT = """
 
 @soak("cluster/test_fits[connect] saves and loads")
 @pytest.mark.timeout(430)
-def test_the_same_works_over_connect(tmp_path: Path) -> None:
+def test_models_are_saved_and_loaded_over_connect(tmp_path: Path) -> None:
     body = CONNECT.format(store=str(tmp_path / "store"), path=str(tmp_path / "saved"))
     out = run_on("local[2]", body, tmp_path, remote=True, timeout_s=400)
     assert "rows 20 1 ['array<double>', 'int', 'vector', 'vector', 'vector', 'double']" in out

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.spark
 FOLDERS = sorted(FIXTURES.glob("saved_model_v*"))
 
 
-def test_this_format_has_its_fixture() -> None:
+def test_current_save_format_has_a_fixture() -> None:
     assert f"saved_model_v{FORMAT_VERSION}" in [folder.name for folder in FOLDERS]
 
 
@@ -69,7 +69,7 @@ def test_estimators_saved_by_earlier_versions_load(spark: SparkSession, folder: 
     assert own.getOptimizer() is torch.optim.SGD
 
 
-def test_a_run_of_the_version_before_the_merge_resumes(
+def test_run_of_an_earlier_version_resumes(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(saved_store.FIXTURE / "store", tmp_path / "store")
@@ -94,7 +94,7 @@ def test_a_run_of_the_version_before_the_merge_resumes(
         assert torch.equal(mine, theirs)
 
 
-def test_pipelines_and_a_pickle_of_the_version_before_the_merge_load(spark: SparkSession) -> None:
+def test_pipelines_and_pickles_of_an_earlier_version_load(spark: SparkSession) -> None:
     expected = json.loads((saved_store.FIXTURE / "expected.json").read_text())
     model = PipelineModel.load(f"{saved_store.FIXTURE}/pipeline_model")
     found = [

@@ -38,7 +38,9 @@ class Session:
         ("/", "/anything", True),
     ],
 )
-def test_prefixes_of_the_conf(prefixes: str | None, path: str, is_trusted: bool) -> None:
+def test_conf_prefixes_decide_which_paths_are_trusted(
+    prefixes: str | None, path: str, is_trusted: bool
+) -> None:
     session = Session(prefixes)
     if is_trusted:
         check_trusted(path, "a.B", session)
@@ -51,7 +53,7 @@ def test_prefixes_of_the_conf(prefixes: str | None, path: str, is_trusted: bool)
     )
 
 
-def test_trust_ends_with_its_block_and_stays_in_its_thread() -> None:
+def test_trust_applies_only_within_its_block_and_thread() -> None:
     session = Session()
     elsewhere: list[BaseException] = []
 

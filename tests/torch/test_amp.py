@@ -151,7 +151,7 @@ FEW = [
     indirect=["plane"],
     ids=lambda each: each if isinstance(each, str) else getattr(each, "__name__", str(each)),
 )
-def test_every_rank_leaves_out_the_step(
+def test_every_rank_skips_a_step_with_non_finite_gradients(
     plane: str, order: Order, make: Make, sharded: bool
 ) -> None:
     wanted, scale = expected(make, order)
@@ -170,7 +170,9 @@ def test_every_rank_leaves_out_the_step(
     ],
     ids=str,
 )
-def test_options(plane: str, options: dict[str, Any]) -> None:
+def test_non_finite_gradients_reach_the_scaler_with_every_option(
+    plane: str, options: dict[str, Any]
+) -> None:
     """Non-finite gradients must reach the scaler with each option."""
     _, scale = expected(training.sgd, plain)
     found = together(plane, training.sgd, plain, **options)
@@ -180,7 +182,7 @@ def test_options(plane: str, options: dict[str, Any]) -> None:
         assert its_scale == scale
 
 
-def test_accumulation(plane: str) -> None:
+def test_accumulated_passes_use_one_loss_scale(plane: str) -> None:
     """All passes of a step have the same scale."""
 
     def body(place: Any) -> Tensor:
@@ -208,7 +210,7 @@ def test_accumulation(plane: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
 
 
-def test_autocast() -> None:
+def test_autocast_forward_in_bfloat16_reduces_float32_gradients() -> None:
     """Forward runs in bfloat16, gradients and their reduction stay in float32. torch casts only on devices that it knows."""
 
     def body() -> Tensor:

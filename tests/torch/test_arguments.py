@@ -63,7 +63,7 @@ def refused(call: Callable[[], Any], message: str, size: int = 1) -> None:
         lambda made: hvd.grouped_allgather_async(made).wait(),
     ],
 )
-def test_groups_may_be_generators(call: Callable[[Any], Any], gradient: bool) -> None:
+def test_grouped_operations_accept_generators(call: Callable[[Any], Any], gradient: bool) -> None:
     def body() -> Any:
         x, y = torch.ones(2).requires_grad_(gradient), torch.ones(4, dtype=torch.float64)
         found, wanted = call(each(x, y)), call([x, y])
@@ -73,7 +73,7 @@ def test_groups_may_be_generators(call: Callable[[Any], Any], gradient: bool) ->
     on_ranks(2, body)
 
 
-def test_groups_in_place_may_be_generators() -> None:
+def test_in_place_grouped_operations_accept_generators() -> None:
     def body() -> Any:
         x, y = ones(), ones(3)
         hvd.grouped_allreduce_(each(x, y), op=hvd.Sum)
@@ -99,7 +99,7 @@ def test_groups_in_place_may_be_generators() -> None:
 @pytest.mark.parametrize(
     ("given", "found"), [(None, "NoneType"), (5, "int"), (torch.tensor(1.0), "Tensor")]
 )
-def test_an_invalid_group_is_an_error(name: str, given: Any, found: str) -> None:
+def test_invalid_group_raises(name: str, given: Any, found: str) -> None:
     def body() -> Any:
         message = rf"^grouped_\w+(\.noname\.0)?: expected a list of tensors, got {found}\. Put it"
         with pytest.raises(InvalidArgumentError, match=message):
@@ -110,7 +110,7 @@ def test_an_invalid_group_is_an_error(name: str, given: Any, found: str) -> None
     on_ranks(1, body)
 
 
-def test_errors_of_a_generator_are_its_own() -> None:
+def test_exceptions_of_a_generator_pass_through() -> None:
     def broken() -> Iterator[Tensor]:
         yield ones()
         raise TypeError("mine")
@@ -138,7 +138,7 @@ FACTORS: list[tuple[str, Callable[..., Any]]] = [
 
 @pytest.mark.parametrize("argument", ["prescale_factor", "postscale_factor"])
 @pytest.mark.parametrize(("name", "call"), FACTORS)
-def test_a_tensor_as_factor_counts_as_it_is_now(
+def test_tensor_factor_is_read_at_the_call(
     name: str, call: Callable[..., Any], argument: str
 ) -> None:
     del name
@@ -156,7 +156,7 @@ def test_a_tensor_as_factor_counts_as_it_is_now(
 
 
 @pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
-def test_gradients_use_the_factor_of_their_forward_pass(op: str) -> None:
+def test_gradients_use_the_factor_of_the_forward_pass(op: str) -> None:
     def body() -> Any:
         x, factor = torch.ones(2, requires_grad=True), torch.tensor(2.0)
         result = getattr(hvd, op)(x, op=hvd.Sum, prescale_factor=factor)
@@ -170,7 +170,7 @@ def test_gradients_use_the_factor_of_their_forward_pass(op: str) -> None:
 
 @pytest.mark.parametrize("argument", ["prescale_factor", "postscale_factor"])
 @pytest.mark.parametrize(("name", "call"), FACTORS)
-def test_an_invalid_factor_is_an_error(name: str, call: Callable[..., Any], argument: str) -> None:
+def test_invalid_factor_raises(name: str, call: Callable[..., Any], argument: str) -> None:
     def body() -> Any:
         message = rf"^{name}[\w.]*: {argument}=.* is not one number\. Give a float\.$"
         for value in ("a", "2", None, [1.0], 1j, torch.ones(2), 10**400):
@@ -183,7 +183,7 @@ def test_an_invalid_factor_is_an_error(name: str, call: Callable[..., Any], argu
 
 
 @pytest.mark.parametrize("op", ["allreduce", "grouped_allreduce", "reducescatter"])
-def test_an_operation_with_a_wrong_factor_on_one_rank_is_counted(op: str) -> None:
+def test_wrong_factor_on_one_rank_keeps_unnamed_operations_in_step(op: str) -> None:
     def body() -> Any:
         start, data = getattr(hvd, f"{op}_async"), ones(2)
         tensors = [data] if op == "grouped_allreduce" else data
@@ -202,7 +202,7 @@ def test_an_operation_with_a_wrong_factor_on_one_rank_is_counted(op: str) -> Non
 # --- Names, compression, splits. ---
 
 
-def test_names_are_strings() -> None:
+def test_operation_name_of_another_type_raises() -> None:
     refused(
         lambda: hvd.allreduce(ones(), name=5),  # type: ignore[arg-type]  # that is the test
         "allreduce: the name is 5, a int. Give a string",
@@ -211,7 +211,7 @@ def test_names_are_strings() -> None:
 
 @pytest.mark.parametrize("compression", ["fp16", None, hvd.Compression, 16], ids=str)
 @pytest.mark.parametrize("size", [1, 2])
-def test_invalid_compressors_are_an_error(compression: Any, size: int) -> None:
+def test_invalid_compressors_raise(compression: Any, size: int) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "allreduce": lambda: hvd.allreduce(ones(), compression=compression),
         "grouped_allreduce": lambda: hvd.grouped_allreduce([ones()], compression=compression),
@@ -244,7 +244,7 @@ def test_invalid_compressors_are_an_error(compression: Any, size: int) -> None:
     ],
     ids=str,
 )
-def test_wrong_splits_are_errors(splits: Any, message: str) -> None:
+def test_wrong_alltoall_splits_raise(splits: Any, message: str) -> None:
     refused(lambda: hvd.alltoall(ones(), splits), message)
 
 
@@ -253,7 +253,7 @@ def test_wrong_splits_are_errors(splits: Any, message: str) -> None:
     [np.array([1, 1]), (1, np.int32(1)), torch.tensor([1, 1]), each(*torch.tensor([1, 1]))],
     ids=["array", "tuple", "tensor", "generator"],
 )
-def test_splits_of_any_kind(splits: Any) -> None:
+def test_alltoall_accepts_splits_of_any_sequence_type(splits: Any) -> None:
     given = [splits, [1, 1]] if isinstance(splits, Iterator) else [splits, splits]
 
     def body() -> Any:
@@ -267,7 +267,7 @@ def test_splits_of_any_kind(splits: Any) -> None:
 
 
 @pytest.mark.parametrize("root", [True, "0", 0.0, None, 2, -1, torch.tensor(0.0), torch.tensor(True)], ids=str)  # fmt: skip
-def test_wrong_roots_are_errors(root: Any) -> None:
+def test_wrong_root_ranks_raise(root: Any) -> None:
     def body() -> Any:
         message = r"root_rank is .*; with 2 ranks it must be from 0 to 1\.$"
         for call in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
@@ -282,7 +282,7 @@ def test_wrong_roots_are_errors(root: Any) -> None:
 
 
 @pytest.mark.parametrize("root", [np.int64(1), torch.tensor(1)], ids=str)
-def test_roots_of_other_libraries(root: Any) -> None:
+def test_root_rank_may_be_a_numpy_or_torch_integer(root: Any) -> None:
     def body() -> Any:
         x = torch.full((1,), float(hvd.rank()), requires_grad=True)
         sent = hvd.broadcast(x, root)
@@ -294,7 +294,7 @@ def test_roots_of_other_libraries(root: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [list, iter, lambda given: dict(enumerate(given)).values()])
-def test_parameters_may_be_a_list_of_tensors(form: Callable[[Any], Any]) -> None:
+def test_broadcast_parameters_accepts_lists_of_tensors(form: Callable[[Any], Any]) -> None:
     def body() -> Any:
         model = nn.Linear(2, 3)
         for parameter in model.parameters():
@@ -319,14 +319,14 @@ def test_parameters_may_be_a_list_of_tensors(form: Callable[[Any], Any]) -> None
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_arguments_without_parameters_are_an_error(params: Any, message: str) -> None:
+def test_arguments_without_parameters_raise(params: Any, message: str) -> None:
     refused(lambda: hvd.broadcast_parameters(params, 0), f"broadcast_parameters: {message}")
 
 
 # --- Process sets. ---
 
 
-def test_a_process_set_is_made_and_shown_as_horovods() -> None:
+def test_process_set_constructor_and_text_match_horovod() -> None:
     made = hvd.ProcessSet(ranks_or_comm=[np.int64(1), torch.tensor(0)])
     assert made.ranks == [0, 1]
     assert [type(rank) for rank in made.ranks] == [int, int]
@@ -347,13 +347,13 @@ def test_a_process_set_is_made_and_shown_as_horovods() -> None:
     ],
     ids=str,
 )
-def test_invalid_ranks_of_a_process_set_are_an_error(ranks: Any, message: str) -> None:
+def test_invalid_process_set_ranks_raise(ranks: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match="^" + re.escape(message) + "$"):
         hvd.ProcessSet(ranks)
     refused(lambda: hvd.add_process_set(ranks), message)
 
 
-def test_only_process_sets_can_be_removed() -> None:
+def test_remove_process_set_refuses_other_objects() -> None:
     refused(
         lambda: hvd.remove_process_set(5),  # type: ignore[arg-type]  # that is the test
         "remove_process_set(5): expected a ProcessSet. Give what add_process_set() returned.",
@@ -375,7 +375,7 @@ def test_only_process_sets_can_be_removed() -> None:
     ],
     ids=str,
 )
-def test_shapes_of_registered_tensors(shape: Any, wanted: tuple[int, ...]) -> None:
+def test_registered_empty_accepts_any_shape_type(shape: Any, wanted: tuple[int, ...]) -> None:
     def body() -> Any:
         made = hvd.registered_empty(shape)
         return tuple(made.shape), made.dtype, int(made.count_nonzero())
@@ -404,7 +404,7 @@ TOO_LARGE = "bytes, more than any memory has. Ask for less."
     ],
     ids=str,
 )  # fmt: skip
-def test_impossible_shapes_are_errors(shape: Any, message: str) -> None:
+def test_registered_empty_refuses_impossible_shapes(shape: Any, message: str) -> None:
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match=f"^registered_empty: .*{message}$"):
             hvd.registered_empty(shape)
@@ -413,7 +413,7 @@ def test_impossible_shapes_are_errors(shape: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", float, 0, ""], ids=repr)
-def test_an_invalid_dtype_is_an_error(dtype: Any) -> None:
+def test_registered_empty_refuses_invalid_dtypes(dtype: Any) -> None:
     refused(
         lambda: hvd.registered_empty(1, dtype),
         f"registered_empty: dtype={dtype!r} is not a torch dtype. Give for example torch.float32.",
@@ -432,7 +432,7 @@ def one_parameter() -> Tensor:
 
 
 PASSES = "it must be an integer of 1 or more."
-FINITE = "it must be more than 0 and finite, and so must be 1 divided by it."
+FINITE = "it and 1 divided by it must be finite and more than 0."
 GROUPS = "it must be an integer of 1 or more, or lists of parameters. Give"
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
@@ -457,7 +457,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=["average", "adasum"])
 @pytest.mark.parametrize(("options", "message"), OPTIONS, ids=str)
-def test_wrong_options_are_errors(
+def test_wrong_optimizer_options_raise(
     options: dict[str, Any], message: str, op: Any, size: int
 ) -> None:
     refused(
@@ -480,14 +480,14 @@ def test_wrong_options_are_errors(
     ],
     ids=str,
 )
-def test_wrong_predivision_is_an_error(value: Any, message: str) -> None:
+def test_wrong_gradient_predivide_factor_raises(value: Any, message: str) -> None:
     refused(
         lambda: hvd.DistributedOptimizer(sgd(), gradient_predivide_factor=value),
         f"DistributedOptimizer: gradient_predivide_factor{message}",
     )
 
 
-def test_named_parameters_must_be_a_list() -> None:
+def test_named_parameters_of_wrong_form_raise() -> None:
     refused(
         lambda: hvd.DistributedOptimizer(sgd(), 5),  # type: ignore[arg-type]  # that is the test
         "DistributedOptimizer(named_parameters=...): expected a list of (name, parameter) pairs, got int.",
@@ -497,7 +497,7 @@ def test_named_parameters_must_be_a_list() -> None:
 @pytest.mark.parametrize(
     ("given", "found"), [(nn.Linear(1, 1), "Linear"), (None, "NoneType"), ([], "list")], ids=str
 )
-def test_an_invalid_optimizer_is_an_error(given: Any, found: str) -> None:
+def test_invalid_optimizer_raises(given: Any, found: str) -> None:
     refused(
         lambda: hvd.DistributedOptimizer(given),
         f"DistributedOptimizer: expected an optimizer of torch, got {found}. Give for example torch.optim.SGD(",
@@ -514,14 +514,14 @@ def test_an_invalid_optimizer_is_an_error(given: Any, found: str) -> None:
     ],
     ids=str,
 )
-def test_wrong_numbers_of_powersgd_are_errors(arguments: dict[str, Any], shown: str) -> None:
+def test_wrong_powersgd_numbers_raise(arguments: dict[str, Any], shown: str) -> None:
     message = f"Compression.powersgd({shown}): rank must be 1 or more, and warm_up_steps 0 or more; both must be integers."
     with pytest.raises(InvalidArgumentError, match="^" + re.escape(message) + "$"):
         hvd.Compression.powersgd(**arguments)
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=["average", "adasum"])
-def test_passes_are_checked_when_they_change(op: Any) -> None:
+def test_set_backward_passes_per_step_refuses_invalid_values(op: Any) -> None:
     def body() -> Any:
         optimizer: Any = hvd.DistributedOptimizer(sgd(), op=op)
         for wrong in ("a", 1.5, None, 0):
@@ -533,7 +533,7 @@ def test_passes_are_checked_when_they_change(op: Any) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_an_optimizer_takes_numbers_of_other_libraries_and_generators(sharded: bool) -> None:
+def test_optimizer_accepts_numpy_and_torch_numbers_and_generators(sharded: bool) -> None:
     def body() -> Any:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         for parameter in model.parameters():
@@ -556,7 +556,7 @@ def test_an_optimizer_takes_numbers_of_other_libraries_and_generators(sharded: b
     assert on_ranks(2, body) == [[[0.5, 0.5], [0.5, 0.5]]] * 2
 
 
-def test_more_groups_than_parameters_are_one_for_each() -> None:
+def test_more_groups_than_parameters_give_one_group_per_parameter() -> None:
     def body() -> Any:
         optimizer: Any = hvd.DistributedOptimizer(sgd(), groups=10**15)
         return len(optimizer._reducers)
@@ -564,7 +564,7 @@ def test_more_groups_than_parameters_are_one_for_each() -> None:
     assert on_ranks(2, body) == [1, 1]
 
 
-def test_adasum_knows_its_parameters_and_clips() -> None:
+def test_adasum_optimizer_names_parameters_and_clips_gradients() -> None:
     def body() -> Any:
         model = nn.Linear(2, 1)
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -603,7 +603,7 @@ def test_adasum_knows_its_parameters_and_clips() -> None:
     ],
     ids=str,
 )
-def test_wrong_arguments_of_init_leave_it_uninitialised(
+def test_init_with_wrong_arguments_stays_uninitialized(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="^" + re.escape(message)):
@@ -612,7 +612,7 @@ def test_wrong_arguments_of_init_leave_it_uninitialised(
 
 
 @pytest.mark.parametrize(("path", "found"), [(None, "NoneType"), (5, "int"), (b"x", "bytes")])
-def test_a_timeline_needs_a_path(path: Any, found: str) -> None:
+def test_start_timeline_refuses_values_other_than_paths(path: Any, found: str) -> None:
     refused(
         lambda: hvd.start_timeline(path),
         f"start_timeline({path!r}): expected a path, got {found}. Give the name of the file.",
@@ -620,11 +620,11 @@ def test_a_timeline_needs_a_path(path: Any, found: str) -> None:
 
 
 @pytest.mark.parametrize("value", [True, np.bool_(True), torch.tensor(True), 1.0, "1", None], ids=repr)  # fmt: skip
-def test_no_integers(value: Any) -> None:
+def test_bool_float_and_text_are_not_integers(value: Any) -> None:
     assert to_integer(value) is None
 
 
-def test_a_dtensor_is_refused_before_anything_is_sent() -> None:
+def test_dtensor_is_refused_before_data_are_sent() -> None:
     def body() -> None:
         part = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
         optimizer = torch.optim.SGD([nn.Parameter(part)], lr=1.0)
@@ -644,7 +644,7 @@ def test_a_dtensor_is_refused_before_anything_is_sent() -> None:
         dist.destroy_process_group()
 
 
-def test_adasum_of_a_reducescatter_is_not_implemented_as_with_horovod() -> None:
+def test_adasum_reducescatter_raises_notimplementederror() -> None:
     def body() -> None:
         for call in (hvd.reducescatter, hvd.reducescatter_async):
             with pytest.raises(NotImplementedError, match="Adasum is for allreduce only"):

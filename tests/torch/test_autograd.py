@@ -29,7 +29,7 @@ def test_gradient_of_allreduce_is_the_same_reduction(op: Any) -> None:
     on_ranks(2, body)
 
 
-def test_gradient_of_grouped_allreduce() -> None:
+def test_gradient_of_grouped_allreduce_is_the_same_reduction() -> None:
     def body() -> Any:
         a, b = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
         ra, rb = hvd.grouped_allreduce([a, b], op=hvd.Sum, name="pair")
@@ -48,7 +48,7 @@ def test_gradient_flows_through_compression() -> None:
     assert on_ranks(2, body) == [(torch.float32, [2.0, 2.0])] * 2
 
 
-def test_reductions_without_gradient_say_so() -> None:
+def test_backward_of_reductions_without_gradient_raises() -> None:
     def body() -> Any:
         x = torch.ones(2, requires_grad=True)
         y = hvd.allreduce(x, op=hvd.Max)
@@ -58,7 +58,7 @@ def test_reductions_without_gradient_say_so() -> None:
     on_ranks(2, body)
 
 
-def test_gradient_of_allgather_is_the_average_cut_to_the_ranks_rows() -> None:
+def test_gradient_of_allgather_is_the_average_for_own_rows() -> None:
     def body() -> Any:
         rows = hvd.rank() + 1
         x = torch.ones(rows, 2, requires_grad=True)
@@ -70,7 +70,7 @@ def test_gradient_of_allgather_is_the_average_cut_to_the_ranks_rows() -> None:
     on_ranks(2, body)
 
 
-def test_gradient_of_broadcast_is_the_average_on_the_root_and_zero_elsewhere() -> None:
+def test_gradient_of_broadcast_is_the_average_on_the_root_only() -> None:
     def body() -> Any:
         x = torch.ones(3, requires_grad=True)
         (hvd.broadcast(x, 1) * weights(hvd.rank(), 3)).sum().backward()
@@ -91,7 +91,9 @@ def test_gradient_of_broadcast_is_the_average_on_the_root_and_zero_elsewhere() -
         (lambda x: hvd.alltoall(x, [1, 1], name="rows")[0], 12.0),
     ],
 )
-def test_second_derivatives(reduce: Callable[[torch.Tensor], torch.Tensor], factor: float) -> None:
+def test_second_derivatives_of_collectives_are_right(
+    reduce: Callable[[torch.Tensor], torch.Tensor], factor: float
+) -> None:
     def body() -> Any:
         x = torch.tensor([2.0, 3.0], requires_grad=True)
         loss = (reduce(x) ** 3).sum() + (x**3).sum()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("form", ["dict", "list", "generator", "state_dict"])
 @pytest.mark.parametrize("root", [0, 2])
-def test_parameters_of_the_root_reach_every_rank(form: str, root: int) -> None:
+def test_broadcast_parameters_sends_the_root_values_to_every_rank(form: str, root: int) -> None:
     def body() -> Any:
         model = mlp(seed=hvd.rank())
         named: Any = model.named_parameters()
@@ -35,7 +35,7 @@ def test_parameters_of_the_root_reach_every_rank(form: str, root: int) -> None:
         assert torch.equal(result, weights(mlp(seed=root)))
 
 
-def test_buffers_noncontiguous_and_empty_parameters() -> None:
+def test_broadcast_includes_buffers_noncontiguous_and_empty_parameters() -> None:
     def body() -> Any:
         model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4)).to(
             memory_format=torch.channels_last
@@ -90,7 +90,7 @@ def test_complex_parameters_reach_every_rank(dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_other_params_are_errors(params: Any, message: str) -> None:
+def test_broadcast_parameters_refuses_invalid_arguments(params: Any, message: str) -> None:
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match=message):
             hvd.broadcast_parameters(params, 0)
@@ -98,7 +98,7 @@ def test_other_params_are_errors(params: Any, message: str) -> None:
     on_ranks(1, body)
 
 
-def test_parameters_of_another_shape_are_a_mismatch_that_names_them() -> None:
+def test_mismatch_error_names_parameters_of_another_shape() -> None:
     def body() -> Any:
         with pytest.raises(MismatchError, match=r"layer\.weight"):
             hvd.broadcast_parameters({"layer.weight": torch.ones(2 + hvd.rank())}, 0)
@@ -117,7 +117,7 @@ class Own:
         return 0
 
 
-def test_objects() -> None:
+def test_objects_of_any_size_are_broadcast_and_gathered() -> None:
     def body() -> Any:
         rank = hvd.rank()
         for value in (None, {"lr": 0.1, "x": [1, 2]}, Own("a" * 100_000), b"", lambda: rank):
@@ -204,7 +204,7 @@ def test_optimizer_state_of_the_root_reaches_every_rank(name: str, state: str) -
 
 
 @pytest.mark.parametrize("as_views", [False, True])
-def test_an_optimizer_without_state_gets_gradients_of_zeros_as_with_horovod(as_views: bool) -> None:
+def test_broadcasting_empty_optimizer_state_creates_zero_gradients(as_views: bool) -> None:
     def body() -> Any:
         model = mlp(seed=0)
         model[0].bias.requires_grad_(False)  # type: ignore[index,operator]
@@ -234,7 +234,7 @@ def test_an_optimizer_without_state_gets_gradients_of_zeros_as_with_horovod(as_v
         torch.testing.assert_close(found, plain())
 
 
-def test_optimizer_state_of_a_distributed_optimizer_and_its_scheduler() -> None:
+def test_broadcast_optimizer_state_works_with_distributed_optimizer_and_scheduler() -> None:
     def body() -> Any:
         model = mlp(seed=hvd.rank())
         optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
@@ -255,7 +255,7 @@ def test_optimizer_state_of_a_distributed_optimizer_and_its_scheduler() -> None:
     assert lr == other_lr == 0.125
 
 
-def test_odd_values_of_state_survive() -> None:
+def test_optimizer_state_values_of_any_type_survive_broadcast() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.ones(2, 3))
         optimizer = torch.optim.SGD([p], lr=0.1)
@@ -302,7 +302,7 @@ def test_optimizer_state_that_cannot_be_sent_raises_on_every_rank() -> None:
     assert "rank 0 cannot send its optimizer's state" in other
 
 
-def test_optimizers_of_another_structure_are_a_mismatch_on_every_rank() -> None:
+def test_optimizers_of_different_structure_raise_a_mismatch_on_every_rank() -> None:
     def body() -> Any:
         parameters = [nn.Parameter(torch.ones(2)) for _ in range(2 + hvd.rank())]
         optimizer = torch.optim.SGD(parameters, lr=0.1)

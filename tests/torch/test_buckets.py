@@ -12,25 +12,25 @@ from tests.harness.soak import amount
 pytestmark = pytest.mark.ranks
 
 
-def test_buckets_follow_the_order_and_close_when_full() -> None:
+def test_buckets_follow_tensor_order_and_close_when_full() -> None:
     assert plan_buckets([4, 4, 4, 4, 4], ["f"] * 5, [4, 3, 2, 1, 0], 8) == [(4, 3), (2, 1), (0,)]
 
 
-def test_a_tensor_larger_than_a_bucket_has_one_of_its_own() -> None:
+def test_tensor_larger_than_a_bucket_gets_its_own_bucket() -> None:
     assert plan_buckets([4, 100, 4], ["f"] * 3, [0, 1, 2], 8) == [(0,), (1,), (2,)]
 
 
-def test_a_bucket_has_one_dtype() -> None:
+def test_tensors_of_a_bucket_have_one_dtype() -> None:
     plan = plan_buckets([4, 2, 4, 2], ["f32", "f16", "f32", "f16"], [0, 1, 2, 3], 100)
     assert plan == [(0, 2), (1, 3)]
 
 
-def test_groups_stay_together_whatever_their_size() -> None:
+def test_groups_of_any_size_stay_in_one_bucket() -> None:
     plan = plan_buckets([9, 9, 9, 9], ["f"] * 4, [3, 2, 1, 0], 10, groups=[[0, 2, 3]])
     assert plan == [(1,), (3, 2, 0)]
 
 
-def test_no_tensors_no_buckets() -> None:
+def test_empty_tensor_list_gives_no_buckets() -> None:
     assert plan_buckets([], [], [], 8) == []
 
 
@@ -55,6 +55,6 @@ def test_every_tensor_is_in_exactly_one_bucket(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 7, 64])
-def test_equal_input_gives_an_equal_plan(limit: Any) -> None:
+def test_equal_input_gives_an_equal_bucket_plan(limit: Any) -> None:
     arguments = ([3, 5, 8, 13], ["a", "b", "a", "b"], [2, 0, 3, 1], limit)
     assert plan_buckets(*arguments) == plan_buckets(*arguments)

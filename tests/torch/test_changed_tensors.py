@@ -40,7 +40,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_gradient_in_flight_that_gets_other_memory_keeps_its_own(sharded: bool) -> None:
+def test_old_memory_of_a_gradient_is_kept_during_its_reduction(sharded: bool) -> None:
     rank_0_has_looked = threading.Event()
 
     def body() -> Any:
@@ -80,7 +80,7 @@ def test_a_gradient_in_flight_that_gets_other_memory_keeps_its_own(sharded: bool
         lambda tensor: hvd.broadcast_async(tensor, 0),
     ],
 )
-def test_a_tensor_in_flight_that_gets_other_memory_keeps_its_own(
+def test_old_memory_of_a_tensor_is_kept_during_its_operation(
     start: Callable[[torch.Tensor], hvd.Handle],
 ) -> None:
     rank_0_has_looked = threading.Event()
@@ -147,7 +147,7 @@ def test_a_parameter_whose_shape_changes_raises(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_backward_of_a_parameter_with_another_shape_is_an_error(sharded: bool) -> None:
+def test_backward_raises_if_a_parameter_shape_changed(sharded: bool) -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(10))
         optimizer = hvd.DistributedOptimizer(
@@ -164,7 +164,7 @@ def test_backward_of_a_parameter_with_another_shape_is_an_error(sharded: bool) -
 
 
 @pytest.mark.parametrize("rows", [4, 20])
-def test_a_sparse_layer_with_another_number_of_rows_is_an_error(rows: int) -> None:
+def test_sparse_layer_with_a_changed_number_of_rows_raises(rows: int) -> None:
     def body() -> Any:
         table = nn.Embedding(10, 2, sparse=True)
         optimizer = hvd.DistributedOptimizer(
@@ -185,7 +185,7 @@ def test_a_sparse_layer_with_another_number_of_rows_is_an_error(rows: int) -> No
     assert on_ranks(2, body) == [message] * 2
 
 
-def test_a_compressed_matrix_with_another_shape_is_an_error() -> None:
+def test_powersgd_matrix_with_a_changed_shape_raises() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(40, 60))
         optimizer = hvd.DistributedOptimizer(
@@ -277,7 +277,7 @@ def test_gradients_replaced_by_hooks_are_reduced(options: dict[str, Any]) -> Non
         ),
     ],
 )
-def test_changing_a_gradient_in_flight_is_an_error(
+def test_changing_a_gradient_during_its_reduction_raises(
     options: dict[str, Any], replace: Callable[[nn.Parameter], None]
 ) -> None:
     def body() -> Any:
@@ -295,7 +295,7 @@ def test_changing_a_gradient_in_flight_is_an_error(
     assert on_ranks(2, body) == [(CHANGED, [-3.0] * 3)] * 2
 
 
-def test_changing_a_matrix_or_a_sparse_gradient_in_flight_is_an_error() -> None:
+def test_changing_a_powersgd_or_sparse_gradient_during_reduction_raises() -> None:
     def body() -> Any:
         matrix = nn.Parameter(torch.zeros(40, 60))
         table = nn.Parameter(torch.zeros(10, 2))
@@ -368,7 +368,7 @@ def test_a_hook_that_replaces_a_submitted_gradient_raises() -> None:
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_a_gradient_with_the_negative_bit_keeps_its_sign(options: dict[str, Any]) -> None:
+def test_gradient_with_the_torch_negative_bit_keeps_its_sign(options: dict[str, Any]) -> None:
     def body() -> Any:
         p, optimizer = wrapped(options)
         optimizer.zero_grad()
@@ -407,7 +407,7 @@ class Failing:
         ("wait", lambda tensor: hvd.allreduce_async_(tensor, name="x").wait()),
     ],
 )
-def test_memory_is_kept_if_the_library_fails_after_a_submission(
+def test_tensor_memory_is_kept_if_the_library_fails_after_submission(
     function: str, call: Callable[[torch.Tensor], Any]
 ) -> None:
     """Operations that the library has accepted continue to use the memory."""

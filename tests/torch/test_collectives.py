@@ -50,7 +50,7 @@ def test_allreduce_combines_every_dtype(dtype: Any) -> None:
     on_ranks(3, body)
 
 
-def test_allreduce_of_bool_is_logic() -> None:
+def test_allreduce_of_bool_is_a_logical_operation() -> None:
     def body() -> Any:
         x = torch.tensor([hvd.rank() == 0, True, False])
         either = hvd.allreduce(x, op=hvd.Sum)
@@ -61,7 +61,7 @@ def test_allreduce_of_bool_is_logic() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 4), (7,), (2, 0, 3), (100_003,)], ids=str)
-def test_shapes(shape: Any) -> None:
+def test_collectives_accept_empty_scalar_and_large_shapes(shape: Any) -> None:
     def body() -> Any:
         x = values(hvd.rank(), shape, torch.float32)
         expected = values(0, shape, torch.float32) + values(1, shape, torch.float32)
@@ -126,7 +126,7 @@ def test_tensors_with_the_negative_bit_are_sent_with_their_sign() -> None:
         lambda x: hvd.broadcast_async_(x, 0),
     ],
 )
-def test_in_place_on_tensors_with_the_negative_bit_is_an_error(call: Any) -> None:
+def test_in_place_operation_on_negative_bit_tensor_raises(call: Any) -> None:
     def body() -> None:
         with pytest.raises(InvalidArgumentError, match="has them with the opposite sign"):
             call(torch._neg_view(torch.ones(2)))
@@ -136,7 +136,7 @@ def test_in_place_on_tensors_with_the_negative_bit_is_an_error(call: Any) -> Non
 
 @pytest.mark.parametrize("hosts", [False, True], ids=["one host", "hosts"])
 @pytest.mark.parametrize("size", [3, 5, 6, 7])
-def test_averages_are_sums_divided_once(size: Any, hosts: Any) -> None:
+def test_averages_equal_the_sum_divided_once(size: Any, hosts: Any) -> None:
     seeds = [torch.Generator().manual_seed(rank) for rank in range(size)]
     everyone = [torch.randn(1001, generator=seed, dtype=torch.float64) for seed in seeds]
 
@@ -159,7 +159,7 @@ def test_averages_are_sums_divided_once(size: Any, hosts: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_allreduce_of_complex_numbers(dtype: torch.dtype) -> None:
+def test_allreduce_supports_complex_numbers(dtype: torch.dtype) -> None:
     def body() -> None:
         here = torch.tensor([[1 + 2j, 3 - 1j, 0.5j]], dtype=dtype) * (hvd.rank() + 1)
         total = torch.tensor([[1 + 2j, 3 - 1j, 0.5j]], dtype=dtype) * 6
@@ -187,7 +187,7 @@ def test_allreduce_of_complex_numbers(dtype: torch.dtype) -> None:
     on_ranks(3, body)
 
 
-def test_factors() -> None:
+def test_allreduce_applies_prescale_and_postscale_factors() -> None:
     def body() -> Any:
         x = torch.full((3,), float(hvd.rank() + 1))
         scaled = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=10)
@@ -197,7 +197,7 @@ def test_factors() -> None:
     assert on_ranks(2, body) == [([15.0] * 3, [1, 1])] * 2
 
 
-def test_in_place_forms_write_into_the_tensor_itself() -> None:
+def test_in_place_operations_write_into_the_given_tensor() -> None:
     def body() -> Any:
         x = torch.full((2, 2), float(hvd.rank()))
         assert hvd.allreduce_(x, op=hvd.Sum) is x
@@ -210,7 +210,7 @@ def test_in_place_forms_write_into_the_tensor_itself() -> None:
     assert on_ranks(2, body) == [([[1.0, 1.0]] * 2, [1.0, 1.0], [[1.0, 1.0], [2, 2, 2]])] * 2
 
 
-def test_in_place_on_noncontiguous_tensors_is_an_error() -> None:
+def test_in_place_operation_on_noncontiguous_tensor_raises() -> None:
     def body() -> Any:
         for call in (hvd.allreduce_, lambda t: hvd.broadcast_(t, 0), hvd.allreduce_async_):
             with pytest.raises(ValueError, match=r"in-place operation needs a contiguous tensor"):
@@ -219,7 +219,7 @@ def test_in_place_on_noncontiguous_tensors_is_an_error() -> None:
     on_ranks(1, body)
 
 
-def test_in_place_forms_are_seen_by_autograd() -> None:
+def test_autograd_detects_in_place_operations() -> None:
     def body() -> Any:
         x = torch.ones(2, requires_grad=True)
         y = x * 2
@@ -258,7 +258,7 @@ UNEQUAL_GROUPS: dict[str, list[tuple[torch.dtype, ...]]] = {
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("case", UNEQUAL_GROUPS)
-def test_group_is_reduced_as_a_whole_or_not_at_all(case: str, asynchronous: bool) -> None:
+def test_group_with_mismatched_dtypes_is_not_reduced_partly(case: str, asynchronous: bool) -> None:
     """This holds even where the engine has one operation per element type."""
 
     def body() -> Any:
@@ -350,7 +350,7 @@ def test_names_with_a_zero_character_are_refused() -> None:
     on_ranks(1, body)
 
 
-def test_compression_gives_back_the_dtype() -> None:
+def test_compressed_allreduce_keeps_the_dtype() -> None:
     def body() -> Any:
         x = torch.full((4,), 1.0 + hvd.rank())
         for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
@@ -386,7 +386,7 @@ def test_result_of_allgather_outlives_the_engine() -> None:
         assert result.sum() == 600_000
 
 
-def test_asynchronous_calls_in_different_orders() -> None:
+def test_asynchronous_operations_match_in_different_orders() -> None:
     def body() -> Any:
         names = ["a", "b", "c"]
         if hvd.rank() == 1:
@@ -407,7 +407,7 @@ def test_asynchronous_calls_in_different_orders() -> None:
     on_ranks(2, body)
 
 
-def test_every_asynchronous_form() -> None:
+def test_every_asynchronous_collective_gives_its_result() -> None:
     def body() -> Any:
         r = float(hvd.rank())
         sync = hvd.synchronize
@@ -423,7 +423,7 @@ def test_every_asynchronous_form() -> None:
     on_ranks(2, body)
 
 
-def test_dropped_handles_and_inputs_do_no_harm() -> None:
+def test_dropped_handles_and_inputs_do_not_affect_later_operations() -> None:
     def body() -> Any:
         for i in range(20):
             hvd.allreduce_async(torch.full((1000,), float(i)), name=f"dropped{i}")
@@ -434,13 +434,13 @@ def test_dropped_handles_and_inputs_do_no_harm() -> None:
 
 
 @pytest.mark.parametrize("handle", [None, 3, "x"])
-def test_unknown_handles_are_errors(handle: Any) -> None:
+def test_unknown_handles_raise(handle: Any) -> None:
     for call in (hvd.poll, hvd.synchronize):
         with pytest.raises(ValueError, match="is not a handle"):
             call(handle)
 
 
-def test_average_is_a_deprecated_alias() -> None:
+def test_average_argument_is_a_deprecated_alias_of_op() -> None:
     def body() -> Any:
         x = torch.tensor([float(hvd.rank())])
         with pytest.warns(DeprecationWarning, match="give op=hvd.Average"):
@@ -513,7 +513,7 @@ def test_average_is_a_deprecated_alias() -> None:
         (lambda: hvd.broadcast(torch.ones(1), -1), "root_rank is -1"),
     ],
 )
-def test_bad_arguments_are_errors_at_once(call: Any, message: Any) -> None:
+def test_invalid_collective_arguments_raise_immediately(call: Any, message: Any) -> None:
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match=message):
             call()
@@ -521,7 +521,7 @@ def test_bad_arguments_are_errors_at_once(call: Any, message: Any) -> None:
     on_ranks(1, body)
 
 
-def test_a_mismatch_reaches_every_rank_and_the_next_operation_works() -> None:
+def test_mismatch_raises_on_every_rank_and_the_next_operation_works() -> None:
     def body() -> Any:
         with pytest.raises(MismatchError) as caught:
             hvd.allreduce(torch.ones(2 + hvd.rank()), name="layer3.weight")

@@ -27,7 +27,7 @@ def total(process_set: Any) -> float:
     return hvd.allreduce(torch.ones(1) * hvd.rank(), op=hvd.Sum, process_set=process_set).item()
 
 
-def test_communicators_of_a_split_become_a_set_each() -> None:
+def test_each_split_communicator_becomes_a_process_set() -> None:
     def body(comm: ThreadComm) -> Any:
         part = comm.Split(hvd.rank() % 2)
         made = hvd.ProcessSet(part)
@@ -50,7 +50,7 @@ def test_communicators_of_a_split_become_a_set_each() -> None:
     ]
 
 
-def test_ranks_without_a_communicator_know_the_set() -> None:
+def test_ranks_outside_a_communicator_know_its_process_set() -> None:
     def body(comm: ThreadComm) -> Any:
         made = hvd.add_process_set(comm.Split(0 if hvd.rank() > 0 else None))
         with pytest.raises(InvalidArgumentError, match="duplicate process set"):
@@ -90,7 +90,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_init_with_ranks_other_than_the_jobs_is_refused() -> None:
+def test_init_refuses_ranks_other_than_those_of_the_job() -> None:
     hvd.init(comm=world(1)[0])
     hvd.init(comm=[0])
     with pytest.raises(
@@ -118,14 +118,14 @@ def test_lists_of_nonexistent_ranks_are_refused(ranks: list[int], message: str) 
     assert not hvd.is_initialized()
 
 
-def test_a_job_over_a_communicator_starts_again_after_its_end() -> None:
+def test_job_over_a_communicator_can_be_started_again() -> None:
     for _ in range(2):
         hvd.init(comm=world(1)[0], process_sets="dynamic")
         assert (hvd.rank(), hvd.size()) == (0, 1)
         hvd.shutdown()
 
 
-def test_horovods_choices_of_a_transport_are_one_line() -> None:
+def test_horovod_transport_variables_print_one_note() -> None:
     chosen = {"HOROVOD_CPU_OPERATIONS": "mpi", "HOROVOD_CONTROLLER": "MPI"}
     line = environment.note_of(chosen)
     assert line.startswith(

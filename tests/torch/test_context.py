@@ -42,7 +42,7 @@ def alone() -> Iterator[None]:
         lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])),
     ],
 )
-def test_every_call_says_so_when_not_initialised(call: Any) -> None:
+def test_every_call_before_init_raises_notinitializederror(call: Any) -> None:
     with pytest.raises(NotInitializedError) as caught:
         call()
     assert isinstance(caught.value, ValueError)
@@ -65,7 +65,7 @@ def test_init_and_shutdown_are_idempotent_and_repeatable() -> None:
         assert not hvd.is_initialized()
 
 
-def test_any_thread_sees_the_process_context(alone: Any) -> None:
+def test_all_threads_share_the_process_context(alone: Any) -> None:
     seen = []
     thread = threading.Thread(target=lambda: seen.append(hvd.size()))
     thread.start()
@@ -84,7 +84,7 @@ def test_collectives_work_with_one_rank(alone: Any) -> None:
     hvd.barrier()
 
 
-def test_ranks_and_hosts_match_the_engine() -> None:
+def test_ranks_and_host_groups_match_the_engine() -> None:
     def body() -> Any:
         return (hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
 
@@ -95,7 +95,7 @@ def test_ranks_and_hosts_match_the_engine() -> None:
     ]
 
 
-def test_predicates_are_honest() -> None:
+def test_built_and_enabled_predicates_match_the_installation() -> None:
     has_cuda = torch.version.cuda is not None
     assert hvd.cuda_built() is has_cuda
     assert (hvd.nccl_built() > 20000) is has_cuda
@@ -112,11 +112,11 @@ def test_predicates_are_honest() -> None:
         assert predicate() is False
 
 
-def test_constants_are_horovods() -> None:
+def test_reduction_constants_equal_those_of_horovod() -> None:
     assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == list(range(6))
 
 
-def test_every_public_name_exists() -> None:
+def test_every_public_name_of_the_torch_api_exists() -> None:
     assert all(hasattr(hvd, name) for name in hvd.__all__)
 
 

@@ -31,7 +31,7 @@ class FakeTorchCuda:
         return f"{handle:#x} of {device}" if handle else "a new one"
 
 
-def test_the_default_stream_is_waited_for_although_its_handle_is_zero(
+def test_default_stream_with_handle_zero_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = FakeTorchCuda()
@@ -44,7 +44,7 @@ def test_the_default_stream_is_waited_for_although_its_handle_is_zero(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float16])
-def test_tensors_are_copied_singly_if_torch_has_no_foreach_kernel(
+def test_tensors_are_copied_one_by_one_without_a_foreach_kernel(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     kernels: list[int] = []
@@ -62,7 +62,9 @@ def test_tensors_are_copied_singly_if_torch_has_no_foreach_kernel(
     assert kernels == ([2] if dtype == torch.float16 else [])
 
 
-def test_irrelevant_strides_do_not_split_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strides_of_size_one_dimensions_do_not_split_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
         torch, "_foreach_copy_", lambda *both: given.extend(zip(*both, strict=True))
@@ -78,7 +80,7 @@ def test_irrelevant_strides_do_not_split_a_list(monkeypatch: pytest.MonkeyPatch)
     assert other is others[1]  # whose elements lie elsewhere
 
 
-def test_targets_of_several_types_are_copied_type_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_of_several_dtypes_are_copied_per_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     lists: list[set[torch.dtype]] = []
     many = torch._foreach_copy_
 
@@ -93,7 +95,7 @@ def test_targets_of_several_types_are_copied_type_by_type(monkeypatch: pytest.Mo
     assert lists == [{torch.float32}, {torch.float64}]
 
 
-def test_nccl_outside_of_the_engine_is_the_copy_that_is_loaded(
+def test_find_nccl_prefers_the_loaded_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_module, "nccl_candidates", lambda: ["/a wheel's"])

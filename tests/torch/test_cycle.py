@@ -39,7 +39,7 @@ def entry(index: int = 0) -> GradientSlot:
     return GradientSlot(index, f"p{index}", param, torch.float32)
 
 
-def test_a_cycle_runs_from_the_first_gradient_to_the_step() -> None:
+def test_reduction_cycle_lasts_from_first_gradient_to_step() -> None:
     cycle = Cycle(passes=1)
     assert (cycle.state, cycle.is_open, cycle.is_in_pass) == (CycleState.IDLE, False, False)
     running = Pass(cycle)
@@ -58,7 +58,7 @@ def test_a_cycle_runs_from_the_first_gradient_to_the_step() -> None:
     assert (cycle.state, cycle.count) == (CycleState.IDLE, 1)
 
 
-def test_the_last_of_several_passes_completes_the_gradients() -> None:
+def test_last_of_several_passes_completes_the_cycle() -> None:
     cycle = Cycle(passes=3)
     for _ in range(2):
         assert not Pass(cycle).leave()
@@ -68,7 +68,7 @@ def test_the_last_of_several_passes_completes_the_gradients() -> None:
     assert cycle.passes_left == 3
 
 
-def test_the_end_of_a_pass_does_not_count_after_a_reset() -> None:
+def test_end_of_a_pass_is_ignored_after_a_reset() -> None:
     cycle = Cycle(passes=1)
     running = Pass(cycle)
     cycle.reset()  # a step inside the pass
@@ -76,7 +76,7 @@ def test_the_end_of_a_pass_does_not_count_after_a_reset() -> None:
     assert cycle.state is CycleState.IDLE
 
 
-def test_a_pass_ended_by_an_exception_is_recognized() -> None:
+def test_pass_ended_by_an_exception_is_recognized() -> None:
     cycle = Cycle(passes=1)
     running = Pass(cycle)
     assert not cycle.is_interrupted
@@ -94,7 +94,7 @@ def test_a_pass_cannot_begin_while_operations_are_in_flight() -> None:
         Pass(cycle)
 
 
-def test_using_gradients_leaves_a_cycle_alone_that_is_not_reduced() -> None:
+def test_using_unreduced_gradients_does_not_change_the_cycle() -> None:
     cycle = Cycle(passes=1)
     running = Pass(cycle)
     cycle.use()
@@ -102,14 +102,14 @@ def test_using_gradients_leaves_a_cycle_alone_that_is_not_reduced() -> None:
     assert running.leave()
 
 
-def test_a_further_pass_may_add_to_reduced_gradients() -> None:
+def test_further_pass_may_add_to_reduced_gradients() -> None:
     cycle = Cycle(passes=1)
     reduced(cycle)
     reduced(cycle)
     assert cycle.count == 2
 
 
-def test_dropping_gradients_forgets_results_and_additions() -> None:
+def test_dropping_gradients_clears_recorded_results() -> None:
     cycle = Cycle(passes=1)
     reduced(cycle)
     cycle.results.note([entry()])
@@ -119,7 +119,7 @@ def test_dropping_gradients_forgets_results_and_additions() -> None:
 
 
 @pytest.mark.parametrize("change", ["in place", "replaced", "dropped"])
-def test_changed_results_are_found(change: str) -> None:
+def test_changed_reduced_gradients_are_detected(change: str) -> None:
     results, entries = ReducedGradients(), [entry(0), entry(1)]
     results.note(entries)
     assert results.find_changed(entries) is None
@@ -135,7 +135,7 @@ def test_changed_results_are_found(change: str) -> None:
     assert results.was_dropped(entries[1], entries) is (change != "in place")
 
 
-def test_a_first_gradient_shows_that_others_were_dropped() -> None:
+def test_first_new_gradient_shows_that_others_were_dropped() -> None:
     results, entries = ReducedGradients(), [entry(0), entry(1)]
     entries[1].param.grad = None
     results.note(entries)

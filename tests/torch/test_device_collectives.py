@@ -42,7 +42,9 @@ DELAY_US = 300
     ],
     ids=lambda body: body.__name__,
 )
-def test_every_type(body: Callable[[Gpu, torch.dtype], None], dtype: str) -> None:
+def test_gpu_collectives_equal_the_cpu_for_every_dtype(
+    body: Callable[[Gpu, torch.dtype], None], dtype: str
+) -> None:
     on_gpus(3, lambda gpu: body(gpu, getattr(torch, dtype)))
 
 
@@ -53,7 +55,7 @@ def test_every_type(body: Callable[[Gpu, torch.dtype], None], dtype: str) -> Non
         *left_to_soak("other widths, here", *(name for name in DTYPES if name not in EVERY_KIND)),
     ],
 )
-def test_factors(dtype: str) -> None:
+def test_gpu_scale_factors_equal_the_cpu(dtype: str) -> None:
     on_gpus(3, lambda gpu: bodies.factors(gpu, getattr(torch, dtype)))
 
 
@@ -75,14 +77,14 @@ def test_factors(dtype: str) -> None:
 @pytest.mark.parametrize(
     "delay_us", [DELAY_US, *left_to_soak("with a delay, here; every type without one", 0)]
 )
-def test_with_streams_that_are_late(
+def test_gpu_collectives_wait_for_late_streams(
     fake_gpus: Driver, body: Callable[[Gpu], None], delay_us: int
 ) -> None:
     fake_gpus.control("fake_cuda_stream_delay_us", delay_us)
     on_gpus(3, body)
 
 
-def test_waits_of_synchronize_do_not_stop_the_host(fake_gpus: Driver) -> None:
+def test_synchronize_on_a_gpu_does_not_block_the_host(fake_gpus: Driver) -> None:
     fake_gpus.control("fake_cuda_stream_delay_us", 20_000)
 
     def body(gpu: FakeDevice) -> None:
@@ -117,7 +119,7 @@ def sum_with_one_missing_wait(fake_gpus: Driver, skipped: int, slow: int) -> lis
     return on_gpus(2, body)
 
 
-def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
+def test_removing_any_event_wait_breaks_the_allreduce(fake_gpus: Driver) -> None:
     for slow in (0, 1):
         assert sum_with_one_missing_wait(fake_gpus, 0, slow) == [[6.0] * 8] * 2
     # For each of two ranks: the operation waits for the input, and the caller for the operation.
@@ -143,7 +145,7 @@ def test_a_name_may_be_reused_before_the_gpu_has_finished(fake_gpus: Driver) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_adasum_has_the_bits_of_the_cpu(dtype: str) -> None:
+def test_gpu_adasum_has_the_bits_of_the_cpu(dtype: str) -> None:
     def body(gpu: FakeDevice) -> None:
         for shape in ((), (7,), (3, 5)):
             values = bodies.mine(shape, getattr(torch, dtype))
@@ -165,7 +167,7 @@ def test_adasum_has_the_bits_of_the_cpu(dtype: str) -> None:
     on_gpus(2, body)
 
 
-def test_adasum_is_for_allreduce() -> None:
+def test_gpu_adasum_supports_only_allreduce() -> None:
     def body(gpu: FakeDevice) -> None:
         with pytest.raises(NotImplementedError, match="Adasum is for allreduce only"):
             hvd.reducescatter(gpu.tensor(torch.ones(2)), op=hvd.Adasum)
@@ -173,7 +175,7 @@ def test_adasum_is_for_allreduce() -> None:
     on_gpus(2, body)
 
 
-def test_bool_has_no_average() -> None:
+def test_gpu_average_of_bool_raises() -> None:
     def body(gpu: FakeDevice) -> None:
         with pytest.raises(InvalidArgumentError, match="bool has no Average"):
             hvd.allreduce(gpu.tensor(torch.ones(2, dtype=torch.bool)))
@@ -181,7 +183,7 @@ def test_bool_has_no_average() -> None:
     on_gpus(2, body)
 
 
-def test_a_stream_under_capture_is_refused() -> None:
+def test_stream_under_graph_capture_is_refused() -> None:
     def body(gpu: FakeDevice) -> None:
         x = gpu.tensor(torch.ones(2))
         gpu.is_capturing = True
@@ -211,7 +213,7 @@ def test_a_tensor_on_another_gpu_is_refused() -> None:
     on_gpus(2, body)
 
 
-def test_wrong_splits_are_refused_before_anybody_waits() -> None:
+def test_wrong_gpu_alltoall_splits_raise_before_any_rank_waits() -> None:
     def body(gpu: FakeDevice) -> None:
         x = gpu.tensor(torch.ones(4, 2))
         for splits in ([1], [3, 2], [-1, 2]):
@@ -223,7 +225,7 @@ def test_wrong_splits_are_refused_before_anybody_waits() -> None:
     on_gpus(2, body)
 
 
-def test_ranks_that_differ_learn_of_it() -> None:
+def test_mismatched_gpu_operations_raise_on_every_rank() -> None:
     def body(gpu: FakeDevice) -> None:
         is_first = hvd.rank() == 0
         x = gpu.tensor(torch.ones(4, 2))
@@ -240,7 +242,7 @@ def test_ranks_that_differ_learn_of_it() -> None:
     on_gpus(2, body)
 
 
-def test_joined_ranks_count_as_zeros() -> None:
+def test_joined_ranks_contribute_zeros_on_gpus() -> None:
     def body(gpu: FakeDevice) -> Any:
         found = None
         if hvd.rank() == 0:
@@ -252,7 +254,7 @@ def test_joined_ranks_count_as_zeros() -> None:
     assert on_gpus(2, body) == [[2.0] * 3, None]
 
 
-def test_registered_memory() -> None:
+def test_registered_gpu_memory_is_reduced_and_outlives_the_engine() -> None:
     def body(gpu: FakeDevice) -> None:
         place = torch.device("cuda", gpu.ordinal)
         x = hvd.registered_empty((3, 5), torch.float64, device=place)
@@ -269,7 +271,7 @@ def test_registered_memory() -> None:
     on_gpus(2, body)
 
 
-def test_registered_memory_elsewhere_is_refused() -> None:
+def test_registered_memory_on_another_device_is_refused() -> None:
     def body(gpu: FakeDevice) -> None:
         hvd.allreduce(gpu.tensor(torch.ones(1)))
         with pytest.raises(InvalidArgumentError, match=f"uses cuda:{gpu.ordinal}"):

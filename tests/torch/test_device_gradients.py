@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("fake_gpus")]
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("as_views", [True, False])
-def test_gradients_that_get_other_memory_between_steps(set_to_none: bool, as_views: bool) -> None:
+def test_gradients_with_new_memory_between_steps_are_reduced(
+    set_to_none: bool, as_views: bool
+) -> None:
     """`p.grad.data = ...` and `model.cpu()` give gradients other memory."""
 
     def body(gpu: FakeDevice) -> list[Any]:
@@ -44,7 +46,7 @@ def test_gradients_that_get_other_memory_between_steps(set_to_none: bool, as_vie
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.bf16])
-def test_sharded_gradients_with_other_strides(compression: Any) -> None:
+def test_sharded_gradients_with_other_strides_give_the_right_step(compression: Any) -> None:
     def body(gpu: FakeDevice) -> Any:
         model: Any = gpu.module(training.fill(nn.Linear(3, 4, bias=False).double()))
         start = model.weight.tolist()
@@ -63,7 +65,7 @@ def test_sharded_gradients_with_other_strides(compression: Any) -> None:
         assert float((found - expected).abs().max()) < 1e-5
 
 
-def test_gradients_that_a_captured_graph_writes_into_the_same_memory_again() -> None:
+def test_gradients_rewritten_by_a_replayed_cuda_graph_are_reduced() -> None:
     """A replayed graph runs no hooks and writes to the memory that `.grad` had during the capture."""
 
     def body(gpu: FakeDevice) -> list[Any]:
@@ -95,7 +97,7 @@ class Thousandths(hvd.Compression.none):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_compressor_of_others_and_layers_that_some_ranks_do_not_use(
+def test_custom_compressor_works_with_layers_unused_on_some_ranks(
     set_to_none: bool, sharded: bool
 ) -> None:
     train = functools.partial(

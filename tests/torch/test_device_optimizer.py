@@ -48,7 +48,7 @@ def agree(results: list[Tensor], expected: Tensor, bound: float = 1e-12) -> None
 @pytest.mark.parametrize("size", [3, *left_to_soak("three ranks here, two below", 2)])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("make", [training.sgd, adam], ids=["sgd", "adam"])
-def test_training_equals_one_process(
+def test_gpu_training_equals_one_process(
     size: int, set_to_none: bool, make: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
     train = functools.partial(training.together, make=make, set_to_none=set_to_none)
@@ -76,13 +76,15 @@ OPTIONS: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_options(fake_gpus: Driver, options: dict[str, Any], delay_us: int) -> None:
+def test_gpu_training_with_any_option_equals_one_process(
+    fake_gpus: Driver, options: dict[str, Any], delay_us: int
+) -> None:
     fake_gpus.control("fake_cuda_stream_delay_us", delay_us)
     train = functools.partial(training.together, **options)
     agree(on_gpus(2, train, settings=SMALL), training.alone())
 
 
-def test_accumulation() -> None:
+def test_gpu_gradient_accumulation_equals_one_process() -> None:
     train = functools.partial(training.together, passes=2)
     agree(on_gpus(2, train, settings=SMALL), training.alone(passes=2))
 
@@ -99,12 +101,12 @@ def test_large_gradients_are_scaled_while_they_are_copied(
     agree(on_gpus(3, train, settings=SMALL), expected, bound)
 
 
-def test_accumulation_into_views() -> None:
+def test_gpu_accumulation_into_bucket_views_equals_one_process() -> None:
     train = functools.partial(training.together, passes=2, gradient_as_bucket_view=True)
     agree(on_gpus(3, train, settings=SMALL), training.alone(passes=2))
 
 
-def test_views_are_there_before_backward_and_stay() -> None:
+def test_bucket_views_exist_before_backward_and_keep_their_memory() -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(training.model())
         with torch.no_grad():
@@ -130,7 +132,7 @@ def test_views_are_there_before_backward_and_stay() -> None:
     on_gpus(2, body)
 
 
-def test_views_on_both_planes() -> None:
+def test_bucket_views_on_cpu_and_gpu_equal_one_process() -> None:
     def body(gpu: FakeDevice) -> Tensor:
         model: Any = training.model()
         gpu.module(model.head)
@@ -148,7 +150,7 @@ def test_views_on_both_planes() -> None:
     agree(on_gpus(2, body, settings=SMALL), training.alone(steps=4))
 
 
-def test_clipping_between_synchronize_and_step() -> None:
+def test_gpu_clipping_after_synchronize_equals_one_process() -> None:
     train = functools.partial(training.together, change=training.clip)
     agree(on_gpus(2, train, settings=SMALL), training.alone(change=training.clip))
 
@@ -156,7 +158,7 @@ def test_clipping_between_synchronize_and_step() -> None:
 @pytest.mark.parametrize(
     ("scheme", "bound"), [(hvd.Compression.fp16, 1e-2), (hvd.Compression.bf16, 5e-2)]
 )
-def test_compression(scheme: Any, bound: float) -> None:
+def test_gpu_compressed_training_is_close_to_uncompressed(scheme: Any, bound: float) -> None:
     train = functools.partial(training.together, compression=scheme, uses_extra=uses_extra)
     expected = training.alone(extra_for=functools.partial(of_row, size=3))
     agree(on_gpus(3, train, settings=SMALL), expected, bound)
@@ -173,7 +175,7 @@ def test_compression(scheme: Any, bound: float) -> None:
     ],
     ids=str,
 )
-def test_equal_gradients_average_to_themselves(options: Any) -> None:
+def test_average_of_equal_gpu_gradients_is_exact(options: Any) -> None:
     # Sums of 8 bits are exact, of halves too.
     values = torch.arange(1.0, 256.0)
 
@@ -189,13 +191,13 @@ def test_equal_gradients_average_to_themselves(options: Any) -> None:
     on_gpus(3, body)
 
 
-def test_parameters_that_some_or_no_ranks_use() -> None:
+def test_gpu_parameters_unused_on_some_or_all_ranks_equal_one_process() -> None:
     train = functools.partial(training.together, uses_extra=uses_extra)
     expected = training.alone(extra_for=functools.partial(of_row, size=3))
     agree(on_gpus(3, train, settings=SMALL), expected)
 
 
-def test_an_unused_parameter_ends_without_gradient() -> None:
+def test_gpu_parameter_that_no_rank_uses_has_no_gradient() -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(training.model())
         optimizer: Any = hvd.DistributedOptimizer(training.sgd(model.parameters()))
@@ -210,7 +212,7 @@ def test_an_unused_parameter_ends_without_gradient() -> None:
     on_gpus(2, body)
 
 
-def test_the_host_is_fifty_steps_ahead_of_the_gpu(fake_gpus: Driver) -> None:
+def test_host_may_run_fifty_steps_ahead_of_the_gpu(fake_gpus: Driver) -> None:
     stalled = threading.Event()
 
     def body(gpu: FakeDevice) -> Any:
@@ -241,7 +243,7 @@ def test_the_host_is_fifty_steps_ahead_of_the_gpu(fake_gpus: Driver) -> None:
     assert on_gpus(2, body) == [[[-51 * 0.75] * 5] * 3] * 2
 
 
-def test_gradients_are_views_of_the_bucket_and_are_not_copied_back() -> None:
+def test_gpu_gradients_become_bucket_views_without_a_copy_back() -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(nn.Linear(5, 3).double())
         optimizer: Any = hvd.DistributedOptimizer(training.sgd(model.parameters()))
@@ -258,7 +260,7 @@ def test_gradients_are_views_of_the_bucket_and_are_not_copied_back() -> None:
     on_gpus(2, body)
 
 
-def test_the_step_does_not_make_the_host_wait(fake_gpus: Driver) -> None:
+def test_optimizer_step_does_not_block_the_host(fake_gpus: Driver) -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(training.model())
         optimizer: Any = hvd.DistributedOptimizer(training.sgd(model.parameters()))
@@ -278,7 +280,7 @@ def test_the_step_does_not_make_the_host_wait(fake_gpus: Driver) -> None:
     on_gpus(2, body)
 
 
-def test_adasum_equals_that_of_the_cpu() -> None:
+def test_gpu_adasum_optimizer_equals_the_cpu() -> None:
     def train(place: Any) -> Tensor:
         return training.together(place, op=hvd.Adasum, steps=4)
 
@@ -331,7 +333,7 @@ def test_gradients_that_arrive_together_from_a_compiled_model_are_reduced(sharde
     agree(on_gpus(2, train, settings=SMALL), training.alone())
 
 
-def test_streams_that_change_between_steps(fake_gpus: Driver) -> None:
+def test_streams_may_change_between_steps(fake_gpus: Driver) -> None:
     fake_gpus.control("fake_cuda_stream_delay_us", 300)
     agree(on_gpus(2, training.two_streams, settings=SMALL), training.alone(steps=4))
 
@@ -348,7 +350,7 @@ class ToGpu(torch.autograd.Function):
         return gradients[0].cpu(), None
 
 
-def test_parameters_on_both_planes() -> None:
+def test_parameters_on_cpu_and_gpu_equal_one_process() -> None:
     def body(gpu: FakeDevice) -> Tensor:
         model: Any = training.model()
         gpu.module(model.head)
@@ -403,7 +405,7 @@ def train_with_one_missing_wait(
     return fake_gpus.control("fake_cuda_count", "cuStreamWaitEvent") - before[0], results
 
 
-def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
+def test_removing_any_event_wait_breaks_the_training(fake_gpus: Driver) -> None:
     expected = training.alone(steps=2)
     for slow in (0, 1):
         count, results = train_with_one_missing_wait(fake_gpus, 0, slow)
@@ -422,7 +424,7 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
             pytest.fail(f"Without event wait {number} of {count} everything is right.")
 
 
-def test_a_step_under_capture_is_refused() -> None:
+def test_optimizer_step_under_graph_capture_is_refused() -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(nn.Linear(2, 2))
         optimizer: Any = hvd.DistributedOptimizer(training.sgd(model.parameters()))

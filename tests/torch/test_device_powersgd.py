@@ -86,7 +86,7 @@ SHORT = ("plain", "passes", "nan")
         ),
     ],
 )
-def test_it_is_that_of_the_cpu(fake_gpus: Driver, name: str, delay_us: int) -> None:
+def test_gpu_powersgd_equals_the_cpu(fake_gpus: Driver, name: str, delay_us: int) -> None:
     fake_gpus.control("fake_cuda_stream_delay_us", delay_us)
     options = dict(OPTIONS[name])
     warm_up_steps = options.pop("warm_up_steps", 0)
@@ -105,7 +105,7 @@ def test_it_is_that_of_the_cpu(fake_gpus: Driver, name: str, delay_us: int) -> N
         assert float((results[0][0] - plain[0]).abs().max()) > 1e-6  # it does compress
 
 
-def test_a_layer_that_some_ranks_use() -> None:
+def test_gpu_powersgd_reduces_a_layer_unused_on_some_ranks() -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)]).double())
         optimizer: Any = hvd.DistributedOptimizer(
@@ -129,7 +129,7 @@ def test_a_layer_that_some_ranks_use() -> None:
     on_gpus(2, body)
 
 
-def test_a_saved_state_on_the_cpu_resumes_on_the_gpu() -> None:
+def test_powersgd_state_saved_on_the_cpu_resumes_on_the_gpu() -> None:
     def body(gpu: FakeDevice) -> None:
         first = hvd.Compression.powersgd(rank=2)
         train(gpu, first)
@@ -148,7 +148,7 @@ def test_a_saved_state_on_the_cpu_resumes_on_the_gpu() -> None:
     on_gpus(2, body, settings=SMALL)
 
 
-def test_the_step_does_not_make_the_host_wait() -> None:
+def test_powersgd_step_does_not_block_the_host() -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(nn.Linear(40, 40).double())
         optimizer: Any = hvd.DistributedOptimizer(

@@ -70,7 +70,7 @@ OTHERS = [name for name in OPTIMIZERS if name not in (*NOT_HERE, *CROSS_SECTION)
 @pytest.mark.parametrize(
     "name", [*CROSS_SECTION, *left_to_soak("the cross-section here, test_sharded", *OTHERS)]
 )
-def test_weights_equal_one_process(name: str) -> None:
+def test_gpu_sharded_weights_equal_one_process(name: str) -> None:
     expected = weights(alone(OPTIMIZERS[name]))
 
     def body(gpu: FakeDevice) -> Tensor:
@@ -105,7 +105,9 @@ OPTIONS: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_options(fake_gpus: Driver, options: dict[str, Any], delay_us: int) -> None:
+def test_gpu_sharded_training_with_any_option_equals_one_process(
+    fake_gpus: Driver, options: dict[str, Any], delay_us: int
+) -> None:
     fake_gpus.control("fake_cuda_stream_delay_us", delay_us)
     passes = options.get("backward_passes_per_step", 1)
 
@@ -147,7 +149,9 @@ def test_options(fake_gpus: Driver, options: dict[str, Any], delay_us: int) -> N
     ],
     ids=str,
 )
-def test_types(dtype: torch.dtype, compression: Any, bound: float) -> None:
+def test_gpu_sharded_training_works_with_every_dtype_and_compression(
+    dtype: torch.dtype, compression: Any, bound: float
+) -> None:
     expected = training.alone(dtype=torch.float64, extra_for=lambda step, row: row >= 8)
     found = on_gpus(
         3,
@@ -178,14 +182,14 @@ class Halving(hvd.Compression.fp16):
 
 
 @soak("without shards, in test_device_optimizer")
-def test_a_compression_of_the_users_own() -> None:
+def test_gpu_sharded_training_accepts_a_custom_compressor() -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
     body = lambda gpu: weights(sharded(gpu, OPTIMIZERS["Adam"], compression=Halving)[0])  # noqa: E731
     for found in on_gpus(2, body, settings=SMALL):
         assert float((found - expected).abs().max()) < 1e-10
 
 
-def test_an_unused_parameter_ends_without_gradient() -> None:
+def test_sharded_gpu_parameter_that_no_rank_uses_has_no_gradient() -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(training.model())
         optimizer: Any = hvd.DistributedOptimizer(training.sgd(model.parameters()), sharded=True)
@@ -200,7 +204,7 @@ def test_an_unused_parameter_ends_without_gradient() -> None:
     on_gpus(2, body)
 
 
-def test_optimizer_memory_is_divided_and_lies_on_the_gpu() -> None:
+def test_sharded_optimizer_state_is_divided_and_on_the_gpu() -> None:
     def body(gpu: FakeDevice) -> tuple[int, int]:
         model, optimizer = sharded(gpu, OPTIMIZERS["Adam"], steps=1)
         held = 0
@@ -232,7 +236,7 @@ def home(value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["Adam", *left_to_soak("Adam here", "Adafactor")])
-def test_state_is_the_plain_one(name: str) -> None:
+def test_gpu_sharded_state_dict_equals_the_plain_optimizer(name: str) -> None:
     model = Model()
     plain = OPTIMIZERS[name](model.parameters())
     for step in range(3):
@@ -252,7 +256,7 @@ def test_state_is_the_plain_one(name: str) -> None:
 
 @pytest.mark.parametrize("size", [2, *left_to_soak("two ranks here", 1)])
 @pytest.mark.parametrize("name", ["Adam", *left_to_soak("Adam here", "Adafactor")])
-def test_state_of_a_plain_optimizer_loads(name: str, size: int) -> None:
+def test_gpu_sharded_optimizer_loads_the_state_of_a_plain_optimizer(name: str, size: int) -> None:
     model = Model()
     plain = OPTIMIZERS[name](model.parameters())
     for step in range(3):
@@ -276,7 +280,7 @@ def test_state_of_a_plain_optimizer_loads(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, *left_to_soak("the 2-norm here", float("inf"))])
-def test_clipping_by_norm_equals_one_process(norm_type: float) -> None:
+def test_gpu_sharded_norm_clipping_equals_one_process(norm_type: float) -> None:
     model = Model()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     norms = []
@@ -306,7 +310,7 @@ def test_clipping_by_norm_equals_one_process(norm_type: float) -> None:
         assert_close(found, weights(model))
 
 
-def test_closures_thawing_and_added_parameters() -> None:
+def test_gpu_sharded_closures_unfreezing_and_added_parameters_equal_one_process() -> None:
     def train(model: Any, optimizer: Any, x_of: Callable[[int], Tensor]) -> Tensor:
         for step in range(6):
             if step == 2:
@@ -339,7 +343,7 @@ def test_closures_thawing_and_added_parameters() -> None:
         assert_close(found, expected)
 
 
-def test_parameters_with_new_memory_are_followed() -> None:
+def test_sharded_gpu_parameters_may_get_new_memory() -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
 
     def body(gpu: FakeDevice) -> Tensor:
@@ -355,7 +359,7 @@ def test_parameters_with_new_memory_are_followed() -> None:
         assert_close(found, expected)
 
 
-def test_both_planes_at_once() -> None:
+def test_sharded_parameters_on_cpu_and_gpu_are_clipped_together() -> None:
     """Sharded and whole parameters of both planes are clipped together."""
 
     class Number(nn.Module):
@@ -396,7 +400,7 @@ def test_both_planes_at_once() -> None:
         assert_close(found, expected)
 
 
-def test_half_of_the_ranks() -> None:
+def test_gpu_sharded_training_in_a_process_set_equals_one_process() -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
 
     def body(gpu: FakeDevice) -> Tensor | None:
@@ -415,7 +419,7 @@ def test_half_of_the_ranks() -> None:
         assert_close(each, expected)
 
 
-def test_the_step_does_not_make_the_host_wait(fake_gpus: Driver) -> None:
+def test_sharded_step_does_not_block_the_host(fake_gpus: Driver) -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(training.model())
         optimizer: Any = hvd.DistributedOptimizer(training.sgd(model.parameters()), sharded=True)
@@ -482,7 +486,7 @@ def train_with_one_missing_wait(
 
 
 @soak("without shards, in test_device_optimizer")
-def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
+def test_removing_any_event_wait_breaks_the_sharded_training(fake_gpus: Driver) -> None:
     expected = training.alone(steps=2)
     for slow in (0, 1):
         count, results = train_with_one_missing_wait(fake_gpus, 0, slow)
@@ -502,7 +506,7 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
             pytest.fail(f"Without event wait {number} of {count} everything is right.")
 
 
-def test_ranks_that_differ_learn_of_it() -> None:
+def test_sharded_gpu_ranks_with_different_parameters_raise_a_mismatch() -> None:
     def body(gpu: FakeDevice) -> None:
         model: Any = gpu.module(nn.Linear(3, 2 + (hvd.rank() == 1)))
         optimizer = hvd.DistributedOptimizer(training.sgd(model.parameters()), sharded=True)
@@ -513,7 +517,7 @@ def test_ranks_that_differ_learn_of_it() -> None:
     on_gpus(2, body)
 
 
-def test_sharing_parameters_is_for_the_cpu() -> None:
+def test_sharing_gpu_parameters_raises() -> None:
     def body(gpu: FakeDevice) -> None:
         model = gpu.module(nn.Linear(2, 2))
         with pytest.raises(InvalidArgumentError, match="ranks can share only CPU memory"):
@@ -525,7 +529,7 @@ def test_sharing_parameters_is_for_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 5])
-def test_slices_cover_every_element_once(num: int) -> None:
+def test_shard_slices_cover_every_element_once(num: int) -> None:
     counts = [1, 7, 64, 1031, 2]
     owners = [0, num - 1, 0, num // 2, 0]
     for slices in (Slices.cut(counts, 4, num), Slices.owned(counts, owners, 4, num)):

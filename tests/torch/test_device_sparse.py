@@ -85,7 +85,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     ],
     ids=str,
 )
-def test_training_equals_one_process(
+def test_gpu_sparse_training_equals_one_process(
     fake_gpus: Driver, options: dict[str, Any], bound: float, delay_us: int
 ) -> None:
     fake_gpus.control("fake_cuda_stream_delay_us", delay_us)
@@ -102,7 +102,7 @@ def test_training_equals_one_process(
         assert float((found - expected).abs().max()) < bound
 
 
-def test_ranks_with_another_layout_learn_of_it() -> None:
+def test_gpu_gradients_of_different_layouts_raise_a_mismatch() -> None:
     def body(gpu: FakeDevice) -> None:
         table = nn.Parameter(gpu.tensor(torch.ones(ROWS, COLUMNS)))
         _kept = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=0.1))
@@ -114,7 +114,7 @@ def test_ranks_with_another_layout_learn_of_it() -> None:
     on_gpus(2, body)
 
 
-def test_reduction_waits_for_a_late_gradient_on_another_stream() -> None:
+def test_sparse_reduction_waits_for_a_late_gradient_on_another_stream() -> None:
     def body(gpu: FakeDevice) -> Any:
         table = nn.Parameter(gpu.tensor(torch.ones(ROWS, COLUMNS)))
         optimizer = hvd.DistributedOptimizer(

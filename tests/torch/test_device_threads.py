@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch has no backends made in Python",
 )
-def test_reentrant_checkpoints_on_a_thread_of_autograds_own() -> None:
+def test_reentrant_checkpoints_on_autograd_threads_equal_one_process() -> None:
     command = [sys.executable, "-m", "tests.harness.autograd_threads"]
     ended = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
@@ -59,7 +59,7 @@ def test_the_stand_in_releases_finished_tasks_outside_its_stream_thread() -> Non
 
 
 @pytest.mark.usefixtures("fake_gpus")
-def test_no_garbage_is_collected_on_the_thread_of_a_stream() -> None:
+def test_stream_threads_run_no_garbage_collection() -> None:
     """Garbage may be device memory, which a stream's thread must not free."""
     device, where = gpu(0), set()
 

@@ -25,7 +25,7 @@ def counted(rows: int, steps: int) -> tuple[list[int], dict[str, Any]]:
     return found, sampler.state_dict()
 
 
-def test_a_batch_counts_on_all_ranks_before_and_behind_a_commit() -> None:
+def test_recorded_batches_count_for_all_ranks_before_and_after_commit() -> None:
     for found, state in on_ranks(2, lambda: counted(20, 5)):
         assert found == [4, 8, 12, 16, 20]
         assert state["processed_num"] == 20
@@ -35,7 +35,7 @@ def test_a_batch_counts_on_all_ranks_before_and_behind_a_commit() -> None:
         assert sorted(state["processed_indices"]) == list(range(10))
 
 
-def test_ranks_that_have_done_more_count_at_a_commit() -> None:
+def test_commit_adds_batches_of_ranks_that_are_ahead() -> None:
     def body() -> list[int]:
         sampler = hvd.elastic.ElasticSampler(range(9), shuffle=False, repeat=False)
         state = hvd.elastic.TorchState(sampler=sampler)
@@ -47,7 +47,7 @@ def test_ranks_that_have_done_more_count_at_a_commit() -> None:
     assert on_ranks(2, body) == [[2, 3], [4, 3]]
 
 
-def test_rows_in_another_order_count_at_a_commit() -> None:
+def test_commit_counts_rows_recorded_in_another_order() -> None:
     def body() -> list[int]:
         sampler = hvd.elastic.ElasticSampler(range(12), shuffle=False)
         state = hvd.elastic.TorchState(sampler=sampler)
@@ -60,7 +60,7 @@ def test_rows_in_another_order_count_at_a_commit() -> None:
     assert on_ranks(2, body) == [[3, 7], [3, 7]]
 
 
-def test_a_state_keeps_its_meaning_on_other_numbers_of_ranks() -> None:
+def test_sampler_state_loads_on_another_number_of_ranks() -> None:
     saved = on_ranks(2, lambda: counted(20, 4))[0][1]
     left = set(range(20)) - set(saved["processed_indices"])
     assert len(left) == 4

@@ -82,7 +82,7 @@ def train(
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_every_rank_has_the_same_bits(size: Any, dtype: Any) -> None:
+def test_powersgd_weights_have_the_same_bits_on_every_rank(size: Any, dtype: Any) -> None:
     def body() -> Any:
         return weights(train(hvd.Compression.powersgd(rank=2), dtype=dtype))
 
@@ -125,7 +125,7 @@ def random_gradients(
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7])
-def test_p_and_q_are_sums_divided_once(size: int) -> None:
+def test_powersgd_averages_p_and_q_with_one_division(size: int) -> None:
     def gradient(rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(rank)
         return torch.randn(60, 50, generator=generator)
@@ -152,7 +152,7 @@ def test_p_and_q_are_sums_divided_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_applied_and_unsent_gradients_add_up_to_all(op: Any) -> None:
+def test_applied_and_unsent_gradients_add_up_to_the_total(op: Any) -> None:
     shapes = [(40, 30), (20, 3, 3, 5), (7,)]
 
     def body() -> Any:
@@ -172,7 +172,7 @@ def test_applied_and_unsent_gradients_add_up_to_all(op: Any) -> None:
             assert torch.allclose(found, mean_given, rtol=0, atol=1e-12)
 
 
-def test_a_low_rank_gradient_is_reduced_without_loss() -> None:
+def test_powersgd_reduces_a_low_rank_gradient_without_loss() -> None:
     def body() -> Any:
         generator = torch.Generator().manual_seed(5)
         whole = torch.randn(50, 2, generator=generator) @ torch.randn(2, 40, generator=generator)
@@ -199,7 +199,7 @@ def test_powersgd_recovers_after_a_zero_gradient() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_losses_are_seen_by_all_and_leave_no_trace(bad: Any) -> None:
+def test_non_finite_gradients_reach_all_ranks_and_do_not_persist(bad: Any) -> None:
     def body() -> Any:
         p, q = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40, 30))
         compression = hvd.Compression.powersgd(rank=2)
@@ -233,7 +233,7 @@ def test_non_finite_losses_are_seen_by_all_and_leave_no_trace(bad: Any) -> None:
     assert on_ranks(2, body) == [[whole, whole, (False, True, True), whole]] * 2
 
 
-def test_grad_scaler_skips_the_step() -> None:
+def test_grad_scaler_skips_a_powersgd_step() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(40, 30))
         optimizer = hvd.DistributedOptimizer(
@@ -254,7 +254,7 @@ def test_grad_scaler_skips_the_step() -> None:
 
 
 @pytest.mark.parametrize("warm_up_steps", [3, 100])
-def test_the_warm_up_sends_gradients_as_they_are(warm_up_steps: Any) -> None:
+def test_powersgd_warm_up_sends_uncompressed_gradients(warm_up_steps: Any) -> None:
     def body() -> Any:
         plain = [weights(train(hvd.Compression.none, steps=n)) for n in (3, 5)]
         warm = [weights(train(hvd.Compression.powersgd(1, warm_up_steps), steps=n)) for n in (3, 5)]
@@ -264,7 +264,7 @@ def test_the_warm_up_sends_gradients_as_they_are(warm_up_steps: Any) -> None:
     assert on_ranks(2, body, settings=SMALL) == [expected] * 2
 
 
-def test_several_passes_are_one_gradient() -> None:
+def test_accumulated_passes_equal_a_single_powersgd_gradient() -> None:
     def body() -> Any:
         one, two = (
             weights(train(hvd.Compression.powersgd(rank=2), passes=passes)) for passes in (1, 2)
@@ -274,7 +274,7 @@ def test_several_passes_are_one_gradient() -> None:
     assert on_ranks(2, body, settings=SMALL) == [True, True]
 
 
-def test_training_resumes_exactly_from_a_saved_state() -> None:
+def test_powersgd_training_resumes_exactly_from_a_saved_state() -> None:
     def body() -> Any:
         straight = weights(train(hvd.Compression.powersgd(2, 1), steps=6))
         compression = hvd.Compression.powersgd(2, 1)
@@ -288,7 +288,7 @@ def test_training_resumes_exactly_from_a_saved_state() -> None:
         assert is_equal, difference
 
 
-def test_ranks_that_load_different_states_get_an_error() -> None:
+def test_ranks_that_load_different_powersgd_states_raise() -> None:
     def body() -> Any:
         compression = hvd.Compression.powersgd(2)
         model = train(compression, steps=2)
@@ -301,7 +301,7 @@ def test_ranks_that_load_different_states_get_an_error() -> None:
     on_ranks(2, body, settings=SMALL)
 
 
-def test_parameters_that_some_or_no_ranks_use() -> None:
+def test_powersgd_reduces_parameters_unused_on_some_or_all_ranks() -> None:
     def body() -> Any:
         used, partly = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40, 30))
         never, twice = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40, 30))
@@ -322,7 +322,7 @@ def test_parameters_that_some_or_no_ranks_use() -> None:
     assert on_ranks(2, body) == [[-3.0, -6.0, 0.0, -2.0]] * 2
 
 
-def test_ranks_continue_training_after_join() -> None:
+def test_powersgd_ranks_continue_training_after_join() -> None:
     def body() -> Any:
         model = network()
         optimizer = hvd.DistributedOptimizer(
@@ -346,7 +346,7 @@ def test_ranks_continue_training_after_join() -> None:
     assert torch.equal(one, other)
 
 
-def test_a_process_set() -> None:
+def test_powersgd_reduces_within_a_process_set() -> None:
     def body() -> Any:
         pair = hvd.add_process_set([0, 2])
         return weights(train(hvd.Compression.powersgd(2), process_set=pair))
@@ -356,7 +356,7 @@ def test_a_process_set() -> None:
     assert not torch.equal(zero, one)
 
 
-def test_gradients_with_other_strides_take_the_result() -> None:
+def test_powersgd_result_reaches_gradients_with_other_strides() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(16, 4, 3, 3).to(memory_format=torch.channels_last))
         compression = hvd.Compression.powersgd(rank=1)
@@ -397,14 +397,14 @@ def test_options_incompatible_with_powersgd_raise() -> None:
         assert "cannot compress a tensor of shape (3,) alone" in alone
 
 
-def test_bad_arguments() -> None:
+def test_invalid_powersgd_arguments_raise() -> None:
     with pytest.raises(InvalidArgumentError, match="rank must be 1 or more"):
         hvd.Compression.powersgd(rank=0)
     with pytest.raises(InvalidArgumentError, match="warm_up_steps 0 or more"):
         hvd.Compression.powersgd(warm_up_steps=-1)
 
 
-def test_one_compression_is_for_one_optimizer() -> None:
+def test_powersgd_object_cannot_be_shared_by_two_optimizers() -> None:
     def body() -> Any:
         compression = hvd.Compression.powersgd()
         train(compression, steps=1)

@@ -96,7 +96,7 @@ def ranks(
 # --- Optimizers. ---
 
 
-def test_every_optimizer_of_torch_is_here() -> None:
+def test_exact_tests_cover_every_torch_optimizer() -> None:
     # An optimizer that a newer torch has needs a line in ARGUMENTS; an older torch may lack some.
     assert set(exact.optimizer_names()) <= set(ARGUMENTS)
 
@@ -127,7 +127,7 @@ def test_every_optimizer_trains_as_in_one_process(make: Case, dtype: Any) -> Non
         assert distance(result, expected) <= BOUNDS[dtype]
 
 
-def test_no_gradient_is_so_small_that_rounding_decides_its_sign() -> None:
+def test_no_gradient_sign_depends_on_rounding() -> None:
     """Rprop's cases above assume this."""
     smallest = []
 
@@ -210,13 +210,13 @@ def test_two_runs_give_the_same_bits(problem: Any) -> None:
     [MOMENTUM, *left_to_soak("momentum, here; every optimizer without options", case("AdamW"))],
     ids=str,
 )
-def test_options_do_not_change_the_weights(make: Case, options: Any) -> None:
+def test_optimizer_options_do_not_change_the_weights(make: Case, options: Any) -> None:
     result = ranks(MLP, make, size=3, **options)
     assert distance(result, reference(MLP, make)) <= BOUNDS[F64]
 
 
 @pytest.mark.parametrize("problem", [MLP, EMBEDDING], ids=str)
-def test_gradients_as_views_give_the_same_bits(problem: Any) -> None:
+def test_gradients_as_bucket_views_give_the_same_bits(problem: Any) -> None:
     assert torch.equal(
         ranks(problem, MOMENTUM, F32, size=3),
         ranks(problem, MOMENTUM, F32, size=3, gradient_as_bucket_view=True),
@@ -227,14 +227,14 @@ def test_gradients_as_views_give_the_same_bits(problem: Any) -> None:
 @pytest.mark.parametrize(
     "dtype", [F64, *left_to_soak("float64, here; float32 on one host", F32)], ids=str
 )
-def test_several_hosts_train_as_one_process(dtype: Any, hosts: Any) -> None:
+def test_ranks_on_several_hosts_train_as_in_one_process(dtype: Any, hosts: Any) -> None:
     for problem in (MLP, TRANSFORMER):
         result = ranks(problem, MOMENTUM, dtype, size=3, hosts=hosts)
         assert distance(result, reference(problem, MOMENTUM, dtype)) <= BOUNDS[dtype]
         assert torch.equal(result, ranks(problem, MOMENTUM, dtype, size=3, hosts=hosts))
 
 
-def test_the_size_of_buckets_does_not_change_a_bit() -> None:
+def test_bucket_size_does_not_change_a_bit() -> None:
     # Two addends have one sum, whatever their place in a bucket.
     results = [
         ranks(TRANSFORMER, MOMENTUM, F32, settings=Settings(bucket_bytes=size))
@@ -244,7 +244,7 @@ def test_the_size_of_buckets_does_not_change_a_bit() -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_a_process_set_trains_as_one_process_and_the_others_alone() -> None:
+def test_process_set_trains_as_one_process_and_other_ranks_alone() -> None:
     """Ranks 0 and 2 divide each batch, and rank 1 trains on whole batches."""
 
     def body() -> Tensor:
@@ -312,7 +312,7 @@ class Loop:
 
 @both_dtypes
 @pytest.mark.parametrize("as_views", [False, True])
-def test_two_passes_per_step(as_views: Any, dtype: Any) -> None:
+def test_two_backward_passes_per_step_equal_one_process(as_views: Any, dtype: Any) -> None:
     def run(distributed: bool) -> Tensor:
         options = {"backward_passes_per_step": 2, "gradient_as_bucket_view": as_views}
         loop = Loop(distributed, dtype=dtype, **options)
@@ -328,7 +328,7 @@ def test_two_passes_per_step(as_views: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Rprop"])
-def test_closures(optimizer: Any) -> None:
+def test_step_closures_equal_one_process(optimizer: Any) -> None:
     def run(distributed: bool) -> Tensor:
         loop = Loop(distributed, case(optimizer))
         for step in range(STEPS):
@@ -345,7 +345,7 @@ def test_closures(optimizer: Any) -> None:
     compare(run, size=3)
 
 
-def test_parameter_groups_added_after_some_steps() -> None:
+def test_parameter_groups_added_later_equal_one_process() -> None:
     """The last layer is added after five steps, with another learning rate."""
 
     def run(distributed: bool) -> Tensor:
@@ -366,7 +366,7 @@ def test_parameter_groups_added_after_some_steps() -> None:
     compare(run, size=3)
 
 
-def test_parameters_frozen_then_thawed() -> None:
+def test_unfrozen_parameters_equal_one_process() -> None:
     def run(distributed: bool) -> Tensor:
         model = MLP.build()
         model[0].requires_grad_(False)
@@ -385,7 +385,7 @@ def test_parameters_frozen_then_thawed() -> None:
     compare(run, size=3)
 
 
-def test_bfloat16_autocast_equals_one_process_that_takes_the_shares_in_turn() -> None:
+def test_bfloat16_autocast_equals_one_process_over_the_same_shares() -> None:
     """Autocast rounds each share's gradient to bfloat16, so the reference also computes share by share."""
 
     def step_gradients(model: nn.Module, batch: exact.Batch) -> list[Tensor]:
@@ -423,7 +423,9 @@ def test_bfloat16_autocast_equals_one_process_that_takes_the_shares_in_turn() ->
 @both_dtypes
 @pytest.mark.parametrize("make", [MOMENTUM, case("AdamW"), case("AdamW", fused=True)], ids=str)
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale and clip"])
-def test_grad_scaler_in_a_plain_loop(unscale: Any, make: Case, dtype: Any) -> None:
+def test_grad_scaler_without_synchronize_calls_equals_one_process(
+    unscale: Any, make: Case, dtype: Any
+) -> None:
     """The loop calls neither synchronize() nor skip_synchronize(). In step 7, one row overflows on one rank."""
 
     def run(distributed: bool) -> Tensor:
@@ -449,7 +451,7 @@ def test_grad_scaler_in_a_plain_loop(unscale: Any, make: Case, dtype: Any) -> No
 
 @both_dtypes
 @pytest.mark.parametrize("skip", [False, True], ids=["", "skip_synchronize"])
-def test_clipping_after_synchronize(skip: Any, dtype: Any) -> None:
+def test_clipping_after_synchronize_equals_one_process(skip: Any, dtype: Any) -> None:
     def run(distributed: bool) -> Tensor:
         loop = Loop(distributed, dtype=dtype)
         for step in range(STEPS):
@@ -470,7 +472,9 @@ def test_clipping_after_synchronize(skip: Any, dtype: Any) -> None:
 @pytest.mark.parametrize("as_views", [False, True], ids=["", "views"])
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("who", ["optimizer", "model"])
-def test_zero_grad(who: Any, to_none: Any, as_views: Any) -> None:
+def test_zero_grad_of_model_or_optimizer_equals_one_process(
+    who: Any, to_none: Any, as_views: Any
+) -> None:
     def run(distributed: bool) -> Tensor:
         loop = Loop(distributed, gradient_as_bucket_view=as_views)
         for step in range(STEPS):
@@ -506,7 +510,9 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
         ),
     ],
 )
-def test_schedulers_made_before_or_after_wrapping(name: Any, when: Any) -> None:
+def test_schedulers_created_before_or_after_wrapping_equal_one_process(
+    name: Any, when: Any
+) -> None:
     """torch must not warn about the order of step() calls."""
 
     def run(distributed: bool) -> Tensor:
@@ -534,7 +540,7 @@ def test_schedulers_made_before_or_after_wrapping(name: Any, when: Any) -> None:
     assert distance(expected, reference(MLP, MOMENTUM)) > 0.001
 
 
-def test_a_scheduler_by_the_loss_made_before_wrapping() -> None:
+def test_plateau_scheduler_created_before_wrapping_equals_one_process() -> None:
     def run(distributed: bool) -> Tensor:
         loop = Loop(False)
         loop.distributed = distributed

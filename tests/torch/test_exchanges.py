@@ -34,7 +34,7 @@ def rows_of(rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_alltoall_of_every_dtype(dtype: torch.dtype) -> None:
+def test_alltoall_exchanges_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     def body() -> Any:
         rank, size = hvd.rank(), hvd.size()
         x = rows_of(rank, 6, dtype)
@@ -58,7 +58,7 @@ def test_alltoall_of_every_dtype(dtype: torch.dtype) -> None:
     on_ranks(3, body)
 
 
-def test_alltoall_takes_any_layout_and_empty_tensors() -> None:
+def test_alltoall_accepts_any_layout_and_empty_tensors() -> None:
     def body() -> Any:
         x = torch.arange(12.0).view(3, 4).t()  # not contiguous
         assert torch.equal(hvd.alltoall(x), torch.cat([x[2 * hvd.rank() : 2 * hvd.rank() + 2]] * 2))
@@ -71,7 +71,7 @@ def test_alltoall_takes_any_layout_and_empty_tensors() -> None:
     assert on_ranks(2, body) == [(99_999.0, 199_998), (1.0, 2)]
 
 
-def test_gradient_of_alltoall_returns_to_the_ranks_of_the_rows() -> None:
+def test_gradient_of_alltoall_returns_to_the_source_ranks() -> None:
     def body() -> Any:
         x = torch.ones(5, 2, requires_grad=True)
         output, received = hvd.alltoall(x, [1, 2])
@@ -103,7 +103,7 @@ def test_reducescatter_gives_every_rank_its_rows(dtype: torch.dtype, rows: int) 
     on_ranks(3, body)
 
 
-def test_factors_and_compression_of_reducescatter() -> None:
+def test_reducescatter_applies_factors_and_compression() -> None:
     def body() -> Any:
         x = torch.full((2,), hvd.rank() + 1.0)
         scaled = hvd.reducescatter(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=10.0)
@@ -113,7 +113,7 @@ def test_factors_and_compression_of_reducescatter() -> None:
     assert on_ranks(2, body) == [(60.0, 1.5, torch.float32)] * 2
 
 
-def test_gradients_of_reducescatter_are_horovods() -> None:
+def test_gradients_of_reducescatter_equal_those_of_horovod() -> None:
     def body() -> Any:
         results = []
         for op in (hvd.Average, hvd.Sum):
@@ -134,7 +134,7 @@ def test_gradients_of_reducescatter_are_horovods() -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_grouped_allgather_of_several_dtypes(large: bool) -> None:
+def test_grouped_allgather_accepts_several_dtypes(large: bool) -> None:
     scale = 5000 if large else 1
 
     def inputs(rank: int) -> list[torch.Tensor]:
@@ -157,7 +157,7 @@ def test_grouped_allgather_of_several_dtypes(large: bool) -> None:
     assert on_ranks(3, body) == [()] * 3
 
 
-def test_gradient_of_grouped_allgather_is_the_average_cut_to_the_ranks_rows() -> None:
+def test_gradient_of_grouped_allgather_is_the_average_for_own_rows() -> None:
     def body() -> Any:
         a = torch.ones(hvd.rank() + 1, requires_grad=True)
         b = torch.ones(2, requires_grad=True)
@@ -169,7 +169,7 @@ def test_gradient_of_grouped_allgather_is_the_average_cut_to_the_ranks_rows() ->
     assert on_ranks(2, body) == [([0.0], [1.0, 1.0]), ([1.5, 3.0], [1.0, 1.0])]
 
 
-def test_sparse_allreduce_joins_entries() -> None:
+def test_sparse_allreduce_adds_entries_of_all_ranks() -> None:
     def body() -> Any:
         x = torch.sparse_coo_tensor([[0, hvd.rank() + 1]], [1.0, 2.0], (4,), check_invariants=True)
         total = hvd.sparse_allreduce_async(x, name="s", op=hvd.Sum)().to_dense()
@@ -184,7 +184,7 @@ def test_sparse_allreduce_joins_entries() -> None:
 # --- join ---
 
 
-def test_a_joined_rank_counts_as_zeros_and_unnamed_operations_continue_afterwards() -> None:
+def test_joined_rank_contributes_zeros_and_unnamed_operations_continue() -> None:
     def body() -> Any:
         found = []
         for _ in range(hvd.rank() + 1):
@@ -214,7 +214,7 @@ def test_a_joined_rank_counts_as_zeros_and_unnamed_operations_continue_afterward
     ],
     ids=["max", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "set", "memory"],
 )
-def test_other_operations_fail_while_a_rank_has_joined_and_work_again_afterwards(call: Any) -> None:
+def test_unsupported_operations_fail_only_while_a_rank_has_joined(call: Any) -> None:
     def body() -> Any:
         x = torch.ones(3)
         if hvd.rank() < 2:
@@ -227,7 +227,7 @@ def test_other_operations_fail_while_a_rank_has_joined_and_work_again_afterwards
     on_ranks(3, body)
 
 
-def test_training_with_uneven_numbers_of_batches() -> None:
+def test_join_allows_training_with_uneven_batch_counts() -> None:
     batches = {0: 2, 1: 5, 2: 0}
 
     def body() -> Any:
@@ -268,7 +268,7 @@ def adasum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a * (1 - dot / (2 * na)) + b * (1 - dot / (2 * nb))
 
 
-def test_adasum_is_its_formula_for_each_tensor() -> None:
+def test_adasum_equals_its_formula_for_each_tensor() -> None:
     def vector(rank: int, seed: int) -> torch.Tensor:
         return torch.randn(50, generator=torch.Generator().manual_seed(10 * seed + rank))
 
@@ -334,7 +334,7 @@ def test_adasum_needs_a_power_of_two() -> None:
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.bool], ids=str)
-def test_registered_tensors_are_tensors(dtype: torch.dtype) -> None:
+def test_registered_tensors_work_in_place_for_every_dtype(dtype: torch.dtype) -> None:
     def body() -> Any:
         x = hvd.registered_empty((3, 1000), dtype)
         assert x.shape == (3, 1000)

@@ -77,7 +77,7 @@ def loss_in_float32(model: nn.Module, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(reentrant: Any, passes: Any) -> None:
+def test_activation_checkpoints_equal_one_process(reentrant: Any, passes: Any) -> None:
     def loss(model: Any, batch: Batch) -> Tensor:
         x, y = batch
         hidden = checkpoint(model[:2], x.clone().requires_grad_(), use_reentrant=reentrant)
@@ -97,7 +97,7 @@ def test_checkpointing(reentrant: Any, passes: Any) -> None:
     compare(run, size=3)
 
 
-def test_checkpoints_within_checkpoints() -> None:
+def test_nested_activation_checkpoints_equal_one_process() -> None:
     def loss(model: Any, batch: Batch) -> Tensor:
         x, y = batch
 
@@ -119,7 +119,7 @@ def test_checkpoints_within_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_that_is_used_several_times_in_checkpoints(reentrant: Any) -> None:
+def test_layer_reused_in_activation_checkpoints_equals_one_process(reentrant: Any) -> None:
     """Re-entrant checkpoints give the layer several gradients in one backward()."""
 
     def loss(model: Any, batch: Batch) -> Tensor:
@@ -139,7 +139,7 @@ def test_a_layer_that_is_used_several_times_in_checkpoints(reentrant: Any) -> No
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-def test_unused_parameters_that_differ_between_ranks_and_steps(make: Any) -> None:
+def test_parameters_unused_on_varying_ranks_equal_one_process(make: Any) -> None:
     """Each rank uses one of four experts per step. Both ranks use some experts, no rank uses others."""
     choices = [(0, 1), (1, 1), (2, 0), (0, 0), (1, 2), (2, 2), (0, 1), (1, 0)]
 
@@ -168,7 +168,7 @@ def test_unused_parameters_that_differ_between_ranks_and_steps(make: Any) -> Non
 
 @pytest.mark.parametrize("as_dense", [True, False], ids=["as dense", "as sparse"])
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
-def test_sparse_layers_that_some_ranks_do_not_use(kind: Any, as_dense: Any) -> None:
+def test_sparse_layers_unused_on_some_ranks_equal_one_process(kind: Any, as_dense: Any) -> None:
     """In turn, both ranks use the table, only rank 1, no rank, and only rank 0."""
     users = [(0, 1), (1,), (), (0,)]
 
@@ -200,7 +200,7 @@ def test_sparse_layers_that_some_ranks_do_not_use(kind: Any, as_dense: Any) -> N
 
 
 @pytest.mark.parametrize("passes", [1, 4])
-def test_one_reduction_per_step_however_many_passes(passes: Any) -> None:
+def test_any_number_of_passes_has_one_reduction_per_step(passes: Any) -> None:
     """The engine counts the reductions, and the whole model is one bucket."""
 
     def reductions() -> tuple[int, int]:
@@ -236,7 +236,7 @@ def test_one_reduction_per_step_however_many_passes(passes: Any) -> None:
 # --- Several optimizers. ---
 
 
-def test_two_optimizers_over_parts_of_one_model() -> None:
+def test_two_optimizers_of_one_model_equal_one_process() -> None:
     """One backward pass computes the gradients for both optimizers, which have different classes."""
 
     def run(distributed: bool) -> Tensor:
@@ -254,7 +254,7 @@ def test_two_optimizers_over_parts_of_one_model() -> None:
     compare(run, size=3)
 
 
-def test_an_optimizer_that_steps_half_as_often_as_the_other() -> None:
+def test_optimizers_with_different_step_intervals_equal_one_process() -> None:
     def run(distributed: bool) -> Tensor:
         model: Any = MLP.build()
         often = wrap(sgd(model[:3].parameters()), distributed)
@@ -272,7 +272,7 @@ def test_an_optimizer_that_steps_half_as_often_as_the_other() -> None:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_gan_with_three_optimizers(to_none: Any) -> None:
+def test_gan_with_three_optimizers_equals_one_process(to_none: Any) -> None:
     """Both networks share an encoder, and the discriminator gets gradients of its own loss and of the others' losses."""
 
     def run(distributed: bool) -> Tensor:
@@ -302,7 +302,7 @@ def test_gan_with_three_optimizers(to_none: Any) -> None:
     compare(run, size=3)
 
 
-def test_a_gradient_penalty() -> None:
+def test_gradient_penalty_equals_one_process() -> None:
     """The loss contains gradients, as in a Wasserstein GAN."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -330,7 +330,7 @@ class Tied(nn.Module):
         return self.last(self.first(x).tanh())[:, :2]
 
 
-def test_tied_weights() -> None:
+def test_tied_weights_equal_one_process() -> None:
     def run(distributed: bool) -> Tensor:
         model = fill(Tied().double())
         optimizer = sgd(model.parameters())
@@ -347,7 +347,7 @@ def test_tied_weights() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_that_scale_gradients(when: Any) -> None:
+def test_gradient_scaling_hooks_equal_one_process(when: Any) -> None:
     def run(distributed: bool) -> Tensor:
         model = MLP.build()
 
@@ -365,7 +365,7 @@ def test_hooks_that_scale_gradients(when: Any) -> None:
     compare(run, size=3)
 
 
-def test_hooks_on_accumulated_gradients_that_came_first() -> None:
+def test_earlier_post_accumulate_hooks_equal_one_process() -> None:
     """They change this rank's gradient before the reduction, so a factor has the same effect as in one process."""
 
     def run(distributed: bool) -> Tensor:
@@ -381,7 +381,7 @@ def test_hooks_on_accumulated_gradients_that_came_first() -> None:
     compare(run, size=3)
 
 
-def test_hooks_on_accumulated_gradients_that_replace_them() -> None:
+def test_post_accumulate_hooks_that_replace_gradients_equal_one_process() -> None:
     def run(distributed: bool) -> Tensor:
         model = MLP.build()
 
@@ -395,7 +395,7 @@ def test_hooks_on_accumulated_gradients_that_replace_them() -> None:
     compare(run, size=3)
 
 
-def test_requires_grad_toggled_between_steps() -> None:
+def test_requires_grad_toggled_between_steps_equals_one_process() -> None:
     def run(distributed: bool) -> Tensor:
         model: Any = MLP.build()
         optimizer = wrap(adamw(model.parameters()), distributed)
@@ -409,7 +409,7 @@ def test_requires_grad_toggled_between_steps() -> None:
     compare(run, size=3)
 
 
-def test_gradients_that_the_user_sets() -> None:
+def test_gradients_set_by_the_user_are_reduced() -> None:
     """No backward pass ends in the parameters."""
 
     def run(distributed: bool) -> Tensor:
@@ -428,7 +428,7 @@ def test_gradients_that_the_user_sets() -> None:
 
 @pytest.mark.parametrize("as_views", [False, True], ids=["", "views"])
 @pytest.mark.parametrize("after_a_step", [False, True])
-def test_a_model_moved_to_another_dtype_is_reduced_in_it_or_is_an_error(
+def test_model_moved_to_another_dtype_is_reduced_or_raises(
     after_a_step: Any, as_views: Any
 ) -> None:
     def gradients(distributed: bool) -> Tensor:
@@ -461,7 +461,7 @@ def test_a_model_moved_to_another_dtype_is_reduced_in_it_or_is_an_error(
 
 
 @pytest.mark.parametrize("as_views", [False, True], ids=["", "views"])
-def test_a_model_moved_to_another_layout_between_steps(as_views: Any) -> None:
+def test_model_moved_to_another_layout_equals_one_process(as_views: Any) -> None:
     """torch moves the memory of `.grad` within the same tensor."""
 
     def run(distributed: bool) -> Tensor:
@@ -480,7 +480,7 @@ def test_a_model_moved_to_another_layout_between_steps(as_views: Any) -> None:
     compare(run)
 
 
-def test_parameters_without_dimensions() -> None:
+def test_zero_dimensional_parameters_equal_one_process() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -508,9 +508,7 @@ def test_parameters_without_dimensions() -> None:
     ],
     ids=["fp16", "powersgd", "max"],
 )
-def test_complex_parameters_are_refused_by_options_for_real_numbers(
-    options: Any, says: str
-) -> None:
+def test_options_for_real_numbers_refuse_complex_parameters(options: Any, says: str) -> None:
     def body() -> Any:
         p = nn.Parameter(torch.ones(3, dtype=torch.complex128))
         with pytest.raises(InvalidArgumentError, match=says) as caught:
@@ -522,7 +520,7 @@ def test_complex_parameters_are_refused_by_options_for_real_numbers(
 
 
 @pytest.mark.parametrize("kind", ["owned", "shared"])
-def test_complex_parameters_in_the_rarer_ways_of_sharding(kind: str) -> None:
+def test_owned_and_shared_complex_parameters_equal_one_process(kind: str) -> None:
     """Each rank owns whole parameters (no dimension, or an optimizer that is not elementwise), or all ranks share one copy."""
 
     class Own(torch.optim.SGD):
@@ -553,7 +551,7 @@ def test_complex_parameters_in_the_rarer_ways_of_sharding(kind: str) -> None:
     compare(run)
 
 
-def test_groups_keep_their_learning_rates_with_names_from_a_generator() -> None:
+def test_parameter_groups_keep_learning_rates_with_generated_names() -> None:
     def run(distributed: bool) -> Tensor:
         model: Any = MLP.build()
         weights = [p for p in model.parameters() if p.dim() > 1]
@@ -577,7 +575,7 @@ def test_groups_keep_their_learning_rates_with_names_from_a_generator() -> None:
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 0, 0], [0, 1, 1]], ids=str)
 @pytest.mark.parametrize("make", [sgd, adamw])
-def test_a_training_that_is_saved_and_resumed_has_the_same_bits(make: Any, hosts: Any) -> None:
+def test_saved_and_resumed_training_has_the_same_bits(make: Any, hosts: Any) -> None:
     def parts() -> Any:
         model = MLP.build()
         return model, hvd.DistributedOptimizer(make(model.parameters()))
@@ -601,7 +599,7 @@ def test_a_training_that_is_saved_and_resumed_has_the_same_bits(make: Any, hosts
         assert torch.equal(straight, resumed)
 
 
-def test_optimizer_state_moves_from_one_process_to_ranks_and_back() -> None:
+def test_optimizer_state_loads_from_one_process_to_ranks_and_back() -> None:
     """The checkpoint is loaded with another number of ranks than wrote it."""
 
     def go_on(state: Any, steps: range, distributed: bool) -> Any:
@@ -622,7 +620,7 @@ def test_optimizer_state_moves_from_one_process_to_ranks_and_back() -> None:
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "broadcast_optimizer_state"])
-def test_a_scheduler_made_before_wrapping_lives_on_after(how: Any) -> None:
+def test_scheduler_created_before_wrapping_continues_to_work(how: Any) -> None:
     """Loaded or broadcast state must not leave the scheduler with parameter groups that the optimizer does not use."""
 
     def run(distributed: bool) -> Any:
@@ -642,7 +640,7 @@ def test_a_scheduler_made_before_wrapping_lives_on_after(how: Any) -> None:
     compare(run)
 
 
-def test_averages_of_weights_are_kept_in_copies() -> None:
+def test_weight_averages_in_copies_equal_one_process() -> None:
     """Neither a deep copy between the steps nor torch's own average has hooks."""
 
     def run(distributed: bool) -> Tensor:
@@ -681,7 +679,7 @@ def conv_loss(model: nn.Module, step: int, rows: slice, layout: torch.memory_for
 
 @pytest.mark.parametrize("what", ["inputs", "parameters", "gradients"])
 @pytest.mark.parametrize("as_views", [False, True], ids=["", "views"])
-def test_one_rank_in_channels_last(what: Any, as_views: Any) -> None:
+def test_channels_last_on_one_rank_equals_one_process(what: Any, as_views: Any) -> None:
     """On rank 1 the inputs, the whole model, or gradients that the user makes have another layout than on rank 0."""
 
     def run(distributed: bool) -> Tensor:
@@ -733,7 +731,9 @@ def transposed(like: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])
 @pytest.mark.parametrize("one_rank_only", [False, True])
 @pytest.mark.parametrize("make", [expanded, overlapping, with_holes, transposed])
-def test_gradients_of_any_layout(make: Any, one_rank_only: Any, options: Any) -> None:
+def test_gradients_of_any_memory_layout_equal_one_process(
+    make: Any, one_rank_only: Any, options: Any
+) -> None:
     """The user sets the gradients, because backward copies gradients of these layouts."""
 
     def gradient(p: Tensor, step: int, rank: int) -> Tensor:
@@ -756,7 +756,7 @@ def test_gradients_of_any_layout(make: Any, one_rank_only: Any, options: Any) ->
     compare(run)
 
 
-def test_gradients_that_autograd_expands() -> None:
+def test_expanded_gradients_equal_one_process() -> None:
     """The gradient of sum() is one element, expanded to the shape."""
 
     def run(distributed: bool) -> Tensor:
@@ -773,7 +773,7 @@ def test_gradients_that_autograd_expands() -> None:
     compare(run, size=3)
 
 
-def test_parameters_that_are_views_of_one_flat_tensor() -> None:
+def test_parameters_in_one_flat_tensor_equal_one_process() -> None:
     """Their gradients are such views too, as in optimizers that keep all parameters flat."""
 
     def run(distributed: bool) -> Tensor:
@@ -799,7 +799,7 @@ def test_parameters_that_are_views_of_one_flat_tensor() -> None:
     compare(run, size=3)
 
 
-def test_parameters_that_are_parts_of_one_matrix_with_holes() -> None:
+def test_noncontiguous_slices_of_one_matrix_equal_one_process() -> None:
     """Their memory is not dense, so autograd makes contiguous gradients for them."""
 
     def run(distributed: bool) -> Tensor:

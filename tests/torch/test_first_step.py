@@ -62,14 +62,14 @@ def one_without_a_batch() -> list[float]:
 
 
 @pytest.mark.parametrize("body", [each_another_optimizer, each_another_group, one_without_a_batch])
-def test_a_rank_without_gradients_does_not_block_backward_elsewhere(
+def test_rank_without_gradients_does_not_block_backward_on_others(
     body: Callable[[], list[float]],
 ) -> None:
     for found in on_ranks(2, body):
         assert found == [0.5] * len(found)
 
 
-def test_other_strides_on_a_rank_that_uses_another_optimizer() -> None:
+def test_strides_may_differ_on_a_rank_that_uses_another_optimizer() -> None:
     def body() -> list[torch.Tensor]:
         layers = [nn.Conv2d(3, 4, 3, bias=False) for _ in range(2)]
         optimizers = []
@@ -94,7 +94,7 @@ def test_other_strides_on_a_rank_that_uses_another_optimizer() -> None:
             assert torch.equal(each, 1.0 - weight.grad / 2)
 
 
-def test_two_backward_passes_over_different_parameters_are_an_error_of_sums_in_every_step() -> None:
+def test_second_backward_pass_raises_for_sums_in_every_step() -> None:
     def body() -> None:
         a, b = parameter(3), parameter(3)
         optimizer = hvd.DistributedOptimizer(sgd(a, b), op=hvd.Sum)
@@ -135,7 +135,7 @@ def test_a_parameter_first_used_while_a_rank_has_joined_is_reduced() -> None:
     assert found[2] == [1 - 2 - 2, 1.0]
 
 
-def test_epochs_of_different_lengths_with_a_parameter_that_is_used_later() -> None:
+def test_join_after_unequal_epochs_works_with_a_late_parameter() -> None:
     num_steps = [[1, 3, 2], [2, 1, 3], [3, 1, 1]]
 
     def body() -> list[float]:
@@ -166,7 +166,7 @@ def test_epochs_of_different_lengths_with_a_parameter_that_is_used_later() -> No
             assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_member_of_a_process_set_may_join_in_the_first_step() -> None:
+def test_member_of_a_process_set_may_join_in_the_first_step() -> None:
     def body() -> float | None:
         pair = hvd.add_process_set([0, 1])
         a, b = parameter(2), parameter(200)
@@ -184,7 +184,7 @@ def test_a_member_of_a_process_set_may_join_in_the_first_step() -> None:
     assert on_ranks(3, body, settings=SMALL)[0] == 0.0  # half a step, twice
 
 
-def test_other_strides_and_a_rank_that_joins_in_the_first_step() -> None:
+def test_strides_may_differ_from_a_rank_joined_in_the_first_step() -> None:
     def body() -> float:
         weight = nn.Parameter(torch.ones(4, 3, 2, 2))
         if hvd.rank() == 0:
@@ -238,7 +238,7 @@ def test_two_gradients_that_share_memory_are_both_correct(
     ],
     ids=str,
 )
-def test_a_gradient_still_read_by_backward_is_not_overwritten(options: dict[str, Any]) -> None:
+def test_gradient_that_backward_still_reads_is_not_overwritten(options: dict[str, Any]) -> None:
     # With one row, the bias' gradient is the very memory from which the layer before gets its own.
     def body() -> list[tuple[float, float]]:
         layer = nn.Linear(4, 300_000, bias=False)
@@ -260,7 +260,7 @@ def test_a_gradient_still_read_by_backward_is_not_overwritten(options: dict[str,
 
 
 @pytest.mark.parametrize("how", ["buckets", "optimizers", "groups", "powersgd"])
-def test_views_of_one_gradient_on_one_rank_only(how: str) -> None:
+def test_gradients_may_share_memory_on_one_rank_only(how: str) -> None:
     # Only rank 0 uses q, and there p and q get the same memory; on rank 1 p has its own.
     def body() -> list[list[float]]:
         p, q = parameter(2, 3), parameter(3, 2)
@@ -292,7 +292,7 @@ def test_views_of_one_gradient_on_one_rank_only(how: str) -> None:
             assert each == pytest.approx(wanted, abs=1e-5)
 
 
-def test_gradients_in_the_users_flat_tensor_are_reduced_in_place() -> None:
+def test_gradients_in_a_flat_user_tensor_are_reduced_in_place() -> None:
     def body() -> list[float]:
         a, b = parameter(3), parameter(2, 2)
         optimizer = hvd.DistributedOptimizer(sgd(a, b))
@@ -311,7 +311,7 @@ def test_gradients_in_the_users_flat_tensor_are_reduced_in_place() -> None:
 # --- Values by which ranks are compared. ---
 
 
-def test_a_mismatch_is_raised_again_on_repeated_calls() -> None:
+def test_mismatch_error_is_raised_again_on_repeated_calls() -> None:
     def body() -> list[str]:
         a = parameter(3 + hvd.rank())
         optimizer = hvd.DistributedOptimizer(sgd(a))
@@ -331,7 +331,7 @@ def test_a_mismatch_is_raised_again_on_repeated_calls() -> None:
         assert "Rank 0 has 'allreduce.noname.0.0' with shape (3,)" in texts[0]
 
 
-def test_a_users_compressor_may_be_an_object_of_each_rank() -> None:
+def test_custom_compressor_may_be_a_separate_object_on_each_rank() -> None:
     class Halves(Compressor):
         def compress(self, tensor: torch.Tensor) -> Any:  # type: ignore[override]  # an object of its own
             return tensor / 2, None

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_training_gives_the_same_bits_as_with_gradients_of_their_own(name: str, size: int) -> None:
+def test_training_with_bucket_views_gives_the_same_bits(name: str, size: int) -> None:
     def body() -> Any:
         plain = train(OPTIMIZERS[name], distributed=True)
         views = train(OPTIMIZERS[name], distributed=True, gradient_as_bucket_view=True)
@@ -37,7 +37,7 @@ def test_training_gives_the_same_bits_as_with_gradients_of_their_own(name: str, 
     on_ranks(size, body, settings=SMALL)
 
 
-def test_gradients_keep_their_memory_and_are_reduced_in_place() -> None:
+def test_bucket_view_gradients_keep_their_memory_and_are_reduced_in_place() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(
@@ -83,7 +83,7 @@ def test_dropped_or_replaced_gradients_return_to_the_bucket() -> None:
     on_ranks(2, body, settings=SMALL)
 
 
-def test_passes_add_up_in_place() -> None:
+def test_accumulated_passes_add_up_in_the_bucket() -> None:
     def body() -> Any:
         results = []
         for views in (False, True):
@@ -104,7 +104,7 @@ def test_passes_add_up_in_place() -> None:
     on_ranks(2, body, settings=SMALL)
 
 
-def test_parameters_of_any_layout_and_type_and_unused_ones() -> None:
+def test_bucket_views_support_any_layout_dtype_and_unused_parameters() -> None:
     def body() -> Any:
         conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
         double = nn.Parameter(torch.ones(5, dtype=torch.float64))
@@ -128,7 +128,7 @@ def test_parameters_of_any_layout_and_type_and_unused_ones() -> None:
     assert on_ranks(2, body) == [([18.0], [-3.0] * 5)] * 2
 
 
-def test_different_parameters_raise_on_every_rank() -> None:
+def test_bucket_views_of_different_parameters_raise_on_every_rank() -> None:
     def body() -> Any:
         model = nn.Linear(3, 2 + hvd.rank())
         with pytest.raises(MismatchError, match="ranks disagree on parameter 0"):
@@ -150,7 +150,7 @@ def test_options_incompatible_with_bucket_views_raise(options: Any) -> None:
     on_ranks(1, body)
 
 
-def test_sparse_gradients_need_to_be_made_dense() -> None:
+def test_bucket_views_require_sparse_as_dense_for_sparse_gradients() -> None:
     def body() -> Any:
         found = []
         for dense in (True, False):

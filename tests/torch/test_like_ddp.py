@@ -42,7 +42,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(apart / other.nan_to_num(posinf=0, neginf=0).abs().max())
 
 
-def test_training(by_rank: Outcomes) -> None:
+def test_distributed_optimizer_trains_like_ddp(by_rank: Outcomes) -> None:
     """A test for each behaviour would start the processes in every pytest worker. The message names all that differ."""
     wrong = {}
     for name, entry in BEHAVIOURS.items():

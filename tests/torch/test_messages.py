@@ -51,7 +51,7 @@ def test_receiving_from_any_rank_returns_the_sender() -> None:
     on_ranks(3, body)
 
 
-def test_wrong_calls_raise_a_clear_error() -> None:
+def test_wrong_send_and_recv_calls_raise_a_clear_error() -> None:
     def body() -> None:
         other = 1 - hvd.rank()
         tensor = torch.zeros(50_000)

@@ -81,7 +81,7 @@ def test_no_sync_passes_send_nothing() -> None:
     assert on_ranks(2, body) == [[True, True]] * 2
 
 
-def test_detached_optimizer_reduces_no_more() -> None:
+def test_detached_optimizer_reduces_no_gradients() -> None:
     def body() -> list[float]:
         model = MLP.build()
         optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
@@ -121,7 +121,7 @@ def test_schedulers_of_plain_and_distributed_optimizers_do_not_warn() -> None:
         on_ranks(2, body)
 
 
-def test_wrapper_that_takes_the_class_asks_its_optimizer_for_groups() -> None:
+def test_wrapper_with_the_optimizer_class_shares_its_param_groups() -> None:
     class Wrapper:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self._optimizer = optimizer

@@ -21,7 +21,7 @@ from tests.torch.on_ranks import on_ranks
 pytestmark = pytest.mark.ranks
 
 
-def test_metrics_are_printed_and_returned(capfd: pytest.CaptureFixture[str]) -> None:
+def test_engine_metrics_are_printed_and_returned(capfd: pytest.CaptureFixture[str]) -> None:
     def body() -> Any:
         hvd.allreduce(torch.ones(1000), name="x")
         return sparkhvd.metrics(show=hvd.rank() == 0)
@@ -50,9 +50,7 @@ def settled_json(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("all_ranks", [False, True])
-def test_timeline_is_started_and_stopped_by_every_rank_alike(
-    all_ranks: bool, tmp_path: Path
-) -> None:
+def test_every_rank_can_start_and_stop_the_timeline(all_ranks: bool, tmp_path: Path) -> None:
     def body() -> None:
         for number in range(2):
             hvd.start_timeline(tmp_path / f"{number}.json", all_ranks=all_ranks)
@@ -92,7 +90,7 @@ def train(steps: int) -> tuple[torch.Tensor, set[int]]:
 
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
-def test_tuning_changes_buckets_and_chunks_but_no_bit(
+def test_autotune_changes_buckets_and_chunks_but_no_bit(
     hosts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Short windows, so that many settings are tried.

@@ -127,7 +127,7 @@ def test_training_equals_one_process_in_float32(size: Any) -> None:
     ],
     ids=str,
 )
-def test_options_do_not_change_the_result(options: Any) -> None:
+def test_optimizer_options_do_not_change_the_result(options: Any) -> None:
     make = OPTIMIZERS["sgd"]
     expected = train(make, distributed=False)
     for result in on_ranks(2, lambda: train(make, distributed=True, **options), settings=SMALL):
@@ -148,7 +148,7 @@ def test_groups_of_parameters_share_a_bucket() -> None:
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
-def test_compression_is_close(compression: Any) -> None:
+def test_compressed_training_is_close_to_uncompressed(compression: Any) -> None:
     make = OPTIMIZERS["sgd"]
     expected = train(make, distributed=False, dtype=torch.float32)
     results = on_ranks(
@@ -159,7 +159,7 @@ def test_compression_is_close(compression: Any) -> None:
     assert not torch.equal(results[0], expected)
 
 
-def test_sum_and_predivide_factors() -> None:
+def test_op_sum_adds_gradients_of_all_ranks() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), op=hvd.Sum)
@@ -205,7 +205,7 @@ def test_every_bucket_is_reduced_when_backward_returns() -> None:
     on_ranks(2, body, settings=SMALL)
 
 
-def test_the_order_of_the_first_backward_becomes_the_order_of_buckets() -> None:
+def test_bucket_order_follows_the_first_backward() -> None:
     class Backwards(nn.Module):
         """Layers registered in the order of use, so that the default order is right. `flip` makes it wrong."""
 
@@ -238,7 +238,7 @@ def test_the_order_of_the_first_backward_becomes_the_order_of_buckets() -> None:
         assert plans == [[3, 2, 1, 0], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
-def test_a_parameter_that_some_ranks_do_not_use_counts_as_zero_there() -> None:
+def test_parameter_unused_on_some_ranks_counts_as_zero_there() -> None:
     def body() -> Any:
         used, partly = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, partly], lr=1.0))
@@ -269,7 +269,7 @@ def test_a_parameter_that_no_rank_uses_keeps_no_gradient(op: Any) -> None:
     assert on_ranks(2, body) == [([1.0] * 3, True, 1)] * 2
 
 
-def test_with_other_reductions_an_unused_parameter_has_zeros_as_in_horovod() -> None:
+def test_unused_parameter_has_zero_gradient_with_other_reductions() -> None:
     def body() -> Any:
         used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, unused], lr=0.1), op=hvd.Max)
@@ -280,7 +280,7 @@ def test_with_other_reductions_an_unused_parameter_has_zeros_as_in_horovod() -> 
     assert on_ranks(2, body) == [[0.0] * 3] * 2
 
 
-def test_a_rank_without_any_backward_steps_with_the_others() -> None:
+def test_rank_without_any_backward_steps_with_the_others() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -296,7 +296,7 @@ def test_a_rank_without_any_backward_steps_with_the_others() -> None:
     assert not torch.equal(one, weights(mlp()))
 
 
-def test_frozen_parameters_are_reduced_once_they_are_not_frozen() -> None:
+def test_frozen_parameters_are_reduced_after_unfreezing() -> None:
     def body() -> Any:
         model = mlp()
         model[0].weight.requires_grad_(False)
@@ -338,7 +338,7 @@ def test_parameters_added_later_are_reduced() -> None:
     assert on_ranks(2, body) == [([-1.0] * 2, [-2.0] * 2)] * 2
 
 
-def test_accumulation_adds_and_does_not_divide() -> None:
+def test_gradient_accumulation_adds_and_does_not_divide() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(
@@ -356,7 +356,7 @@ def test_accumulation_adds_and_does_not_divide() -> None:
         assert torch.allclose(result, expected, rtol=0, atol=1e-12)
 
 
-def test_accumulation_reduces_in_the_last_pass_only() -> None:
+def test_gradient_accumulation_reduces_only_in_the_last_pass() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(
@@ -377,7 +377,7 @@ def test_accumulation_reduces_in_the_last_pass_only() -> None:
     assert on_ranks(2, body) == [(False, True, True)] * 2
 
 
-def test_losses_on_disjoint_parameters_need_their_number_of_passes() -> None:
+def test_losses_on_disjoint_parameters_count_as_separate_passes() -> None:
     def body() -> Any:
         a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(
@@ -393,7 +393,7 @@ def test_losses_on_disjoint_parameters_need_their_number_of_passes() -> None:
     assert on_ranks(2, body) == [([-1.0] * 2, [-6.0] * 2)] * 2
 
 
-def test_one_backward_too_many_is_an_error_of_sums() -> None:
+def test_extra_backward_raises_for_op_sum() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(
@@ -447,7 +447,7 @@ def test_gan_with_two_optimizers_equals_one_process(drop: Any) -> None:
         assert torch.allclose(result, expected, rtol=0, atol=1e-12)
 
 
-def test_synchronize_then_clip_then_step() -> None:
+def test_clipping_between_synchronize_and_step_equals_one_process() -> None:
     def run(distributed: bool, skip: bool) -> torch.Tensor:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -497,7 +497,7 @@ def test_grad_scaler_skips_the_step_on_every_rank() -> None:
     )
 
 
-def test_closures_are_reduced_whenever_they_are_called() -> None:
+def test_gradients_are_reduced_at_every_closure_call() -> None:
     def run(distributed: bool, make: Callable[[Any], torch.optim.Optimizer]) -> torch.Tensor:
         model = mlp()
         optimizer = make(model.parameters())
@@ -534,7 +534,7 @@ class Scaled(torch.optim.SGD):
 @pytest.mark.parametrize(
     "options", [{}, {"sharded": True}, {"op": hvd.Adasum}], ids=["plain", "sharded", "adasum"]
 )
-def test_step_passes_its_keyword_arguments_on(options: dict[str, Any]) -> None:
+def test_step_forwards_its_keyword_arguments(options: dict[str, Any]) -> None:
     def run(distributed: bool) -> tuple[torch.Tensor, list[Any]]:
         model, seen = mlp(), list[Any]()
         optimizer: Any = Scaled(model.parameters(), lr=1.0)
@@ -563,7 +563,7 @@ def test_step_passes_its_keyword_arguments_on(options: dict[str, Any]) -> None:
         assert [each for each in seen_there if each] == [each for each in seen if each]
 
 
-def test_noncontiguous_parameters_and_gradients() -> None:
+def test_noncontiguous_parameters_and_gradients_equal_one_process() -> None:
     def run(distributed: bool) -> torch.Tensor:
         generator = torch.Generator().manual_seed(5)
         start = [
@@ -611,7 +611,7 @@ def test_gradients_are_reduced_in_place() -> None:
     on_ranks(2, body)
 
 
-def test_mixed_dtypes_go_in_buckets_of_their_own() -> None:
+def test_each_dtype_has_its_own_buckets() -> None:
     def run(distributed: bool) -> list[list[float]]:
         parameters = [
             nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -628,7 +628,7 @@ def test_mixed_dtypes_go_in_buckets_of_their_own() -> None:
     assert on_ranks(2, lambda: run(True)) == [run(False)] * 2
 
 
-def test_sparse_gradients() -> None:
+def test_sparse_gradients_are_reduced_sparse_or_dense() -> None:
     def body(sparse_as_dense: bool) -> Any:
         table = nn.Embedding(5, 2, sparse=True)
         fill(table)
@@ -650,7 +650,7 @@ def test_sparse_gradients() -> None:
             assert torch.allclose(result, expected)
 
 
-def test_reentrant_checkpoint() -> None:
+def test_reentrant_checkpoint_equals_one_process() -> None:
     def run(distributed: bool) -> torch.Tensor:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -670,7 +670,7 @@ def test_reentrant_checkpoint() -> None:
         assert torch.allclose(result, expected, rtol=0, atol=1e-12)
 
 
-def test_an_exception_in_backward_can_be_recovered_from() -> None:
+def test_training_continues_after_an_exception_in_backward() -> None:
     class Bomb(torch.autograd.Function):
         armed = threading.local()
 
@@ -702,7 +702,7 @@ def test_an_exception_in_backward_can_be_recovered_from() -> None:
     assert torch.equal(one, other)
 
 
-def test_it_is_an_optimizer_of_the_users_class() -> None:
+def test_distributed_optimizer_is_an_instance_of_the_original_class() -> None:
     def body() -> Any:
         model = mlp()
         plain = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -725,7 +725,7 @@ def test_it_is_an_optimizer_of_the_users_class() -> None:
     on_ranks(1, body)
 
 
-def test_its_state_is_the_plain_one() -> None:
+def test_state_dict_equals_that_of_the_plain_optimizer() -> None:
     def body() -> Any:
         model, twin = mlp(), mlp()
         optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
@@ -771,7 +771,7 @@ def test_step_hooks_run_once() -> None:
     assert on_ranks(2, body) == [["pre", "post"]] * 2
 
 
-def test_copies_and_pickles_are_plain_optimizers() -> None:
+def test_copied_and_pickled_optimizers_are_plain() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(
@@ -788,7 +788,7 @@ def test_copies_and_pickles_are_plain_optimizers() -> None:
     on_ranks(2, body)
 
 
-def test_a_newer_optimizer_takes_the_parameters_over() -> None:
+def test_newer_optimizer_replaces_the_older_for_its_parameters() -> None:
     def body() -> Any:
         model = mlp()
         old = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -806,7 +806,7 @@ def test_a_newer_optimizer_takes_the_parameters_over() -> None:
         assert torch.allclose(result, expected, rtol=0, atol=1e-12)
 
 
-def test_after_shutdown_backward_works_and_step_says_why_it_does_not() -> None:
+def test_backward_works_and_step_raises_after_shutdown() -> None:
     models = [mlp(), mlp()]
     optimizers: dict[int, Any] = {}
 
@@ -829,7 +829,7 @@ def test_after_shutdown_backward_works_and_step_says_why_it_does_not() -> None:
     on_ranks(2, body)
 
 
-def test_a_dropped_optimizer_takes_its_hooks_with_it() -> None:
+def test_deleting_an_optimizer_removes_its_hooks() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -840,7 +840,7 @@ def test_a_dropped_optimizer_takes_its_hooks_with_it() -> None:
     on_ranks(2, body)
 
 
-def test_with_one_rank_nothing_is_communicated() -> None:
+def test_single_rank_communicates_nothing() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -856,7 +856,7 @@ def test_with_one_rank_nothing_is_communicated() -> None:
 
 
 @pytest.mark.parametrize("kind", ["name", "shape", "count", "factor"])
-def test_ranks_with_different_parameters_get_an_error_that_shows_both(kind: Any) -> None:
+def test_error_shows_both_values_of_different_parameters(kind: Any) -> None:
     def body() -> Any:
         odd = hvd.rank() == 1
         shape = (3, 4) if not (odd and kind == "shape") else (3, 5)
@@ -897,7 +897,7 @@ def test_ranks_with_different_parameters_get_an_error_that_shows_both(kind: Any)
     ],
     ids=str,
 )
-def test_bad_arguments_are_errors(arguments: Any, message: Any) -> None:
+def test_invalid_optimizer_arguments_raise(arguments: Any, message: Any) -> None:
     def body() -> Any:
         with pytest.raises(ValueError, match=message):
             hvd.DistributedOptimizer(torch.optim.SGD(mlp().parameters(), lr=0.1), **arguments)
@@ -905,20 +905,20 @@ def test_bad_arguments_are_errors(arguments: Any, message: Any) -> None:
     on_ranks(1, body)
 
 
-def test_duplicate_names_and_parameters_are_errors() -> None:
+def test_duplicate_names_and_parameters_raise() -> None:
     def body() -> Any:
         a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
         with pytest.raises(ValueError, match="uses 'x' more than once"):
             hvd.DistributedOptimizer(
                 torch.optim.SGD([a, b], lr=0.1), named_parameters=[("x", a), ("x", b)]
             )
-        with pytest.raises(ValueError, match="is in groups twice"):
+        with pytest.raises(ValueError, match="appears twice in groups"):
             hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=0.1), groups=[[a], [a, b]])
 
     on_ranks(1, body)
 
 
-def test_num_groups_is_deprecated() -> None:
+def test_num_groups_argument_is_deprecated() -> None:
     def body() -> Any:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -928,7 +928,7 @@ def test_num_groups_is_deprecated() -> None:
     on_ranks(1, body)
 
 
-def test_parameters_without_elements_are_left_alone() -> None:
+def test_parameters_without_elements_are_not_reduced() -> None:
     def body() -> Any:
         empty, full = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([empty, full], lr=1.0))
@@ -940,7 +940,7 @@ def test_parameters_without_elements_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_step_behind_synchronize_that_does_not_skip_it_warns_as_horovods(sharded: bool) -> None:
+def test_step_after_synchronize_without_skip_warns_like_horovod(sharded: bool) -> None:
     def body() -> list[str]:
         model = torch.nn.Linear(3, 1)
         optimizer = hvd.DistributedOptimizer(

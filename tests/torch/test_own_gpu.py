@@ -50,7 +50,7 @@ def launched() -> Iterator[Callable[[int | None], None]]:
         (1, 1, None, []),  # the script has hidden the others
     ],
 )
-def test_init_makes_the_ranks_gpu_current(
+def test_init_makes_the_gpu_of_the_rank_current(
     cuda: Callable[..., list[int]],
     launched: Callable[[int | None], None],
     gpu: int | None,

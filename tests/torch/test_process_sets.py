@@ -13,7 +13,7 @@ from tests.torch.on_ranks import on_ranks
 pytestmark = pytest.mark.ranks
 
 
-def test_every_operation_runs_among_the_ranks_of_a_set() -> None:
+def test_every_operation_runs_within_a_process_set() -> None:
     def body() -> Any:
         odd = hvd.add_process_set([1, 3])
         if not odd.included():
@@ -60,7 +60,7 @@ def test_every_operation_runs_among_the_ranks_of_a_set() -> None:
     assert on_ranks(4, body) == [None, wanted, None, wanted]
 
 
-def test_a_set_knows_its_ranks_and_its_place() -> None:
+def test_process_set_knows_its_ranks_and_the_rank_in_it() -> None:
     def body() -> Any:
         made = hvd.ProcessSet([2, 0])
         before = (made.size(), made.rank(), made.included(), made.process_set_id)
@@ -84,7 +84,7 @@ def test_a_set_knows_its_ranks_and_its_place() -> None:
     ]
 
 
-def test_a_removed_set_may_be_added_again() -> None:
+def test_removed_process_set_can_be_added_again() -> None:
     def body() -> Any:
         first = hvd.add_process_set([0, 1])
         number = first.process_set_id
@@ -124,7 +124,7 @@ def test_a_removed_set_may_be_added_again() -> None:
     ],
     ids=str,
 )
-def test_wrong_sets_are_errors_at_once(ranks: Any, message: str) -> None:
+def test_invalid_process_sets_raise_immediately(ranks: Any, message: str) -> None:
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match=message):
             hvd.add_process_set(ranks)
@@ -139,7 +139,7 @@ def test_wrong_sets_are_errors_at_once(ranks: Any, message: str) -> None:
     on_ranks(2, body)
 
 
-def test_adding_different_sets_raises_on_every_rank() -> None:
+def test_adding_different_process_sets_raises_on_every_rank() -> None:
     def body() -> Any:
         with pytest.raises(MismatchError):
             hvd.add_process_set([hvd.rank()])
@@ -149,7 +149,7 @@ def test_adding_different_sets_raises_on_every_rank() -> None:
     assert first == second
 
 
-def test_sets_do_not_disturb_each_others_count_of_unnamed_operations() -> None:
+def test_process_sets_count_unnamed_operations_separately() -> None:
     def body() -> Any:
         first, second = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])
         if first.included():
@@ -162,7 +162,7 @@ def test_sets_do_not_disturb_each_others_count_of_unnamed_operations() -> None:
     assert on_ranks(3, body) == [3.0] * 3
 
 
-def test_a_set_ends_with_its_engine() -> None:
+def test_process_set_is_unregistered_when_its_engine_ends() -> None:
     def body() -> Any:
         return hvd.add_process_set([1])
 
@@ -171,7 +171,7 @@ def test_a_set_ends_with_its_engine() -> None:
         assert made.size() is None
 
 
-def test_init_registers_sets_or_fails_as_a_whole() -> None:
+def test_init_registers_all_process_sets_or_fails() -> None:
     with pytest.raises(InvalidArgumentError, match="ranks must be from 0 to 0"):
         hvd.init(process_sets=[[0, 1]])
     assert not hvd.is_initialized()
@@ -191,7 +191,7 @@ def linear() -> nn.Module:
     return model
 
 
-def test_optimizers_of_two_sets_reduce_among_their_ranks() -> None:
+def test_optimizers_of_two_process_sets_reduce_within_their_sets() -> None:
     def body() -> Any:
         sets = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
         mine = sets[hvd.rank() // 2]
@@ -211,7 +211,7 @@ def test_optimizers_of_two_sets_reduce_among_their_ranks() -> None:
     assert on_ranks(4, body) == [[low] * 3, [low] * 3, [high] * 3, [high] * 3]
 
 
-def test_optimizer_outside_its_set_is_the_plain_one() -> None:
+def test_optimizer_outside_its_process_set_works_like_the_plain_optimizer() -> None:
     def body() -> Any:
         first = hvd.add_process_set([0])
         model = linear()
@@ -226,7 +226,7 @@ def test_optimizer_outside_its_set_is_the_plain_one() -> None:
     assert on_ranks(2, body) == [0.0, -1.0]
 
 
-def test_joined_rank_has_joined_every_process_set_it_is_in() -> None:
+def test_joined_rank_has_joined_all_its_process_sets() -> None:
     def body() -> Any:
         both, other = hvd.add_process_set([0, 2]), hvd.add_process_set([0, 1])
         sums = []

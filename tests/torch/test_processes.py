@@ -127,7 +127,7 @@ def reports(zygote_has_compiler: None) -> list[dict[str, Any]]:
     return run_local(everything, num_proc=2, verbose=0)
 
 
-def test_collectives_between_processes(reports: list[dict[str, Any]]) -> None:
+def test_collectives_work_between_processes(reports: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(reports):
         assert report["topology"] == (2, rank, 2, 1)
         assert report["objects"] == [{"rank": r, "pad": "x" * r} for r in range(2)]
@@ -137,7 +137,7 @@ def test_collectives_between_processes(reports: list[dict[str, Any]]) -> None:
         assert "odd" in report["mismatch"]
 
 
-def test_forked_children_do_no_harm(reports: list[dict[str, Any]]) -> None:
+def test_forked_children_do_not_affect_their_rank(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert sum(report["loader"]) == 2 * sum(range(100))
         assert report["fork"] == 0
@@ -159,7 +159,7 @@ def test_training_equals_one_process_in_float32(reports: list[dict[str, Any]]) -
             assert ours == pytest.approx(theirs, abs=1e-5, rel=0)
 
 
-def test_the_same_ranks_meet_again_after_shutdown(reports: list[dict[str, Any]]) -> None:
+def test_ranks_can_init_again_after_shutdown(reports: list[dict[str, Any]]) -> None:
     assert [report["again"] for report in reports] == [1, 1]
 
 
@@ -299,7 +299,9 @@ def test_sparse_gradients_equal_one_process(reports: list[dict[str, Any]]) -> No
             assert ours == pytest.approx(theirs, abs=1e-12, rel=0)
 
 
-def test_compression_with_error_feedback_learns(reports: list[dict[str, Any]]) -> None:
+def test_powersgd_reduces_the_loss_almost_like_uncompressed_training(
+    reports: list[dict[str, Any]],
+) -> None:
     losses = reports[0]["powersgd"]
     assert all(report["powersgd"] == losses for report in reports)
     fell_by = reports[0]["not compressed"][0] - reports[0]["not compressed"][-1]
@@ -308,7 +310,7 @@ def test_compression_with_error_feedback_learns(reports: list[dict[str, Any]]) -
 
 
 @soak(
-    "aot_eager, whose graphs and hooks are the same: test_hooks_on_parameters_do_not_break_the_graph"
+    "aot_eager, whose graphs and hooks are the same: test_parameter_hooks_do_not_break_the_compiled_graph"
 )
 def test_a_model_that_inductor_compiled_equals_one_process(reports: list[dict[str, Any]]) -> None:
     expected = compiled_weights()
@@ -324,7 +326,7 @@ def test_training_with_sync_batch_norm_equals_one_process(reports: list[dict[str
             assert torch.allclose(found.double(), wanted.double(), rtol=0, atol=1e-10)
 
 
-def test_hooks_on_parameters_do_not_break_the_graph(reports: list[dict[str, Any]]) -> None:
+def test_parameter_hooks_do_not_break_the_compiled_graph(reports: list[dict[str, Any]]) -> None:
     model = MLP.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):

@@ -82,7 +82,7 @@ def test_gradients_changed_before_the_step_give_the_weights_of_one_process(
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-def test_gradients_reduced_while_backward_runs_are_whole_when_it_returns(
+def test_gradients_are_completely_reduced_when_backward_returns(
     options: dict[str, Any],
 ) -> None:
     compare(lambda distributed: train(distributed, options, clip), hosts=[0, 1])
@@ -98,7 +98,7 @@ def test_gradients_reduced_while_backward_runs_are_whole_when_it_returns(
         {"backward_passes_per_step": 2},
     ],
 )
-def test_ranks_that_clip_stay_equal_in_every_bit(options: dict[str, Any]) -> None:
+def test_clipping_keeps_ranks_equal_in_every_bit(options: dict[str, Any]) -> None:
     first, *others = on_ranks(3, lambda: train(True, options, clip, steps=6), settings=SMALL)
     assert all(torch.equal(first, other) for other in others)
 
@@ -142,7 +142,7 @@ def test_sparse_gradients_have_the_rows_of_all_ranks_after_backward() -> None:
     assert on_ranks(2, body) == [[expected] * 2] * 2
 
 
-def test_gradients_of_earlier_passes_are_this_ranks_own() -> None:
+def test_gradients_of_earlier_passes_are_not_reduced() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(1))
         optimizer = hvd.DistributedOptimizer(
@@ -159,7 +159,7 @@ def test_gradients_of_earlier_passes_are_this_ranks_own() -> None:
     assert on_ranks(2, body) == [[0.0, 1.0], [1.0, 1.0]]
 
 
-def test_a_further_pass_adds_to_the_mean_and_is_an_error_of_other_reductions() -> None:
+def test_further_pass_adds_to_averages_and_raises_for_other_reductions() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(1))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))
@@ -228,7 +228,7 @@ def test_sharded_gradients_that_are_never_zeroed_raise_unless_synchronized() -> 
     assert on_ranks(2, body) == [[-1.5 - 0.5 - 1.0] * 5] * 2
 
 
-def test_sharded_gradients_may_be_changed_after_synchronize_or_clipped_in_parts() -> None:
+def test_sharded_gradients_can_change_after_synchronize_or_be_clipped_sharded() -> None:
     def run(distributed: bool, *, whole: bool) -> Tensor:
         model = MLP.build()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
@@ -251,7 +251,7 @@ def test_sharded_gradients_may_be_changed_after_synchronize_or_clipped_in_parts(
     compare(lambda distributed: run(distributed, whole=False), size=3)
 
 
-def test_a_parameter_thawed_behind_zero_grad_is_reduced_after_backward() -> None:
+def test_parameter_unfrozen_after_zero_grad_is_reduced() -> None:
     def body() -> Any:
         a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1), requires_grad=False)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0))
@@ -268,7 +268,7 @@ def test_a_parameter_thawed_behind_zero_grad_is_reduced_after_backward() -> None
 
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
-def test_modules_in_reentrant_checkpoints_alone_are_reduced_after_backward(hosts: Any) -> None:
+def test_modules_used_only_in_reentrant_checkpoints_are_reduced(hosts: Any) -> None:
     """No parameter gets its gradient in the outermost pass."""
 
     def body() -> Any:
@@ -291,7 +291,7 @@ def test_modules_in_reentrant_checkpoints_alone_are_reduced_after_backward(hosts
         assert mine_.any()
 
 
-def test_a_module_in_more_activation_checkpoints_than_before_raises() -> None:
+def test_module_in_more_reentrant_checkpoints_than_before_raises() -> None:
     def body() -> Any:
         layer = nn.Linear(4, 4)
         optimizer = hvd.DistributedOptimizer(
@@ -313,7 +313,7 @@ def test_a_module_in_more_activation_checkpoints_than_before_raises() -> None:
     on_ranks(2, body, hosts=[0, 1])
 
 
-def test_a_backward_pass_that_raises_is_discarded() -> None:
+def test_gradients_of_a_failed_backward_are_discarded() -> None:
     class Failing(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -374,7 +374,7 @@ def test_optimizers_work_when_gradient_order_differs_between_ranks() -> None:
     assert on_ranks(2, body) == [([-3.0] * 2, [-3.0] * 2)] * 2
 
 
-def test_a_step_inside_a_backward_pass_ends_the_cycle_there() -> None:
+def test_step_inside_a_backward_pass_ends_the_reduction_cycle() -> None:
     """Meta-learning does this. The outer pass then has nothing to wait for at its end."""
 
     def body() -> Any:

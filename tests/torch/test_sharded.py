@@ -129,7 +129,7 @@ SHARED = ("momentum", "AdamW", "Adamax", *{"Adafactor"}.intersection(OPTIMIZERS)
         ),
     ],
 )
-def test_weights_equal_one_process(name: str, share: bool) -> None:
+def test_sharded_weights_equal_one_process(name: str, share: bool) -> None:
     expected = weights(alone(OPTIMIZERS[name]))
 
     def body() -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_weights_equal_one_process(name: str, share: bool) -> None:
 
 
 @pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1], [0, 1, 0, 1]])
-def test_several_hosts(hosts: list[int]) -> None:
+def test_sharded_training_on_several_hosts_equals_one_process(hosts: list[int]) -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
     found = on_ranks(
         len(hosts), lambda: weights(sharded(OPTIMIZERS["Adam"])[0]), settings=SMALL, hosts=hosts
@@ -152,7 +152,7 @@ def test_several_hosts(hosts: list[int]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
-def test_muon_gets_whole_matrices() -> None:
+def test_sharded_muon_gets_whole_matrices() -> None:
     def make() -> nn.Sequential:
         model = nn.Sequential(nn.Linear(27, 9, bias=False), nn.Tanh(), nn.Linear(9, 2, bias=False))
         generator = torch.Generator().manual_seed(2)
@@ -178,7 +178,7 @@ def test_muon_gets_whole_matrices() -> None:
         torch.testing.assert_close(each, weights(plain), rtol=1e-4, atol=1e-4)
 
 
-def test_an_optimizer_of_unknown_kind_gets_whole_parameters() -> None:
+def test_sharded_unknown_optimizer_class_gets_whole_parameters() -> None:
     class ByNorm(torch.optim.SGD):
         """Reads a whole parameter."""
 
@@ -197,7 +197,7 @@ def test_an_optimizer_of_unknown_kind_gets_whole_parameters() -> None:
         assert_close(each, expected)
 
 
-def test_optimizer_memory_is_divided() -> None:
+def test_optimizer_memory_is_divided_among_ranks() -> None:
     def body() -> int:
         model, optimizer = sharded(OPTIMIZERS["Adam"])
         del model
@@ -248,7 +248,7 @@ def saved() -> Saved:
     return Saved()
 
 
-def test_state_is_the_plain_one_on_every_rank(saved: Saved) -> None:
+def test_sharded_state_dict_equals_the_plain_optimizer_on_every_rank(saved: Saved) -> None:
     state = saved.state()
     assert state["param_groups"] == saved.expected_state["param_groups"]
     expected = saved.expected_state["state"]
@@ -265,7 +265,7 @@ def test_state_is_the_plain_one_on_every_rank(saved: Saved) -> None:
 
 @pytest.mark.parametrize("share", [False, True], ids=["private", "shared"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_state_loads_at_any_number_of_ranks(saved: Saved, size: int, share: bool) -> None:
+def test_sharded_state_loads_with_any_number_of_ranks(saved: Saved, size: int, share: bool) -> None:
     def go_on() -> torch.Tensor:
         model, optimizer = sharded(OPTIMIZERS["momentum"], steps=1, share_parameters=share)
         with optimizer.writing_parameters():
@@ -280,7 +280,7 @@ def test_state_loads_at_any_number_of_ranks(saved: Saved, size: int, share: bool
         assert_close(each, saved.expected)
 
 
-def test_state_loads_into_the_plain_optimizer(saved: Saved) -> None:
+def test_sharded_state_loads_into_the_plain_optimizer(saved: Saved) -> None:
     model = Model()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     model.load_state_dict(saved.model)
@@ -291,7 +291,7 @@ def test_state_loads_into_the_plain_optimizer(saved: Saved) -> None:
 
 
 @pytest.mark.skipif("Adafactor" not in OPTIMIZERS, reason="torch before 2.5 has no Adafactor")
-def test_state_of_whole_parameters_is_gathered_too() -> None:
+def test_state_dict_gathers_state_of_unsharded_parameters() -> None:
     def body() -> dict[str, Any]:
         return dict(sharded(OPTIMIZERS["Adafactor"])[1].state_dict())
 
@@ -315,7 +315,7 @@ def test_state_of_whole_parameters_is_gathered_too() -> None:
         *left_to_soak("private, here", (1.0, True), (float("inf"), True)),
     ],
 )
-def test_clipping_by_norm_equals_one_process(norm_type: float, share: bool) -> None:
+def test_sharded_norm_clipping_equals_one_process(norm_type: float, share: bool) -> None:
     make = OPTIMIZERS["momentum"]
     model = Model()
     optimizer = make(model.parameters())
@@ -347,7 +347,7 @@ def test_clipping_by_norm_equals_one_process(norm_type: float, share: bool) -> N
         torch.testing.assert_close(found, weights(model), rtol=1e-10, atol=1e-10)
 
 
-def test_the_norm_has_the_type_of_the_gradients() -> None:
+def test_sharded_gradient_norm_has_the_gradient_dtype() -> None:
     dtypes = [torch.float32, torch.float64], [torch.bfloat16], [torch.float64]
 
     def run(distributed: bool) -> list[torch.dtype]:
@@ -367,7 +367,7 @@ def test_the_norm_has_the_type_of_the_gradients() -> None:
     assert on_ranks(2, lambda: run(True)) == [run(False)] * 2
 
 
-def test_synchronize_gives_whole_gradients() -> None:
+def test_synchronize_gives_whole_gradients_on_every_rank() -> None:
     model = Model()
     loss_of(model, batch(0)).backward()
     expected = [p.grad for p in model.parameters()]
@@ -386,7 +386,7 @@ def test_synchronize_gives_whole_gradients() -> None:
                 assert_close(one, other)
 
 
-def test_grad_scaler_in_a_plain_loop() -> None:
+def test_sharded_grad_scaler_without_synchronize_equals_one_process() -> None:
     expected = weights(alone(OPTIMIZERS["momentum"], 4))
 
     def body() -> torch.Tensor:
@@ -417,7 +417,7 @@ def test_grad_scaler_in_a_plain_loop() -> None:
     ],
     ids=str,
 )
-def test_options(options: dict[str, Any]) -> None:
+def test_sharded_training_with_any_option_equals_one_process(options: dict[str, Any]) -> None:
     passes = options.get("backward_passes_per_step", 1)
 
     def train(
@@ -449,7 +449,7 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_closures_schedulers_and_parameters_that_thaw(share: bool) -> None:
+def test_sharded_closures_schedulers_and_unfreezing_equal_one_process(share: bool) -> None:
     def train(model: Any, optimizer: Any, rows: Callable[..., torch.Tensor]) -> torch.Tensor:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         for step in range(STEPS):
@@ -485,7 +485,7 @@ def test_closures_schedulers_and_parameters_that_thaw(share: bool) -> None:
         assert_close(found, expected)
 
 
-def test_groups_of_parameters_and_added_ones() -> None:
+def test_sharded_parameter_groups_and_added_groups_equal_one_process() -> None:
     def train(wrap: Callable[[Any], Any], rows: Callable[..., torch.Tensor]) -> torch.Tensor:
         model = Model()
         optimizer = wrap(
@@ -519,7 +519,7 @@ def test_groups_of_parameters_and_added_ones() -> None:
         assert_close(found, expected)
 
 
-def test_state_from_before_is_divided() -> None:
+def test_existing_optimizer_state_is_divided_among_ranks() -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
 
     def body() -> torch.Tensor:
@@ -536,7 +536,7 @@ def test_state_from_before_is_divided() -> None:
         assert_close(found, expected)
 
 
-def test_parameters_with_new_memory_are_followed() -> None:
+def test_sharded_parameters_may_get_new_memory() -> None:
     def body() -> torch.Tensor:
         model, optimizer = sharded(OPTIMIZERS["momentum"], steps=2)
         model.first.weight.data = model.first.weight.detach().clone()
@@ -548,7 +548,7 @@ def test_parameters_with_new_memory_are_followed() -> None:
         assert_close(found, weights(alone(OPTIMIZERS["momentum"])))
 
 
-def test_process_sets() -> None:
+def test_sharded_training_in_a_process_set_equals_one_process() -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
 
     def body() -> torch.Tensor | None:
@@ -570,7 +570,7 @@ def test_process_sets() -> None:
         assert found is None if rank == 1 else torch.allclose(found, expected, 1e-10, 1e-10)
 
 
-def test_half_the_bytes() -> None:
+def test_sharded_fp16_compression_is_close_to_one_process() -> None:
     expected = weights(alone(OPTIMIZERS["momentum"]))
     found = on_ranks(
         2,
@@ -582,7 +582,7 @@ def test_half_the_bytes() -> None:
     assert not torch.equal(found[0], expected)
 
 
-def test_with_one_rank_it_is_the_plain_optimizer() -> None:
+def test_sharded_optimizer_of_one_rank_equals_the_plain_optimizer() -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
 
     def body() -> torch.Tensor:
@@ -598,7 +598,7 @@ def test_with_one_rank_it_is_the_plain_optimizer() -> None:
 # --- One copy of the parameters. ---
 
 
-def test_shared_parameters_begin_with_the_first_ranks_values_and_are_one_memory() -> None:
+def test_shared_parameters_use_one_memory_with_rank_0_values() -> None:
     def body() -> tuple[torch.Tensor, bool]:
         model = Model()
         with torch.no_grad():
@@ -620,7 +620,7 @@ def test_shared_parameters_begin_with_the_first_ranks_values_and_are_one_memory(
         assert is_seen
 
 
-def test_writing_shared_parameters_outside_of_step_is_an_error_on_every_rank() -> None:
+def test_writing_shared_parameters_outside_step_raises_on_every_rank() -> None:
     def body() -> str:
         model, optimizer = sharded(OPTIMIZERS["SGD"], steps=1, share_parameters=True)
         if hvd.rank() == 1:
@@ -688,7 +688,7 @@ def test_copies_of_shared_parameters_are_private() -> None:
         assert_close(found, expected)
 
 
-def test_shared_parameters_need_one_host() -> None:
+def test_shared_parameters_on_two_hosts_raise() -> None:
     def body() -> str:
         with pytest.raises(InvalidArgumentError) as caught:
             sharded(OPTIMIZERS["SGD"], steps=0, share_parameters=True)
@@ -725,7 +725,7 @@ def test_optimizers_that_cannot_be_sharded_raise(make: Any, options: Any, messag
     on_ranks(2, body)
 
 
-def test_sharing_without_sharding_is_an_error() -> None:
+def test_share_parameters_without_sharded_raises() -> None:
     def body() -> None:
         model = Model()
         with pytest.raises(InvalidArgumentError, match="share_parameters=True needs sharded=True"):
@@ -734,7 +734,7 @@ def test_sharing_without_sharding_is_an_error() -> None:
     on_ranks(1, body)
 
 
-def test_copies_of_a_sharded_optimizer_are_an_error() -> None:
+def test_copying_a_sharded_optimizer_raises() -> None:
     def body() -> None:
         _, optimizer = sharded(OPTIMIZERS["Adam"], steps=1)
         with pytest.raises(InvalidArgumentError, match="Call state_dict\\(\\) on every rank"):
@@ -743,7 +743,7 @@ def test_copies_of_a_sharded_optimizer_are_an_error() -> None:
     on_ranks(2, body)
 
 
-def test_sparse_gradients_are_an_error_unless_they_are_made_dense() -> None:
+def test_sharded_sparse_gradients_raise_without_sparse_as_dense() -> None:
     def make() -> tuple[nn.Embedding, Any]:
         table = nn.Embedding(11, 3, sparse=True, dtype=torch.float64)
         with torch.no_grad():
@@ -776,7 +776,7 @@ def test_sparse_gradients_are_an_error_unless_they_are_made_dense() -> None:
         assert_close(found, table.weight.detach())
 
 
-def test_ranks_with_another_memory_format_get_an_error() -> None:
+def test_sharded_ranks_with_different_memory_formats_raise() -> None:
     def body() -> str:
         model = Model()
         if hvd.rank() == 1:
@@ -793,7 +793,7 @@ def test_ranks_with_another_memory_format_get_an_error() -> None:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_a_closure_that_only_returns_the_loss_reduces_nothing_again(share: bool) -> None:
+def test_closure_without_backward_causes_no_second_reduction(share: bool) -> None:
     model = Model()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     for step in range(STEPS):
@@ -818,7 +818,7 @@ def test_a_closure_that_only_returns_the_loss_reduces_nothing_again(share: bool)
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_step_hooks_see_whole_gradients_and_parameters(share: bool) -> None:
+def test_step_hooks_get_whole_gradients_and_parameters(share: bool) -> None:
     def train(model: nn.Module, optimizer: Any, rows: Callable[..., torch.Tensor]) -> torch.Tensor:
         average = weights(model)
 
@@ -844,7 +844,7 @@ def test_step_hooks_see_whole_gradients_and_parameters(share: bool) -> None:
         assert_close(found, expected)
 
 
-def test_an_optimizer_that_calls_its_closure_twice_raises() -> None:
+def test_sharded_optimizer_that_calls_its_closure_twice_raises() -> None:
     class Twice(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             closure()
@@ -869,7 +869,7 @@ def test_an_optimizer_that_calls_its_closure_twice_raises() -> None:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_another_memory_format_after_construction_is_an_error(share: bool) -> None:
+def test_changing_the_memory_format_after_sharding_raises(share: bool) -> None:
     def body() -> str:
         model, optimizer = sharded(OPTIMIZERS["Adam"], steps=1, share_parameters=share)
         model.conv.to(memory_format=torch.contiguous_format)
@@ -881,7 +881,7 @@ def test_another_memory_format_after_construction_is_an_error(share: bool) -> No
         assert "had strides (12, 1, 6, 3) when the optimizer divided its memory" in text
 
 
-def test_other_memory_for_a_shared_parameter_is_an_error_on_every_rank() -> None:
+def test_moving_a_shared_parameter_raises_on_every_rank() -> None:
     def body() -> str:
         model, optimizer = sharded(OPTIMIZERS["Adam"], steps=1, share_parameters=True)
         if hvd.rank() == 1:
@@ -894,7 +894,7 @@ def test_other_memory_for_a_shared_parameter_is_an_error_on_every_rank() -> None
         assert "'first.weight' was moved to other memory" in text
 
 
-def test_a_later_optimizer_that_does_not_share_has_parameters_of_its_own() -> None:
+def test_later_unshared_optimizer_gets_private_parameters() -> None:
     def body() -> torch.Tensor:
         model, optimizer = sharded(OPTIMIZERS["SGD"], steps=1, share_parameters=True)
         del optimizer
@@ -907,7 +907,7 @@ def test_a_later_optimizer_that_does_not_share_has_parameters_of_its_own() -> No
         assert_close(found, weights(alone(OPTIMIZERS["SGD"])))
 
 
-def test_adasum_after_sharing_has_parameters_of_its_own() -> None:
+def test_later_adasum_optimizer_gets_private_parameters() -> None:
     def body() -> float:
         p = nn.Parameter(torch.ones(4))
         sharing = hvd.DistributedOptimizer(
@@ -922,7 +922,7 @@ def test_adasum_after_sharing_has_parameters_of_its_own() -> None:
     assert on_ranks(2, body) == [0.75, 0.75]
 
 
-def test_shared_parameters_of_several_types_are_saved_each_by_itself() -> None:
+def test_shared_parameters_of_several_dtypes_are_saved_separately() -> None:
     def body() -> int:
         model = nn.ModuleDict({"a": nn.Linear(300, 300), "b": nn.Linear(4, 2).double()})
         hvd.DistributedOptimizer(
@@ -952,7 +952,7 @@ def test_frozen_parameters_are_not_exchanged() -> None:
     assert on_ranks(2, body) == [0.0, 1.0]
 
 
-def test_broadcasting_the_state_of_a_sharded_optimizer_is_an_error_on_every_rank() -> None:
+def test_broadcasting_sharded_optimizer_state_raises_on_every_rank() -> None:
     def body() -> None:
         model, optimizer = sharded(OPTIMIZERS["momentum"], steps=0)
         hvd.broadcast_optimizer_state(optimizer, 0)  # it is empty
@@ -963,7 +963,7 @@ def test_broadcasting_the_state_of_a_sharded_optimizer_is_an_error_on_every_rank
     on_ranks(2, body)
 
 
-def test_parameters_cannot_be_added_to_shared_ones() -> None:
+def test_adding_parameters_to_shared_parameters_raises() -> None:
     def body() -> None:
         model, optimizer = sharded(OPTIMIZERS["SGD"], steps=0, share_parameters=True)
         with pytest.raises(InvalidArgumentError, match="add_param_group\\(\\) is not supported"):
@@ -976,7 +976,7 @@ def test_parameters_cannot_be_added_to_shared_ones() -> None:
 # --- The arithmetic of parts. ---
 
 
-def test_parts_cover_everything_once() -> None:
+def test_shard_ranges_cover_every_index_once() -> None:
     for count in (0, 1, 2, 5, 7, 100, 101):
         for num_parts in (1, 2, 3, 8):
             ranges = [cut_range(count, num_parts, part) for part in range(num_parts)]
@@ -985,7 +985,7 @@ def test_parts_cover_everything_once() -> None:
             assert max(b - a for a, b in ranges) - min(b - a for a, b in ranges) <= 1
 
 
-def test_owners_have_about_as_much() -> None:
+def test_parameter_owners_get_balanced_sizes() -> None:
     sizes = [100, 1, 50, 49, 3, 7]
     owners = owners_of(sizes, 2)
     loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == rank) for rank in (0, 1)]
@@ -994,7 +994,7 @@ def test_owners_have_about_as_much() -> None:
     assert owners_of([1, 1, 1], 2, [10, 0]) == [1, 1, 1]
 
 
-def test_dense_memory_is_recognized() -> None:
+def test_dense_memory_layouts_are_recognized() -> None:
     x = torch.empty(4, 3, 2, 2)
     assert is_dense(x)
     assert is_dense(x.to(memory_format=torch.channels_last))

@@ -92,7 +92,7 @@ def train(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("passes", [1, 2])
-def test_training_equals_one_process(name: Any, passes: Any) -> None:
+def test_sparse_training_equals_one_process(name: Any, passes: Any) -> None:
     make = OPTIMIZERS[name]
     expected = train(make, distributed=False, passes=passes)
     for size in (2, 3):
@@ -104,7 +104,7 @@ def test_training_equals_one_process(name: Any, passes: Any) -> None:
             assert torch.allclose(result, expected, rtol=0, atol=1e-10)
 
 
-def test_training_equals_one_process_across_hosts() -> None:
+def test_sparse_training_across_hosts_equals_one_process() -> None:
     expected = train(OPTIMIZERS["sgd"], distributed=False)
     results = on_ranks(
         3, lambda: train(OPTIMIZERS["sgd"], distributed=True), settings=SMALL, hosts=[0, 1, 1]
@@ -114,7 +114,7 @@ def test_training_equals_one_process_across_hosts() -> None:
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
-def test_values_are_compressed(compression: Any) -> None:
+def test_sparse_gradient_values_are_compressed(compression: Any) -> None:
     make = OPTIMIZERS["sgd"]
     expected = train(make, distributed=False, dtype=torch.float32)
     one, other = on_ranks(
@@ -149,7 +149,7 @@ def coo(indices: Any, values: Any, shape: tuple[int, ...]) -> Tensor:
     return torch.sparse_coo_tensor(indices, torch.tensor(values), shape, check_invariants=True)
 
 
-def test_the_result_has_the_entries_of_all_ranks_in_their_order() -> None:
+def test_sparse_result_has_entries_of_all_ranks_in_rank_order() -> None:
     grads = [coo([[3, 1, 3]], [1.0, 2.0, 4.0], (6,)), coo([[5, 3]], [8.0, 16.0], (6,))]
     for grad in on_ranks(2, lambda: one_step(list(grads))):
         assert not grad.is_coalesced()
@@ -159,7 +159,7 @@ def test_the_result_has_the_entries_of_all_ranks_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("sparse_dim", [1, 2, 3])
-def test_several_sparse_and_dense_dimensions(sparse_dim: Any) -> None:
+def test_sparse_gradients_may_have_several_sparse_and_dense_dimensions(sparse_dim: Any) -> None:
     generator = torch.Generator().manual_seed(1)
     dense = [torch.randn(3, 4, 5, generator=generator) for _ in range(3)]
     dense = [(x.abs() > 1) * x for x in dense]
@@ -169,7 +169,7 @@ def test_several_sparse_and_dense_dimensions(sparse_dim: Any) -> None:
         assert torch.allclose(grad.to_dense(), sum(dense) / 3)
 
 
-def test_rows_are_added_in_the_order_of_ranks() -> None:
+def test_sparse_rows_are_added_in_rank_order() -> None:
     # With more rows than any small-array special case of a sort, and values whose sum depends on the order.
     def rows(rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(rank)
@@ -195,7 +195,7 @@ def test_ranks_with_empty_or_missing_gradients_contribute_zeros() -> None:
         assert grad._nnz() == 0
 
 
-def test_a_table_that_no_rank_uses_keeps_no_gradient() -> None:
+def test_embedding_table_that_no_rank_uses_keeps_no_gradient() -> None:
     def body() -> Any:
         model = Tagger()
         optimizer = hvd.DistributedOptimizer(
@@ -213,7 +213,7 @@ def test_a_table_that_no_rank_uses_keeps_no_gradient() -> None:
     assert on_ranks(2, body, settings=SMALL) == [[None, None, True, None, True]] * 2
 
 
-def test_a_dense_parameter_first_used_late_is_reduced_from_then_on() -> None:
+def test_dense_parameter_first_used_later_is_reduced_from_then_on() -> None:
     def body() -> Any:
         used, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(
@@ -234,7 +234,7 @@ def test_a_dense_parameter_first_used_late_is_reduced_from_then_on() -> None:
     assert on_ranks(2, body) == [([-6.0] * 2, [-7.0] * 3, [True, True])] * 2
 
 
-def test_it_is_submitted_while_backward_runs() -> None:
+def test_sparse_gradient_is_submitted_during_backward() -> None:
     def body() -> Any:
         model = Tagger()
         optimizer = hvd.DistributedOptimizer(
@@ -256,7 +256,7 @@ def test_it_is_submitted_while_backward_runs() -> None:
     assert on_ranks(2, body, settings=SMALL) == [True, True]
 
 
-def test_zero_grad_that_keeps_gradients() -> None:
+def test_zero_grad_without_set_to_none_equals_one_process() -> None:
     def run(distributed: bool) -> Tensor:
         model = Tagger()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -273,7 +273,7 @@ def test_zero_grad_that_keeps_gradients() -> None:
         assert torch.allclose(result, expected, rtol=0, atol=1e-10)
 
 
-def test_a_process_set_reduces_among_its_ranks() -> None:
+def test_process_set_reduces_sparse_gradients_among_its_ranks() -> None:
     grads = [None, coo([[1]], [2.0], (3,)), coo([[1, 2]], [4.0, 6.0], (3,))]
 
     def body() -> Any:
@@ -284,7 +284,7 @@ def test_a_process_set_reduces_among_its_ranks() -> None:
     assert on_ranks(3, body) == [None, [0.0, 3.0, 3.0], [0.0, 3.0, 3.0]]
 
 
-def test_no_predivide_factor_changes_the_average() -> None:
+def test_predivide_factor_does_not_change_a_sparse_average() -> None:
     grads = [coo([[1]], [2.0], (3,)), coo([[1]], [4.0], (3,))]
     for grad in on_ranks(2, lambda: one_step(list(grads), gradient_predivide_factor=8.0)):
         assert grad.to_dense().tolist() == [0.0, 3.0, 0.0]
@@ -304,7 +304,7 @@ SPARSE, DENSE = coo([[1]], [2.0], (3,)), torch.ones(3)
         ),
     ],
 )
-def test_sparse_on_one_rank_and_dense_on_another_is_an_error_on_all(grads: Any, found: Any) -> None:
+def test_sparse_and_dense_gradients_on_different_ranks_raise(grads: Any, found: Any) -> None:
     def body() -> Any:
         with pytest.raises(MismatchError) as caught:
             one_step(list(grads))
@@ -341,7 +341,7 @@ def test_a_later_dense_gradient_raises_on_every_rank_and_the_engine_continues() 
         assert values == [0.0, -4.0, 0.0]
 
 
-def test_a_sparse_gradient_of_a_parameter_that_was_dense_goes_as_dense() -> None:
+def test_later_sparse_gradient_of_a_dense_parameter_is_reduced_dense() -> None:
     def body() -> Any:
         p = nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))
@@ -353,7 +353,7 @@ def test_a_sparse_gradient_of_a_parameter_that_was_dense_goes_as_dense() -> None
     assert on_ranks(2, body) == [([-1.5, -2.5, -1.5], [0.5, 1.5, 0.5])] * 2
 
 
-def test_options_that_sparse_gradients_do_not_take() -> None:
+def test_sparse_gradients_refuse_max_and_powersgd() -> None:
     def body() -> Any:
         messages = []
         for options in ({"op": hvd.Max}, {"compression": hvd.Compression.powersgd()}):
@@ -367,7 +367,7 @@ def test_options_that_sparse_gradients_do_not_take() -> None:
         assert "Compression.powersgd(rank=4, warm_up_steps=0) is for dense gradients" in of_powersgd
 
 
-def test_a_compressor_of_the_users_gets_the_values() -> None:
+def test_custom_compressor_gets_sparse_gradient_values() -> None:
     class Halves(hvd.compression.Compressor):
         @staticmethod
         def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -401,7 +401,7 @@ def pictures(step: int) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("as_views", [False, True])
-def test_channels_last_on_one_rank_only(size: Any, as_views: Any) -> None:
+def test_channels_last_on_one_rank_equals_one_process(size: Any, as_views: Any) -> None:
     def run(distributed: bool) -> Tensor:
         odd = distributed and hvd.rank() == size - 1
         model = convolution(channels_last=odd)
@@ -422,7 +422,7 @@ def test_channels_last_on_one_rank_only(size: Any, as_views: Any) -> None:
         assert torch.allclose(result, expected, rtol=0, atol=1e-12)
 
 
-def test_gradients_with_other_strides_than_their_parameters() -> None:
+def test_gradients_with_other_strides_are_reduced_right() -> None:
     plain = torch.arange(12.0).view(3, 4)
 
     def body() -> Any:
@@ -447,7 +447,9 @@ def test_gradients_with_other_strides_than_their_parameters() -> None:
     ids=["one element", "rows", "overlapping"],
 )
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.bf16])
-def test_gradients_with_overlapping_elements_are_replaced(make: Any, compression: Any) -> None:
+def test_overlapping_gradients_are_replaced_by_contiguous_results(
+    make: Any, compression: Any
+) -> None:
     plain = torch.arange(12.0).view(3, 4)
     expected = (make() + plain + make()) / 3
 

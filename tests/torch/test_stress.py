@@ -168,7 +168,7 @@ def uneven(rounds: int) -> None:
     ("num_proc", "is_shared"),
     [(2, True), (3, True), (4, True), (4, False)] if SOAK else [(3, True), (2, False)],
 )
-def test_random_operations_in_any_order_are_exact(num_proc: int, is_shared: bool) -> None:
+def test_random_torch_operations_in_any_order_are_exact(num_proc: int, is_shared: bool) -> None:
     settings = Settings(shared_memory=is_shared, slot_bytes=65536, stall_shutdown_s=60)
     rounds = run_local(work, (SECONDS,), num_proc=num_proc, settings=settings)
     assert rounds == [rounds[0]] * num_proc

@@ -134,12 +134,12 @@ def compare(
 
 @pytest.mark.parametrize("dimensions", INNER)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_layer_equals_batch_norm_of_the_whole_batch(sizes: Any, dimensions: Any) -> None:
+def test_sync_batch_norm_equals_batch_norm_of_the_whole_batch(sizes: Any, dimensions: Any) -> None:
     compare(sizes, dimensions=dimensions)
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7])
-def test_equal_batches_have_the_statistics_of_one(size: Any) -> None:
+def test_equal_batches_have_the_statistics_of_one_batch(size: Any) -> None:
     x = values((7, 200), torch.float32)
 
     def body() -> Any:
@@ -172,12 +172,12 @@ def test_equal_batches_have_the_statistics_of_one(size: Any) -> None:
     ],
     ids=str,
 )
-def test_options_behave_as_in_batch_norm(options: Any, sizes: Any) -> None:
+def test_sync_batch_norm_options_behave_as_in_batch_norm(options: Any, sizes: Any) -> None:
     compare(sizes, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_layer_of_half_types_has_float32_statistics_on_the_way(dtype: Any) -> None:
+def test_half_precision_layer_computes_statistics_in_float32(dtype: Any) -> None:
     def body() -> Any:
         layer = sync_layer(dtype=dtype)
         return run_layer(layer, share(x, (3, 4)).to(dtype), share(dy, (3, 4)).to(dtype))
@@ -200,7 +200,7 @@ def test_a_layer_of_half_types_has_float32_statistics_on_the_way(dtype: Any) -> 
 
 
 @pytest.mark.parametrize("dimensions", [4, 5])
-def test_channels_last_is_preserved_and_does_not_change_results(dimensions: Any) -> None:
+def test_channels_last_input_keeps_its_format_and_results(dimensions: Any) -> None:
     last = {4: torch.channels_last, 5: torch.channels_last_3d}[dimensions]
     parts = compare(
         (3, 2), dimensions=dimensions, change=lambda x: x.contiguous(memory_format=last)
@@ -210,7 +210,7 @@ def test_channels_last_is_preserved_and_does_not_change_results(dimensions: Any)
         assert part["grad"].is_contiguous(memory_format=last)
 
 
-def test_inputs_and_gradients_of_any_strides_work() -> None:
+def test_sync_batch_norm_accepts_any_strides() -> None:
     compare((3, 2), change=lambda x: x.transpose(2, 3).contiguous().transpose(2, 3))
     compare((3, 2), dimensions=3, change=lambda x: x.repeat(1, 1, 2)[..., :5])
 
@@ -224,7 +224,7 @@ def test_inputs_and_gradients_of_any_strides_work() -> None:
         assert gradient.abs().max() < 1e-12  # the sum of normalized values does not depend on x
 
 
-def test_statistics_do_not_cancel_far_from_zero() -> None:
+def test_variance_is_accurate_for_values_far_from_zero() -> None:
     def body() -> Any:
         layer = sync_layer(affine=False, momentum=1.0)
         layer(share(x, (300, 200)))
@@ -236,7 +236,7 @@ def test_statistics_do_not_cancel_far_from_zero() -> None:
         assert torch.allclose(found.double(), expected, rtol=1e-3)  # sums of squares: wrong by 10
 
 
-def test_one_rank_equals_torchs_layer_bit_by_bit() -> None:
+def test_single_rank_equals_the_torch_layer_bit_by_bit() -> None:
     shape = (4, CHANNELS, 5, 3)
     x, dy = values(shape, torch.float32), values(shape, torch.float32, 8)
     whole = run_layer(plain_layer(4), x, dy)
@@ -245,7 +245,7 @@ def test_one_rank_equals_torchs_layer_bit_by_bit() -> None:
         assert torch.equal(part[key], expected)
 
 
-def test_every_rank_hears_of_a_single_value_per_channel() -> None:
+def test_single_value_per_channel_raises_on_every_rank() -> None:
     def body() -> Any:
         layer = sync_layer()
         rows = 1 if hvd.rank() == 1 else 0
@@ -283,7 +283,7 @@ def test_an_empty_batch_on_every_rank_changes_nothing() -> None:
             assert torch.equal(part[key], expected), key
 
 
-def test_wrong_inputs_are_clear_errors() -> None:
+def test_wrong_sync_batch_norm_inputs_raise_a_clear_error() -> None:
     def body() -> Any:
         layer = sync_layer()
         with pytest.raises(InvalidArgumentError, match="expected at least 2D input .got 1D input"):
@@ -302,7 +302,7 @@ def test_wrong_inputs_are_clear_errors() -> None:
         hvd.SyncBatchNorm(3, process_set=[0])  # type: ignore[arg-type]
 
 
-def test_training_without_init_is_an_error_and_evaluation_is_not() -> None:
+def test_training_without_init_raises_but_evaluation_works() -> None:
     layer = sync_layer()
     with pytest.raises(NotInitializedError, match="use hvd.init"):
         layer(torch.ones(2, CHANNELS))
@@ -353,7 +353,7 @@ def operations(kind: str) -> int:
     return sum(entry["operations"] for entry in entries if entry["collective"] == kind)
 
 
-def test_autocast_leaves_the_statistics_in_float32() -> None:
+def test_statistics_stay_in_float32_under_autocast() -> None:
     def body() -> Any:
         model = nn.Sequential(nn.Conv2d(2, CHANNELS, 1), sync_layer())
         fill(model)
@@ -425,7 +425,7 @@ def train(*, is_sync: bool, sizes: Sequence[int], steps: int = 20) -> list[torch
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (5, 2, 1), (3, 0, 5, 2)], ids=str)
-def test_training_a_cnn_equals_one_process(sizes: Any) -> None:
+def test_cnn_training_equals_one_process(sizes: Any) -> None:
     expected = train(is_sync=False, sizes=sizes)
     assert (expected[0] - fill(cnn(is_sync=False))[0].weight).abs().max() > 0.01  # it did train
     results = on_ranks(len(sizes), lambda: train(is_sync=True, sizes=sizes))
@@ -475,11 +475,11 @@ def compare_on_threads(make: Callable[[], tuple[nn.Module, nn.Module]]) -> None:
         assert_equals_one_process([part[i] for part in parts], whole, 1e-12)
 
 
-def test_layers_may_run_at_once_and_in_another_order_on_another_rank() -> None:
+def test_layers_may_run_concurrently_in_different_orders() -> None:
     compare_on_threads(lambda: (sync_layer(dtype=torch.float64), sync_layer(dtype=torch.float64)))
 
 
-def test_a_copy_may_run_at_once_with_its_original() -> None:
+def test_copied_layer_may_run_concurrently_with_its_original() -> None:
     def make() -> tuple[nn.Module, nn.Module]:
         layer = sync_layer(dtype=torch.float64)
         return layer, copy.deepcopy(layer)
@@ -487,7 +487,7 @@ def test_a_copy_may_run_at_once_with_its_original() -> None:
     compare_on_threads(make)
 
 
-def test_ranks_that_have_joined_have_no_rows() -> None:
+def test_joined_ranks_contribute_no_rows() -> None:
     def body() -> Any:
         layer = sync_layer(dtype=torch.float64)
         results = [step(layer)]
@@ -507,7 +507,7 @@ def test_ranks_that_have_joined_have_no_rows() -> None:
     assert torch.equal(parts[0][2]["y"], parts[0][0]["y"])
 
 
-def test_one_layer_may_be_used_several_times() -> None:
+def test_layer_may_be_used_several_times_per_step() -> None:
     shape, sizes = (5, CHANNELS, 4), (2, 3)
     x, dy = values(shape), values(shape, seed=9)
 
@@ -570,7 +570,7 @@ def whole_steps(count: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))]
 )
-def test_copies_are_layers_of_their_own(copied: Any) -> None:
+def test_copied_layers_are_independent(copied: Any) -> None:
     def body() -> Any:
         layer = sync_layer(dtype=torch.float64)
         step(layer)
@@ -588,7 +588,7 @@ def test_copies_are_layers_of_their_own(copied: Any) -> None:
     )
 
 
-def test_copies_on_one_rank_do_not_disturb_the_others() -> None:
+def test_layer_copies_on_one_rank_do_not_affect_other_ranks() -> None:
     def body() -> Any:
         layer = sync_layer(dtype=torch.float64)
         if hvd.rank() == 0:
@@ -604,7 +604,7 @@ def test_copies_on_one_rank_do_not_disturb_the_others() -> None:
         assert_equals_one_process([part[index] for part in parts], whole_steps(count), 1e-12)
 
 
-def test_a_layer_may_be_made_before_init_and_used_after_another() -> None:
+def test_layers_created_before_init_work_in_later_jobs() -> None:
     layers = [sync_layer(dtype=torch.float64) for _ in range(3)]
     copies = copy.deepcopy(layers)
     assert copies[0] is not layers[0]
@@ -622,7 +622,7 @@ def test_a_layer_may_be_made_before_init_and_used_after_another() -> None:
             assert_equals_one_process([p[index] for p in parts], whole_steps(count), 1e-12)
 
 
-def test_several_models_of_one_job_do_not_meet() -> None:
+def test_models_of_one_job_keep_separate_statistics() -> None:
     def body() -> Any:
         generator, critic = (nn.ModuleList([sync_layer(dtype=torch.float64)]) for _ in range(2))
         results = []
@@ -638,7 +638,7 @@ def test_several_models_of_one_job_do_not_meet() -> None:
 # --- Process sets ---
 
 
-def test_ranks_of_a_process_set_normalize_together_and_others_alone() -> None:
+def test_process_set_normalizes_together_and_other_ranks_alone() -> None:
     def body() -> Any:
         early = hvd.ProcessSet([0, 2])
         before = fill(hvd.SyncBatchNorm(CHANNELS, process_set=early, dtype=torch.float64))
@@ -670,7 +670,7 @@ def test_an_unregistered_process_set_raises_a_clear_error() -> None:
 # --- Conversion and state ---
 
 
-def test_conversion_keeps_parameters_buffers_and_places() -> None:
+def test_conversion_keeps_parameters_buffers_and_module_positions() -> None:
     shared = nn.BatchNorm1d(4, eps=0.1, momentum=None)
     frozen = nn.BatchNorm2d(2, affine=False).eval()
     shared.qconfig = "kept"
@@ -702,7 +702,7 @@ def test_conversion_keeps_parameters_buffers_and_places() -> None:
     assert all(not p.is_meta for p in model.state_dict().values())
 
 
-def test_conversion_of_a_layer_gives_a_layer_of_the_process_set() -> None:
+def test_converted_layer_uses_the_given_process_set() -> None:
     class Mine(hvd.SyncBatchNorm):
         pass
 
@@ -727,7 +727,7 @@ def test_conversion_keeps_a_layer_without_bias() -> None:
     assert_equals_one_process(on_ranks(2, body), whole, 1e-12)
 
 
-def test_state_is_exchangeable_with_batch_norm() -> None:
+def test_state_dict_is_interchangeable_with_batch_norm() -> None:
     plain, sync = nn.BatchNorm2d(CHANNELS), hvd.SyncBatchNorm(CHANNELS)
     fill(plain)(values((4, CHANNELS, 2, 2), torch.float32))
     sync.load_state_dict(plain.state_dict())
@@ -740,7 +740,7 @@ def test_state_is_exchangeable_with_batch_norm() -> None:
     assert repr(sync) == repr(plain).replace("BatchNorm2d", "SyncBatchNorm")
 
 
-def test_parameters_have_the_requested_device_and_dtype() -> None:
+def test_layer_parameters_have_the_requested_device_and_dtype() -> None:
     layer = hvd.SyncBatchNorm(3, device="meta", dtype=torch.float64)
     assert layer.weight.is_meta
     assert layer.running_var.dtype is torch.float64

@@ -68,7 +68,7 @@ def decay_some(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-def test_hooks_and_attributes_reach_the_ranks(
+def test_parameter_hooks_and_attributes_reach_the_ranks(
     store: Store, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_large:  # its tensors are in a file beside the program
@@ -87,7 +87,7 @@ def test_hooks_and_attributes_reach_the_ranks(
     assert (found["2.weight"][0, 3:] != before["2.weight"][0, 3:]).all()
 
 
-def test_an_optimizer_over_hooked_parameters_trains_these(store: Store) -> None:
+def test_given_optimizer_trains_parameters_with_hooks(store: Store) -> None:
     model = masked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     case = Case(store, model, optimizer, options={"epochs": 1, "batch_size": 16})
@@ -125,7 +125,7 @@ def hooked() -> nn.Module:
 
 
 @pytest.mark.parametrize("way", ["copy", "light copy", "copy with", "shell", "getModel"])
-def test_copies_share_no_hooks_or_attributes(way: str) -> None:
+def test_module_copies_have_their_own_hooks_and_attributes(way: str) -> None:
     model = hooked()
     made: nn.Module = {
         "copy": lambda: copied(model),
@@ -158,7 +158,7 @@ def test_copies_share_no_hooks_or_attributes(way: str) -> None:
     assert original.backward[0].calls == 0  # type: ignore[attr-defined]
 
 
-def test_descriptions_hold_attributes_and_no_hooks() -> None:
+def test_module_descriptions_contain_attributes_but_no_hooks() -> None:
     model = nn.Linear(2, 1)
     model.weight.no_decay = True  # type: ignore[attr-defined]
     text = describe(model)
@@ -181,7 +181,7 @@ def test_parameters_that_refer_to_each_other_are_pickled() -> None:
     assert loaded[1].weight.partner is loaded[0].weight
 
 
-def test_predictions_need_no_hooks() -> None:
+def test_saved_prediction_modules_contain_no_hooks() -> None:
     model = nn.Linear(2, 1)
     lock = threading.Lock()
     model.weight.register_hook(lambda grad: grad if lock.locked() else None)

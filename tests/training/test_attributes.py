@@ -66,7 +66,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda v: f"{type(v).__name__} {v!r:.20}")
-def test_every_type_of_value_survives_a_round_trip(value: Any) -> None:
+def test_attribute_values_of_every_type_survive_a_round_trip(value: Any) -> None:
     module, other = nn.Module(), nn.Module()
     attributes = Attributes(lambda: {"": module})
     module.value = value
@@ -144,7 +144,7 @@ def make() -> Any:
         (rounding_alone, [[".", "number"]]),
     ],
 )
-def test_changes_in_place_are_found_and_made_again(
+def test_in_place_attribute_changes_are_found_and_reapplied(
     change: Callable[[Any], None], path: list[Any]
 ) -> None:
     module, other = make(), make()
@@ -167,7 +167,7 @@ class Mode(enum.Enum):
     SLOW = 2
 
 
-def test_members_counters_and_generators_of_the_same_class_are_kept() -> None:
+def test_enum_defaultdict_and_generator_attributes_keep_their_class() -> None:
     def made() -> Any:
         module: Any = nn.Module()
         module.mode, module.settings = (
@@ -198,7 +198,7 @@ def test_members_counters_and_generators_of_the_same_class_are_kept() -> None:
 
 
 @pytest.mark.parametrize("value", [{"k": 1.0}, np.ones(2), torch.ones(2), [1], Configuration()])
-def test_shared_objects_stay_shared_after_loading(value: Any) -> None:
+def test_shared_attribute_objects_stay_shared_after_loading(value: Any) -> None:
     def made(*, is_shared: bool) -> Any:
         module: Any = nn.Module()
         module.a = copy.deepcopy(value)
@@ -241,7 +241,7 @@ def repr_of(value: Any) -> str:
     return repr(vars(value)["rate"] if isinstance(value, Configuration) else value)
 
 
-def test_inner_objects_stay_the_same() -> None:
+def test_loading_attributes_keeps_object_identity() -> None:
     module, other = make(), make()
     inner = other.configuration.limits["low"]
     attributes, of_other = (Attributes(lambda m=m: {"": m}) for m in (module, other))
@@ -251,7 +251,7 @@ def test_inner_objects_stay_the_same() -> None:
     assert inner == [1, 2, 3]
 
 
-def test_recursive_values_and_meta_tensors_are_ignored() -> None:
+def test_recursive_and_meta_tensor_attributes_are_ignored() -> None:
     module: Any = nn.Module()
     module.endless = [1]
     module.endless.append(module.endless)
@@ -261,7 +261,7 @@ def test_recursive_values_and_meta_tensors_are_ignored() -> None:
     assert attributes.changes() == []
 
 
-def test_a_view_of_a_parameter_is_found() -> None:
+def test_attribute_that_is_a_view_of_a_parameter_is_found() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2))
     module.view = module[0].weight.detach()[0]
     module.copy = module[0].weight.detach().clone()
@@ -272,7 +272,7 @@ def test_a_view_of_a_parameter_is_found() -> None:
     assert list(views(owners)) == [("view", "0.weight")]
 
 
-def test_another_rank_keeps_values_set_at_its_start() -> None:
+def test_other_ranks_keep_attributes_set_before_training() -> None:
     module, other = make(), make()
     attributes, of_other = (Attributes(lambda m=m: {"": m}) for m in (module, other))
     for each, rank in ((module, 0), (other, 1)):
@@ -288,7 +288,7 @@ def test_another_rank_keeps_values_set_at_its_start() -> None:
     assert (other.rank, other.number) == (0, 6)
 
 
-def test_services_outputs_and_large_tensors_are_left_alone() -> None:
+def test_loggers_outputs_and_large_tensors_are_not_recorded() -> None:
     module: Any = nn.Linear(2, 2)
     module.logger = logging.getLogger("of a module")
     attributes = Attributes(lambda: {"": module})

@@ -32,7 +32,7 @@ def drawn() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-def test_a_function_makes_the_model_in_each_rank(store: Store) -> None:
+def test_model_function_is_called_in_each_rank(store: Store) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     case = Case(
@@ -49,7 +49,7 @@ def test_a_function_makes_the_model_in_each_rank(store: Store) -> None:
     assert build_model(module) is module
 
 
-def test_a_function_draws_alike_from_numpy_and_random() -> None:
+def test_model_function_draws_reproducible_numpy_and_random_numbers() -> None:
     def drawn_elsewhere() -> nn.Module:
         module = nn.Linear(2, 1)
         with torch.no_grad():
@@ -84,7 +84,7 @@ def two_groups(model: nn.Module, **values: float) -> torch.optim.Optimizer:
     ],
     ids=["learning rate", "all"],
 )
-def test_overrides_change_all_groups(
+def test_overrides_change_all_parameter_groups(
     store: Store, overrides: Overrides, expected: dict[str, float]
 ) -> None:
     model = linear()
@@ -98,7 +98,7 @@ def test_overrides_change_all_groups(
     assert result.history[0]["lr"] == pytest.approx(expected["lr"])
 
 
-def test_overrides_reach_schedules_and_tensors() -> None:
+def test_overrides_change_initial_and_tensor_learning_rates() -> None:
     optimizer = torch.optim.Adam(linear().parameters(), lr=torch.tensor(0.5))
     optimizer.param_groups[0]["initial_lr"] = 0.5
     Overrides(lr_scaling="linear").apply(optimizer, 4)
@@ -106,7 +106,7 @@ def test_overrides_reach_schedules_and_tensors() -> None:
     assert optimizer.param_groups[0]["initial_lr"] == 2.0
 
 
-def test_a_list_of_optimizers_steps_as_each_would_and_leaves_them_alone() -> None:
+def test_optimizer_list_steps_like_separate_optimizers_without_changing_them() -> None:
     def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
@@ -145,7 +145,7 @@ def test_a_list_of_optimizers_steps_as_each_would_and_leaves_them_alone() -> Non
     assert [len(each.param_groups) for each in given] == [1, 1]
 
 
-def test_compressed_gradients_are_close_and_not_equal(store: Store) -> None:
+def test_compressed_training_is_close_but_not_equal(store: Store) -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"epochs": 1, "batch_size": 16}
@@ -157,7 +157,7 @@ def test_compressed_gradients_are_close_and_not_equal(store: Store) -> None:
         assert_close(case.weights(1), expected, 1e-6)
 
 
-def test_loss_constructors() -> None:
+def test_loss_constructors_build_the_losses_from_the_model() -> None:
     model = linear()
     made = construct_losses(
         None, [nn.MSELoss, lambda **kw: kw["model"], lambda model: (model,)], model
@@ -199,7 +199,7 @@ def test_a_model_on_another_device_is_refused_before_any_job(name: str) -> None:
     )
 
 
-def test_a_sparse_tensor_may_be_a_plain_attribute(store: Store) -> None:
+def test_sparse_tensor_attribute_is_allowed(store: Store) -> None:
     class OverGraph(nn.Module):
         def __init__(self) -> None:
             super().__init__()

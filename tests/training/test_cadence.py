@@ -41,7 +41,7 @@ def simulate(
     ("interval_s", "step_s", "write_s"),
     [(300, 0.02, 1), (300, 0.1, 60), (300, 10, 5), (1, 0.01, 0.05), (10, 0.5, 2), (5, 0.001, 1.2)],
 )
-def test_no_more_than_the_interval_is_lost_and_little_is_asked(
+def test_kill_loses_at_most_the_interval_with_few_clock_checks(
     interval_s: float, step_s: float, write_s: float, slower: float
 ) -> None:
     worst, questions, taken = simulate(interval_s, step_s, write_s, 20 * interval_s, slower)
@@ -50,7 +50,7 @@ def test_no_more_than_the_interval_is_lost_and_little_is_asked(
     assert 20 <= taken <= 20 * 3
 
 
-def test_a_write_longer_than_the_interval_is_followed_by_the_next() -> None:
+def test_next_checkpoint_follows_a_write_longer_than_the_interval() -> None:
     worst, _, taken = simulate(1.0, 0.01, 3.0, 60.0)
     assert worst < 6.5  # two writes: nothing can do better
     assert taken >= 18
@@ -79,7 +79,7 @@ def test_slow_first_steps_do_not_delay_a_checkpoint_beyond_the_interval() -> Non
         (0.5, 300.0, 1000, 16 + 100),
     ],
 )
-def test_short_epochs_share_checkpoints(
+def test_short_epochs_write_fewer_checkpoints(
     epoch_s: float, interval_s: float, epochs: int, expected: int
 ) -> None:
     budget = Budget(interval_s, 0.0)

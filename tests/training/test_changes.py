@@ -251,7 +251,7 @@ def checkpoints_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
         ([GroupsAtBegin()], of_one, 1),
     ],
 )
-def test_a_run_that_is_interrupted_twice_equals_an_undisturbed_one(
+def test_run_interrupted_twice_equals_an_undisturbed_run(
     tmp_path: Path, callbacks: list[Callback], optimizer: Any, size: int
 ) -> None:
     """Runs are interrupted at the beginning of an epoch, and after steps before and after a change."""
@@ -359,7 +359,7 @@ class TrainedLoss(nn.Module):
 
 
 @pytest.mark.parametrize("place", [(3, 0), (3, 3)])
-def test_attributes_and_values_rewritten_by_methods_are_kept(
+def test_resumed_run_keeps_attributes_changed_by_methods(
     tmp_path: Path, place: tuple[int, int]
 ) -> None:
     def new(folder: str) -> Case:
@@ -543,7 +543,7 @@ def add_function(ctx: Any) -> None:
         ),
     ],
 )
-def test_a_change_that_no_checkpoint_can_hold_raises_immediately(
+def test_changes_that_checkpoints_cannot_store_raise_immediately(
     tmp_path: Path, callback: Callback, message: str
 ) -> None:
     one = case(tmp_path / "store", 1, [callback])
@@ -578,7 +578,7 @@ class MakesItsState(Callback):
         self.found = state
 
 
-def test_a_callback_may_make_its_state_when_training_begins(tmp_path: Path) -> None:
+def test_callback_may_create_its_state_when_training_begins(tmp_path: Path) -> None:
     expected, whole = outcome(case(tmp_path / "a", 1, [MakesItsState()]), 1)
     one = case(tmp_path / "b", 1, [MakesItsState(), Changing()])
     Changing.at = (3, 3)
@@ -613,7 +613,7 @@ def test_repeatable_and_reverted_changes_are_allowed(tmp_path: Path) -> None:
     assert one.train(1).epoch == EPOCHS
 
 
-def test_a_train_fn_finds_flags_modes_and_groups_as_they_were(tmp_path: Path) -> None:
+def test_resumed_train_fn_gets_flags_modes_and_groups_back(tmp_path: Path) -> None:
     def train_fn(ctx: Any) -> None:
         for epoch in range(ctx.start_epoch, ctx.epochs):
             for batch in ctx.train_loader:
@@ -642,7 +642,7 @@ def test_a_train_fn_finds_flags_modes_and_groups_as_they_were(tmp_path: Path) ->
     assert found.changes["evaluating"] == ["1"]
 
 
-def test_a_checkpoint_of_before_is_resumed(tmp_path: Path) -> None:
+def test_checkpoint_of_an_older_format_is_resumed(tmp_path: Path) -> None:
     """The test removes the entries that older checkpoints do not have."""
     one = case(tmp_path / "store", 1, [Options()])
     Changing.at = (3, 0)

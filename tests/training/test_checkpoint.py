@@ -56,7 +56,7 @@ def files(store: Store) -> set[str]:
     return {p.name for p in folder.iterdir()} - {"latest.json"}
 
 
-def test_the_last_two_checkpoints_and_kept_epochs_remain(store: Store) -> None:
+def test_only_the_last_two_and_kept_epoch_checkpoints_remain(store: Store) -> None:
     checkpoints = Checkpoints(store, RUN)
     for position in POSITIONS:
         checkpoints.save(checkpoint(*position), keep=lambda epochs: 1)
@@ -72,7 +72,7 @@ def test_the_last_two_checkpoints_and_kept_epochs_remain(store: Store) -> None:
     assert files(store) == {"epoch-1.pt", "epoch-2.pt", "epoch-2-step-9.pt"}
 
 
-def test_the_writer_that_began_last_replaces_an_earlier_writer(store: Store) -> None:
+def test_later_writer_of_a_run_replaces_an_earlier_writer(store: Store) -> None:
     first, second = Checkpoints(store, RUN), Checkpoints(store, RUN)
     first.save(checkpoint(1, 0))
     first.save(checkpoint(2, 0))
@@ -87,7 +87,7 @@ def test_the_writer_that_began_last_replaces_an_earlier_writer(store: Store) -> 
     assert files(store) == {"epoch-2-step-5.pt", "epoch-3.pt"}
 
 
-def test_a_damaged_checkpoint_leaves_the_one_before_with_a_warning(store: Store) -> None:
+def test_damaged_checkpoint_warns_and_the_previous_is_used(store: Store) -> None:
     for position in POSITIONS:
         Checkpoints(store, RUN).save(checkpoint(*position))
     checkpoints = Checkpoints(store, RUN)
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_leaves_the_one_before_with_a_warning(store: Store)
     assert files(store) == {"epoch-1-step-5.pt", "epoch-1-step-9.pt"}
 
 
-def test_without_a_whole_checkpoint_the_error_names_them(store: Store) -> None:
+def test_error_names_all_damaged_checkpoints(store: Store) -> None:
     checkpoints = Checkpoints(store, RUN)
     for position in POSITIONS[:2]:
         checkpoints.save(checkpoint(*position))
@@ -128,7 +128,7 @@ def test_without_a_whole_checkpoint_the_error_names_them(store: Store) -> None:
 
 
 @pytest.mark.parametrize("pointer", [b"", b'{"epo', b"[]", b"3", b'{"epoch": 1}'])
-def test_a_damaged_pointer_is_rebuilt_from_the_files(store: Store, pointer: bytes) -> None:
+def test_damaged_checkpoint_pointer_is_rebuilt_from_the_files(store: Store, pointer: bytes) -> None:
     for position in POSITIONS[:3]:
         Checkpoints(store, RUN).save(checkpoint(*position))
     store.write_bytes(f"{RUN}/checkpoints/latest.json", pointer)
@@ -137,7 +137,7 @@ def test_a_damaged_pointer_is_rebuilt_from_the_files(store: Store, pointer: byte
     assert Checkpoints(store, RUN).latest_position() == (0, 12)
 
 
-def test_a_checkpoint_that_is_gone_leaves_the_one_before(store: Store) -> None:
+def test_missing_checkpoint_is_replaced_by_the_previous(store: Store) -> None:
     for position in POSITIONS[:3]:
         Checkpoints(store, RUN).save(checkpoint(*position))
     store.delete(f"{RUN}/checkpoints/epoch-1.pt")
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_is_gone_leaves_the_one_before(store: Store) -> None:
         assert Checkpoints(store, RUN).latest() is None
 
 
-def test_a_store_that_cannot_be_read_for_a_moment_hides_no_checkpoint(tmp_path: Path) -> None:
+def test_transient_store_error_hides_no_checkpoint(tmp_path: Path) -> None:
     class Failing(Store):
         """Fails its first read of a checkpoint."""
 
@@ -177,7 +177,7 @@ def test_a_store_that_cannot_be_read_for_a_moment_hides_no_checkpoint(tmp_path: 
 
 
 @pytest.mark.parametrize("url", ["{}/large", "memory://large{}"])
-def test_a_checkpoint_is_read_in_pieces(tmp_path: Path, url: str) -> None:
+def test_checkpoint_is_read_in_parts(tmp_path: Path, url: str) -> None:
     """The bytes of the file are never in memory together with the tensors."""
     store = Store.create(url.format(tmp_path))
     large = replace(checkpoint(1, 0), model={"weight": torch.arange(16 << 20)})
@@ -297,7 +297,7 @@ def assert_readable(store: Store, done: Path) -> Position:
 KILLS_APART = 1 if SOAK else 16
 
 
-def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
+def test_kill_at_any_moment_of_a_write_leaves_a_readable_checkpoint(
     tmp_path: Path,
 ) -> None:
     whole, states = tmp_path / "whole", tmp_path / "states"
@@ -327,7 +327,7 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
 
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.usefixtures("mounts")
-def test_a_kill_at_any_change_of_a_mount_leaves_a_checkpoint_that_can_be_read(
+def test_kill_at_any_change_of_a_mount_leaves_a_readable_checkpoint(
     tmp_path: Path, renames: bool
 ) -> None:
     """The writer is killed at each request for a folder, file, write, rename or removal."""
@@ -355,7 +355,7 @@ def test_a_kill_at_any_change_of_a_mount_leaves_a_checkpoint_that_can_be_read(
 
 
 @pytest.mark.parametrize(("failing", "value"), [(".pt", 1.0), ("latest.json", 2.0)])
-def test_a_checkpoint_that_is_replaced_can_be_read_at_every_moment(
+def test_checkpoint_stays_readable_while_it_is_replaced(
     tmp_path: Path, failing: str, value: float
 ) -> None:
     class Killed(Store):
@@ -389,7 +389,7 @@ def record(epoch: int, text: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("url", ["{}/store", "memory://records{}"])
-def test_records_are_added_and_read_once(tmp_path: Path, url: str) -> None:
+def test_epoch_records_are_appended_and_read_once(tmp_path: Path, url: str) -> None:
     store = Store.create(url.format(tmp_path))
     checkpoints = Checkpoints(store, RUN)
     assert checkpoints.is_appended == (not url.startswith("memory"))
@@ -427,7 +427,7 @@ def test_records_are_added_and_read_once(tmp_path: Path, url: str) -> None:
             reader.after(0)
 
 
-def test_records_written_by_a_concurrent_fit_are_replaced(store: Store) -> None:
+def test_epoch_records_of_a_concurrent_fit_are_replaced(store: Store) -> None:
     checkpoints = Checkpoints(store, RUN)
     checkpoints.write_history([record(1)])
     path = f"{RUN}/metrics.jsonl"
@@ -436,7 +436,7 @@ def test_records_written_by_a_concurrent_fit_are_replaced(store: Store) -> None:
     assert checkpoints.history() == [record(1), record(2)]
 
 
-def test_records_are_rewritten_whole_on_a_mount_without_append(
+def test_epoch_records_are_rewritten_on_a_mount_without_append(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: str, mode: str) -> Any:

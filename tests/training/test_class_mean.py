@@ -113,7 +113,7 @@ def test_a_step_with_only_ignored_rows_is_skipped(store: Store) -> None:
     assert_close(case.weights(2), model.state_dict(), 0)
 
 
-def test_without_ignored_rows_gradients_are_not_touched_again(
+def test_gradients_are_not_rescaled_without_ignored_rows(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def multiplied(self: Any, factor: Any) -> Any:
@@ -250,13 +250,13 @@ def test_class_mean_accepts_only_losses_with_a_known_denominator() -> None:
     assert not isinstance(resolved, ClassMean)
 
 
-def test_labels_that_are_probabilities_count_as_rows() -> None:
+def test_probability_labels_are_counted_as_rows() -> None:
     found = ClassMean.of(nn.CrossEntropyLoss())
     assert found is not None
     assert found.count(torch.rand(3, CLASSES)) is None
 
 
-def test_a_first_batch_of_several_labels_that_does_not_fit_stops_all_ranks(store: Store) -> None:
+def test_invalid_first_batch_of_several_labels_stops_all_ranks(store: Store) -> None:
     losses = [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=WEIGHTS)]
     case = two_labels(store, losses, (-100, -100), seed=1, loss_weights=(1.0, 1.0))
     case.values["z"][:] = CLASSES  # a class that the model does not have
@@ -268,7 +268,7 @@ def test_a_first_batch_of_several_labels_that_does_not_fit_stops_all_ranks(store
 
 
 @pytest.mark.parametrize("label", [3, -1])
-def test_error_names_a_class_beyond_the_models_output(label: int) -> None:
+def test_error_names_a_class_beyond_the_model_output(label: int) -> None:
     loss = ClassMean.of(nn.CrossEntropyLoss())
     assert loss is not None
     with pytest.raises(InvalidArgumentError) as wrong:

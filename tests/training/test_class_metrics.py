@@ -46,7 +46,7 @@ def classes(rows: int, number: int) -> np.ndarray:
 
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("ties", [False, True])
-def test_auc_is_the_one_of_scikit_learn(rows: int, ties: bool) -> None:
+def test_auc_equals_scikit_learn(rows: int, ties: bool) -> None:
     z, y = scores(rows, ties=ties), classes(rows, 2)
     with warnings.catch_warnings(action="ignore"):  # one class: NaN
         expected = pytest.approx(reference.roc_auc_score(y, z), rel=1e-12, nan_ok=True)
@@ -57,13 +57,13 @@ def test_auc_is_the_one_of_scikit_learn(rows: int, ties: bool) -> None:
     assert value("auc", pairs, np.eye(2, dtype=np.float32)[y], "softmax") == expected
 
 
-def test_auc_of_many_batches_and_large_scores() -> None:
+def test_auc_is_exact_over_many_batches_and_large_scores() -> None:
     z, y = scores(3001).astype(np.float64) * 1e300, classes(3001, 2)
     assert value("auc", z, y, batch=1) == pytest.approx(reference.roc_auc_score(y, z), rel=1e-12)
     assert value("auc", np.array([-np.inf, 0.0, -0.0, np.inf]), np.array([0, 0, 1, 1])) == 0.875
 
 
-def test_auc_leaves_out_labels_that_are_no_class() -> None:
+def test_auc_ignores_labels_that_are_no_class() -> None:
     z, y = scores(50, 2), classes(50, 3) - 1
     seen = y >= 0
     expected = pytest.approx(
@@ -72,7 +72,7 @@ def test_auc_leaves_out_labels_that_are_no_class() -> None:
     assert value("auc", z, np.where(seen, y, -100), "softmax") == expected
 
 
-def test_auc_of_one_class_of_no_rows_and_of_nan_is_nan() -> None:
+def test_auc_is_nan_for_one_class_no_rows_or_nan() -> None:
     assert math.isnan(value("auc", [0.5, 1.0], [1, 1]))
     assert math.isnan(Totals(resolve_metrics("auc", ["y"], ["sigmoid"])).means()["auc"])
     assert math.isnan(value("auc", [0.5, math.nan, 1.0], [0, 1, 1]))
@@ -80,7 +80,7 @@ def test_auc_of_one_class_of_no_rows_and_of_nan_is_nan() -> None:
 
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("link", ["sigmoid", "identity"])
-def test_f1_of_two_classes_is_that_of_the_positive_one(rows: int, link: str) -> None:
+def test_f1_of_two_classes_is_the_f1_of_the_positive_class(rows: int, link: str) -> None:
     z, y = scores(rows), classes(rows, 2)
     threshold = 0.0 if link == "sigmoid" else 0.5
     expected = pytest.approx(reference.f1_score(y, z > threshold, zero_division=0.0), rel=1e-12)
@@ -113,7 +113,7 @@ def test_f1_of_several_labels_per_row_is_their_mean() -> None:
     )
 
 
-def test_f1_without_anything_positive_is_zero_with_a_warning() -> None:
+def test_f1_without_positive_rows_is_zero_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="metric 'f1' is 0, because no label and no prediction is"):
         assert value("f1", [-0.5, -1.0], [0.0, 0.0]) == 0
     assert math.isnan(Totals(resolve_metrics("f1", ["y"], ["sigmoid"])).means()["f1"])
@@ -132,6 +132,8 @@ def test_f1_without_anything_positive_is_zero_with_a_warning() -> None:
         (Auc("m", 0, "sigmoid"), torch.ones(4, 2), torch.ones(4, 2)),
     ],
 )
-def test_mismatched_shapes_raise_a_clear_error(metric: F1 | Auc, output: Any, label: Any) -> None:
+def test_mismatched_class_metric_shapes_raise_a_clear_error(
+    metric: F1 | Auc, output: Any, label: Any
+) -> None:
     with pytest.raises(InvalidArgumentError, match=r"metric 'm' .*shape \(4.*of shape \("):
         metric.update(output, label)

@@ -57,7 +57,7 @@ def test_merged_metrics_equal_metrics_over_all_rows(rows: tuple[int, ...], kind:
         assert result == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
-def test_a_nan_on_one_rank_is_nan_on_all() -> None:
+def test_nan_metric_on_one_rank_is_nan_on_all_ranks() -> None:
     def body(engine: Engine) -> float:
         metric = Auc("auc", 0, "sigmoid")
         nan = float("nan") if engine.rank else 0.0

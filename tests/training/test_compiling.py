@@ -53,7 +53,7 @@ def case(tmp_path: Path) -> Case:
         *left_to_soak("aot_eager, here; inductor in torch/test_processes", "inductor"),
     ],
 )
-def test_a_compiled_model_trains_alike_and_keeps_its_names(
+def test_compiled_model_gives_the_same_weights_and_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
@@ -75,7 +75,7 @@ def test_a_compiled_model_trains_alike_and_keeps_its_names(
     assert [r["loss"] for r in found] == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_rank_without_a_compiler_says_so_on_all_ranks(
+def test_missing_compiler_on_one_rank_raises_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -103,7 +103,7 @@ def described(
     ],
 )
 @pytest.mark.parametrize("as_function", [False, True])
-def test_descriptions_distinguish_two_fits(
+def test_fit_descriptions_show_the_difference_of_two_fits(
     before: dict[str, Any], now: dict[str, Any], difference: str, as_function: bool
 ) -> None:
     first, second = (described(**one, as_function=as_function) for one in (before, now))
@@ -111,7 +111,7 @@ def test_descriptions_distinguish_two_fits(
     assert differences(second, second) == ""
 
 
-def test_the_same_fit_is_the_same_in_another_process() -> None:
+def test_fit_description_is_equal_in_another_process() -> None:
     # A plain optimizer would import torch's compiler for seconds.
     script = (
         "from sparkhvd import lazy_compiler; lazy_compiler.install(); "
@@ -125,7 +125,7 @@ def test_the_same_fit_is_the_same_in_another_process() -> None:
     assert differences(described(), described(net())) == ""
 
 
-def test_metrics_of_torchmetrics_are_compared_by_their_options() -> None:
+def test_torchmetrics_metrics_are_compared_by_their_options() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     accuracy = torchmetrics.classification.MulticlassAccuracy
     three, four = (described(metrics=[accuracy(num_classes=n)]) for n in (3, 4))
@@ -161,6 +161,6 @@ def test_the_monitor_is_compared_only_if_it_selects_the_model(
     assert differences(*texts) == difference
 
 
-def test_a_rate_that_is_no_number_equals_itself() -> None:
+def test_nan_learning_rate_equals_itself_in_descriptions() -> None:
     assert plain(torch.tensor(float("nan"))) == plain([float("nan")])[0] == "nan"
     assert plain(torch.tensor(0.5)) == 0.5

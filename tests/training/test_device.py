@@ -70,7 +70,7 @@ def place(local_rank: int, gpu: int | None) -> RankContext:
         (0, 0, 0, False, CPU, "was given a GPU, and its torch "),
     ],
 )
-def test_the_device_of_a_rank(
+def test_device_of_a_rank_follows_gpu_and_local_rank(
     sees: Any,
     count: int,
     local_rank: int,
@@ -104,7 +104,7 @@ def test_a_process_without_a_launcher_uses_the_first_gpu(sees: Any) -> None:
         ([("cuda", ""), ("cpu", "was given none")], "use_gpu: rank 1 was given none."),
     ],
 )
-def test_ranks_agree_on_the_kind_of_device_or_all_fail(
+def test_ranks_use_one_kind_of_device_or_all_fail(
     devices: list[tuple[str, str]], message: str
 ) -> None:
     def work(engine: Any) -> str:
@@ -121,7 +121,7 @@ def test_ranks_agree_on_the_kind_of_device_or_all_fail(
         assert bool(text) == bool(message)
 
 
-def test_a_fit_with_a_gpu_that_torch_does_not_see_fails_on_all_ranks(
+def test_gpu_invisible_to_torch_fails_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: Any
 ) -> None:
     sees(0)
@@ -139,7 +139,7 @@ class Pair(NamedTuple):
     b: Any
 
 
-def test_batches_stay_as_they_are_on_the_cpu_and_keep_their_form_elsewhere() -> None:
+def test_moved_batches_keep_their_structure() -> None:
     batch = ((torch.ones(2),), {"x": [torch.ones(1), "text"], "y": Pair(torch.ones(3), None)})
     assert Mover(CPU)(batch) is batch
     moved = to_cpu(batch)
@@ -148,7 +148,7 @@ def test_batches_stay_as_they_are_on_the_cpu_and_keep_their_form_elsewhere() -> 
     assert moved[0][0].device == CPU
 
 
-def test_packed_sequences_move_and_their_lengths_stay() -> None:
+def test_moved_packed_sequences_keep_lengths_on_the_cpu() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     there = moved({"x": (packed,)}, torch.device("meta"))["x"][0]
     assert (there.data.device.type, there.batch_sizes.device) == ("meta", CPU)
@@ -167,7 +167,7 @@ def test_collated_batches_are_on_the_device_in_a_train_step() -> None:
     assert {t.device.type for t in (tokens, more["offsets"], batch["y"])} == {"meta"}
 
 
-def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_memory_is_kept_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader reuses the page-locked memory of a batch as soon as the batch is released."""
     events: list[Any] = []
 
@@ -289,7 +289,7 @@ class Picture(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
-def test_channels_last_trains_as_one_process(tmp_path: Path, precision: str) -> None:
+def test_channels_last_training_equals_one_process(tmp_path: Path, precision: str) -> None:
     from tests.training.ranks import assert_close
 
     torch.manual_seed(4)

@@ -43,7 +43,7 @@ def part(spec: TrainSpec, size: int, done: Done, steps: int | None) -> list[Foun
 
 
 @pytest.mark.parametrize("limit", [None, 12])
-def test_the_rest_of_an_epoch_is_divided_among_other_ranks(
+def test_rest_of_an_epoch_is_divided_among_another_number_of_ranks(
     tmp_path: Path, limit: int | None
 ) -> None:
     model = linear()
@@ -68,7 +68,7 @@ def test_the_rest_of_an_epoch_is_divided_among_other_ranks(
     assert nothing[:3] == ([], 0, 4)
 
 
-def test_totals_of_ranks_add_up() -> None:
+def test_metric_totals_of_ranks_add_up() -> None:
     states = []
     for rank in range(3):
         totals = Totals([], num_parts=1)

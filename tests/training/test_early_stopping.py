@@ -24,14 +24,16 @@ def history(*values: float) -> list[dict[str, float]]:
         ("max", [], 0),
     ],
 )
-def test_the_best_epoch(mode: str, values: list[float], expected: int) -> None:
+def test_best_epoch_follows_the_monitor_and_ignores_nan(
+    mode: str, values: list[float], expected: int
+) -> None:
     assert best_epoch(history(*values), Monitor("x", mode)) == expected
 
 
 @pytest.mark.parametrize(
     ("saved", "expected"), [({1, 3}, 3), ({2, 4}, 2), ({5}, 5), ({0, 5, 9}, 5), (set(), 5)]
 )
-def test_the_best_of_the_epochs_that_are_saved(saved: set[int], expected: int) -> None:
+def test_best_epoch_is_chosen_among_saved_epochs(saved: set[int], expected: int) -> None:
     nan = float("nan")
     assert best_epoch(history(3.0, 2.0, 1.0, 4.0, nan), Monitor("x"), saved) == expected
 
@@ -48,7 +50,7 @@ def test_the_best_of_the_epochs_that_are_saved(saved: set[int], expected: int) -
         ("min", 9, 0.0, [1, 2, 3], None),
     ],
 )
-def test_when_a_fit_stops(
+def test_fit_stops_after_patience_epochs_without_improvement(
     mode: str, patience: int, min_delta: float, values: list[float], stops_after: int | None
 ) -> None:
     early = EarlyStopping(Monitor("x", mode), patience, min_delta)
@@ -56,7 +58,7 @@ def test_when_a_fit_stops(
     assert (done[0] if done else None) == stops_after
 
 
-def test_the_reason_is_in_words() -> None:
+def test_reason_to_stop_is_explained_in_words() -> None:
     early = EarlyStopping(Monitor("x"), 1)
     assert reason_to_stop(history(1, 2), early) == (
         "x has not improved for 1 epoch (its best is 1)"

@@ -9,7 +9,7 @@ from sparkhvd.training.checkpoints.resume import differences
 pytestmark = pytest.mark.pure
 
 
-def test_every_difference_is_named() -> None:
+def test_fingerprint_comparison_names_every_difference() -> None:
     before = {
         "rows": 7,
         "same": [1],
@@ -31,7 +31,7 @@ def test_every_difference_is_named() -> None:
     )
 
 
-def test_a_large_model_does_not_fill_the_screen() -> None:
+def test_differences_of_a_large_model_are_summarized() -> None:
     before = {"model": {f"layer.{i}": [[i], "f"] for i in range(1000)}}
     now = {"model": {f"layer.{i}": [[i + 1], "f"] for i in range(1000)}}
     text = differences(json.dumps(before), json.dumps(now))

@@ -125,7 +125,7 @@ def test_parameters_that_user_code_unfreezes_or_changes_are_saved(tmp_path: Path
     assert_same_weights(parts, whole)
 
 
-def test_a_lost_file_of_frozen_parameters_is_named(tmp_path: Path) -> None:
+def test_error_names_a_missing_frozen_parameters_file(tmp_path: Path) -> None:
     one = case(tmp_path, net())
     one.train(2)
     (path,) = frozen_files(one)
@@ -134,7 +134,7 @@ def test_a_lost_file_of_frozen_parameters_is_named(tmp_path: Path) -> None:
         Checkpoints(one.store, RUN_DIR).load(3)
 
 
-def test_frozen_parameters_are_broadcast_only_where_ranks_differ() -> None:
+def test_frozen_parameters_are_broadcast_only_if_ranks_differ() -> None:
     made = net(width=200)  # threads draw from one generator
 
     def body(engine: Any) -> tuple[int, int, bool]:
@@ -155,7 +155,7 @@ def test_frozen_parameters_are_broadcast_only_where_ranks_differ() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
-def test_the_checksum_depends_on_values_signs_and_positions(dtype: torch.dtype) -> None:
+def test_frozen_checksum_depends_on_values_signs_and_positions(dtype: torch.dtype) -> None:
     values = torch.randn(300_001).to(dtype)
     values[0], values[-1] = 1, 0
 
@@ -170,7 +170,7 @@ def test_the_checksum_depends_on_values_signs_and_positions(dtype: torch.dtype) 
     assert all(sums(values) != sums(other) for other in others)
 
 
-def test_the_history_of_an_epoch_is_written_while_frozen_parameters_are(
+def test_history_can_be_written_during_a_frozen_parameters_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of the two writes takes over the folder and deletes unfinished files, except those of its own fit."""

@@ -94,9 +94,7 @@ def one_process(case: Case, size: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_ranking_loss_sees_whole_groups_and_trains_as_one_process(
-    tmp_path: Path, size: int
-) -> None:
+def test_ranking_loss_gets_whole_groups_and_equals_one_process(tmp_path: Path, size: int) -> None:
     trained = case(tmp_path)
     result = trained.train(size)
     assert re.fullmatch(r"\d+ groups in random order, the longest of 8 rows", result.order)

@@ -18,7 +18,7 @@ from tests.harness.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-def test_a_wait_for_a_rank_that_still_reads_ends_and_names_the_rank_and_the_wait() -> None:
+def test_timeout_names_the_rank_that_still_reads_host_rows() -> None:
     has_failed = threading.Event()
 
     def body(engine: Engine) -> str:

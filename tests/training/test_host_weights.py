@@ -68,7 +68,7 @@ def share() -> dict[str, Any]:
     return found
 
 
-def test_ranks_map_one_file_and_write_to_copies_of_their_own() -> None:
+def test_ranks_map_one_weights_file_and_write_to_private_copies() -> None:
     first, second = run_local(share, num_proc=2)
     for found in (first, second):
         shared = ["memfd:sparkhvd-frozen" in place for place in found["places"]]
@@ -94,14 +94,14 @@ def keep(names: frozenset[str], changed: bool, width: int) -> list[str]:
     return ["frozen" if "memfd:sparkhvd-frozen" in each else "own" for each in places]
 
 
-def test_differing_or_unnamed_parameters_stay_private() -> None:
+def test_different_or_unnamed_parameters_stay_private() -> None:
     names = frozenset({"0.weight", "1.weight", "2.weight"})
     first, second = run_local(keep, (names, True, WIDTH), num_proc=2)
     assert first == ["frozen"] * 3 + ["own"]
     assert second == ["frozen", "own", "frozen", "own"]
 
 
-def test_little_stays() -> None:
+def test_small_frozen_parameters_stay_private() -> None:
     width = int((SHARED_BYTES / 4 / LAYERS) ** 0.5) - 1
     names = frozenset(f"{n}.weight" for n in range(LAYERS))
     assert run_local(keep, (names, False, width), num_proc=2) == [["own"] * LAYERS] * 2

@@ -63,7 +63,7 @@ SAYS = (
         Model(lambda a, b: a, nn.Embedding(ROWS, 2, padding_idx=0, max_norm=0.1)),
     ],
 )
-def test_a_column_beyond_its_table_is_named_before_the_start(model: nn.Module) -> None:
+def test_error_names_a_column_beyond_its_embedding_before_training(model: nn.Module) -> None:
     if isinstance(model.table, nn.EmbeddingBag):
         model.index = lambda a, b: a[:, None]
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -101,7 +101,7 @@ class Tokens(nn.Module):
         return mean
 
 
-def test_joined_columns_and_arrays_are_named_by_their_table() -> None:
+def test_error_names_joined_columns_and_arrays_beyond_an_embedding() -> None:
     with pytest.raises(InvalidArgumentError, match=r"'tables\.0' has 3 rows.*column 'a', which"):
         checked(Fields(), 0, 3)
     checked(Fields(), 0, 2)
@@ -140,7 +140,7 @@ def test_indices_changed_by_the_model_are_not_checked(index: Callable[..., Tenso
         lambda words, b: torch.where(torch.arange(4) <= b[:, None], words, 0),
     ],
 )
-def test_parts_of_an_index_array_are_not_checked(index: Callable[..., Tensor]) -> None:
+def test_index_arrays_used_only_in_part_are_not_checked(index: Callable[..., Tensor]) -> None:
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ def failed(model: nn.Module, *arguments: Any, **columns: Any) -> str:
     return str(raised.value)
 
 
-def test_the_error_of_a_lookup_names_table_index_and_columns() -> None:
+def test_lookup_error_names_embedding_index_and_columns() -> None:
     a, b = torch.tensor([3, 11]), torch.tensor([0, 4])
     columns = {"a": a.numpy(), "b": b.numpy(), "y": np.ones(2), "text": ["one", "two"]}
     says = failed(Model(lambda a, b: a), a, b, **columns)
@@ -206,11 +206,11 @@ class Functional(nn.Module):
         return F.embedding(a, self.inner["w"])
 
 
-def test_a_table_without_a_module_is_named_by_its_parameter() -> None:
+def test_functional_embedding_error_names_its_parameter() -> None:
     assert "Embedding 'inner.w' has 10 rows" in failed(Functional(), torch.tensor([10]))
 
 
-def test_other_errors_stay_as_they_are() -> None:
+def test_errors_other_than_lookups_are_unchanged() -> None:
     for error in (
         IndexError("list index out of range"),
         RuntimeError("size mismatch"),
@@ -232,7 +232,7 @@ def test_other_errors_stay_as_they_are() -> None:
         lambda k: torch.zeros(3)[k],
     ],
 )
-def test_errors_of_other_indices_list_the_integers_of_the_batch(operation: Any) -> None:
+def test_other_index_errors_list_integer_columns_of_the_batch(operation: Any) -> None:
     k = torch.tensor([1, 7])
     columns = {"k": k.numpy(), "x": np.ones(2), "text": ["a", "b"]}
     with pytest.raises(InvalidArgumentError) as raised, naming_lookups(Tokens(), columns):

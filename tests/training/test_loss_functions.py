@@ -30,7 +30,7 @@ def of_any_names(output: Tensor, label: Tensor, **options: Any) -> Tensor:
     [nn.L1Loss(), F.l1_loss, functools.partial(F.l1_loss), OwnModule(), of_any_names],
     ids=["module of torch", "function of torch", "partial", "module of one's own", "any names"],
 )
-def test_a_loss_gives_a_value_for_each_row(loss: object) -> None:
+def test_loss_returns_a_value_for_each_row(loss: object) -> None:
     (resolved,), _ = resolve_losses(loss, 1, per_row=True)
     values: Any = resolved(torch.tensor([1.0, 2.0]), torch.zeros(2))
     assert values.tolist() == [1.0, 2.0]

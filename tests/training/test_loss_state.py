@@ -96,9 +96,7 @@ class Holder:
     "kind", ["function", "instance", "closure", "method", "holder", "train_step"]
 )
 @pytest.mark.parametrize("size", [1, 2])
-def test_parameters_of_a_loss_are_trained_as_in_one_process(
-    store: Store, kind: str, size: int
-) -> None:
+def test_loss_parameters_are_trained_as_in_one_process(store: Store, kind: str, size: int) -> None:
     model, loss = linear(), Uncertain()
     optimizer: Any = adam
     if kind not in ("function", "holder"):
@@ -180,7 +178,7 @@ class OfTensors:
         return ((output - label - self.shift) ** 2).mean()
 
 
-def test_tensors_that_require_a_gradient_are_trained(store: Store) -> None:
+def test_loss_tensors_that_require_a_gradient_are_trained(store: Store) -> None:
     def decays(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
 
@@ -271,7 +269,7 @@ def counted(output: Tensor, label: Tensor, counts: Any = {"calls": 0}) -> Tensor
 counted.calls = 0  # type: ignore[attr-defined]
 
 
-def test_dicts_functions_and_slots_of_losses_may_change_too() -> None:
+def test_changes_in_loss_dicts_functions_and_slots_are_recorded() -> None:
     others = LossState([InSlots(), counted])
     attributes = Attributes(lambda: dict(others.holders()))
     held = dict(others.holders())
@@ -290,7 +288,7 @@ def test_dicts_functions_and_slots_of_losses_may_change_too() -> None:
     assert attributes.changes() == entries
 
 
-def test_objects_whose_attributes_may_change_are_listed() -> None:
+def test_loss_objects_whose_attributes_may_change_are_listed() -> None:
     step, net, plain = Beta(), linear(), Plain()
     metrics = resolve_metrics([lambda o, t: plain.calls], ["y"], ["value"])
     others = LossState([nn.MSELoss(), Holder(net)], metrics, net, {"train_step": step})
@@ -358,7 +356,7 @@ class Annealed(Holder):
 
 
 @pytest.mark.parametrize("ended", ["inside an epoch", "between epochs"])
-def test_a_resumed_run_equals_an_uninterrupted_run(store: Store, ended: str) -> None:
+def test_resumed_run_with_loss_state_equals_an_uninterrupted_run(store: Store, ended: str) -> None:
     options = {"epochs": 3, "batch_size": 8, "has_validation": True, "validation": 0.25}
     fields: dict[str, Any] = {"metrics": {"count": Counting()}, "user": {"callbacks": [Fails()]}}
     other = Store.create(Path(store.url.removeprefix("file://")) / "2")
@@ -398,7 +396,7 @@ def test_the_returned_loss_excludes_the_state_of_train_step() -> None:
     assert back.log_var == 3.0
 
 
-def test_a_run_starts_with_the_loss_of_another(store: Store) -> None:
+def test_run_can_start_with_the_loss_state_of_another(store: Store) -> None:
     case(store, Uncertain()).train(1)
     path = Checkpoints(store, RUN_DIR).path(2)
     trained = case(store, Uncertain()).checkpoint(2).others["parameters"]["loss0.log_var"]
@@ -420,7 +418,7 @@ class Scaled(nn.Module):
         return self.alpha * ((output - label) ** 2).mean()
 
 
-def test_a_run_started_from_another_keeps_its_own_loss_buffers(store: Store) -> None:
+def test_run_started_from_another_run_keeps_its_own_loss_buffers(store: Store) -> None:
     case(store, Scaled(1.0), lambda p: torch.optim.SGD(p, lr=0.0)).train(1)
     store.write_bytes("kept.pt", store.read_bytes(Checkpoints(store, RUN_DIR).path(2)))
     losses = {}
@@ -432,7 +430,7 @@ def test_a_run_started_from_another_keeps_its_own_loss_buffers(store: Store) -> 
     assert losses[1000.0] == pytest.approx(1000 * losses[1.0])
 
 
-def test_checkpoints_without_the_state_load_and_other_shapes_are_an_error(store: Store) -> None:
+def test_checkpoint_without_loss_state_loads_and_other_shapes_raise(store: Store) -> None:
     used = case(store, Uncertain(), options={"epochs": 1})
     used.train(1)
     checkpoints = Checkpoints(store, RUN_DIR)
@@ -450,14 +448,14 @@ def test_checkpoints_without_the_state_load_and_other_shapes_are_an_error(store:
         assert "parameter 'loss0.log_var' has shape (2,) there, but (1,) in this loss" in str(error)
 
 
-def test_precision_clipping_and_compiled_models(store: Store) -> None:
+def test_loss_parameters_train_with_bf16_clipping_and_accumulation(store: Store) -> None:
     options = {"precision": "bf16-mixed", "gradient_clip_norm": 0.1, "accumulate": 2, "epochs": 1}
     used = case(store, Both(), options=options)
     used.train(2)
     assert used.checkpoint(1).others["parameters"]["loss0.uncertain.log_var"] != 0
 
 
-def test_sample_weights_and_several_labels_share_one_loss() -> None:
+def test_per_row_losses_of_several_labels_share_loss_parameters() -> None:
     class PerRow(Uncertain):
         reduction = "mean"
 
@@ -486,7 +484,7 @@ def test_loss_state_excludes_model_parameters_and_torch_loss_options() -> None:
     assert returned_loss([nn.MSELoss], model, model, {}) is nn.MSELoss
 
 
-def test_an_optimizer_of_another_model_is_still_refused() -> None:
+def test_optimizer_of_another_model_is_refused() -> None:
     model = linear()
     loss = Uncertain()
     with pytest.raises(
@@ -506,7 +504,7 @@ def test_error_names_a_metric_whose_state_cannot_be_reloaded(store: Store) -> No
     assert str(failed.value.errors[0]).startswith("The metric odd has a Store in its state_dict()")
 
 
-def test_a_saved_model_has_its_loss() -> None:
+def test_saved_model_contains_its_loss() -> None:
     net, loss = linear(), Uncertain()
     with torch.no_grad():
         loss.log_var.fill_(0.5)

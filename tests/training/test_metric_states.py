@@ -44,7 +44,9 @@ def predictions(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     ("size", "rows"),
     [(1, 77), (3, 77), (3, 2)],  # the last: a rank without rows
 )
-def test_class_metrics_over_ranks_equal_one_process(tmp_path: Path, size: int, rows: int) -> None:
+def test_torchmetrics_class_metrics_over_ranks_equal_one_process(
+    tmp_path: Path, size: int, rows: int
+) -> None:
     metrics = {
         "accuracy": classification.MulticlassAccuracy(2, average="micro"),
         "f1": classification.MulticlassF1Score(2, average="macro"),
@@ -87,7 +89,9 @@ def test_class_metrics_over_ranks_equal_one_process(tmp_path: Path, size: int, r
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_values_of_one_column_are_compared_as_such(tmp_path: Path, size: int) -> None:
+def test_torchmetrics_regression_metrics_get_one_dimensional_values(
+    tmp_path: Path, size: int
+) -> None:
     """Pearson's coefficient refuses outputs of shape (rows, 1), and its state has its own merge."""
     metrics = {
         "r": regression.PearsonCorrCoef(),
@@ -110,7 +114,7 @@ def test_values_of_one_column_are_compared_as_such(tmp_path: Path, size: int) ->
         assert record[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
 
 
-def test_two_classes_of_one_logit_take_float_labels() -> None:
+def test_binary_accuracy_of_single_logits_accepts_float_labels() -> None:
     (metric,) = resolve_metrics([classification.BinaryAccuracy()], ["y"], ["sigmoid"])
     assert isinstance(metric, StateMetric)
     assert metric.name == "BinaryAccuracy"
@@ -122,7 +126,7 @@ def test_two_classes_of_one_logit_take_float_labels() -> None:
     assert Totals([metric]).means()["BinaryAccuracy"] != totals.means()["BinaryAccuracy"]
 
 
-def test_a_metric_gets_numbers_of_rows_flat_and_may_not_broadcast() -> None:
+def test_torchmetrics_metric_gets_flat_numbers_and_must_not_broadcast() -> None:
     seen: list[tuple[int, ...]] = []
 
     class Squared(torchmetrics.Metric):  # type: ignore[misc]

@@ -30,11 +30,11 @@ def own(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         ([["f1", own], "auc"], ["f1", "own", "auc"]),
     ],
 )
-def test_metrics_have_names(given: Any, names: list[str]) -> None:
+def test_metrics_have_unique_names(given: Any, names: list[str]) -> None:
     assert [m.name for m in resolve_metrics(given, ["y"], ["identity"])] == names
 
 
-def test_several_labels_have_each_metric() -> None:
+def test_each_label_gets_every_metric() -> None:
     metrics = resolve_metrics("mse", ["a", "b"], ["identity", "softmax"])
     assert [(m.name, m.label, m.link) for m in metrics] == [
         ("a_mse", 0, "identity"),
@@ -54,13 +54,13 @@ def test_several_labels_have_each_metric() -> None:
         ({"error": ["mse", own], "m": "mae"}, ["a_error", "b_error", "a_m", "b_m"]),
     ],
 )
-def test_a_group_has_a_metric_per_output(given: Any, expected: list[str]) -> None:
+def test_metric_group_has_a_metric_per_output(given: Any, expected: list[str]) -> None:
     metrics = resolve_metrics(given, ["a", "b"], ["identity", "sigmoid"])
     assert [m.name for m in metrics] == expected
     assert all(m.name.startswith("ab"[m.label]) for m in metrics)
 
 
-def test_a_group_with_another_number_is_named() -> None:
+def test_error_names_a_metric_group_of_wrong_size() -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         resolve_metrics([[own, "mse", "mae"]], ["a", "b"], ["identity", "identity"])
     assert str(failed.value) == (
@@ -69,7 +69,7 @@ def test_a_group_with_another_number_is_named() -> None:
     )
 
 
-def test_means_keep_the_order_of_the_metrics() -> None:
+def test_metric_means_keep_the_order_of_the_metrics() -> None:
     totals = Totals(resolve_metrics(["f1", "mse", "auc", "mae"], ["y"], ["sigmoid"]))
     assert list(totals.means("val_")) == ["val_loss", "val_f1", "val_mse", "val_auc", "val_mae"]
 
@@ -89,7 +89,7 @@ def test_means_keep_the_order_of_the_metrics() -> None:
         ),
     ],
 )
-def test_bad_metrics_are_named(given: Any, message: str) -> None:
+def test_error_names_invalid_metrics(given: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         resolve_metrics(given, ["y"], ["identity"])
     assert str(failed.value) == message
@@ -106,13 +106,15 @@ def test_bad_metrics_are_named(given: Any, message: str) -> None:
         ([[-2.0, -1.0]], [[0.4, 0.6]], "softmax", 1.0),
     ],
 )
-def test_accuracy(output: Any, label: Any, link: str, expected: float) -> None:
+def test_accuracy_compares_with_most_probable_class(
+    output: Any, label: Any, link: str, expected: float
+) -> None:
     (metric,) = resolve_metrics("accuracy", ["y"], [link])
     found = metric.row_sum(torch.tensor(output), torch.tensor(label))
     assert float(found) == pytest.approx(expected * len(output))
 
 
-def test_accuracy_counts_rows() -> None:
+def test_accuracy_row_sum_is_exact() -> None:
     # 1 / 49 * 49 is less than 1.
     (metric,) = resolve_metrics("accuracy", ["y"], ["sigmoid"])
     for rows in (3, 7, 49, 98, 107):
@@ -122,7 +124,7 @@ def test_accuracy_counts_rows() -> None:
 
 
 @pytest.mark.parametrize("shape", [(50, 4), (50, 4, 3)])
-def test_accuracy_of_probabilities_is_that_of_their_largest(shape: tuple[int, ...]) -> None:
+def test_accuracy_of_probabilities_uses_the_largest(shape: tuple[int, ...]) -> None:
     generator = np.random.default_rng()
     output, label = generator.standard_normal(shape), generator.dirichlet(np.ones(4), shape[:1])
     label = label.reshape(50, 4, *[1] * (len(shape) - 2)) + 0.1 * generator.random(shape)
@@ -131,7 +133,7 @@ def test_accuracy_of_probabilities_is_that_of_their_largest(shape: tuple[int, ..
     assert float(found) == pytest.approx(50 * np.mean(output.argmax(1) == label.argmax(1)))
 
 
-def test_mismatched_shapes_raise_a_clear_error() -> None:
+def test_mismatched_metric_shapes_raise_a_clear_error() -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         Metric("mse", "mse", 0, "identity").row_sum(torch.ones(4, 3), torch.ones(4))
     assert str(failed.value) == (
@@ -142,7 +144,7 @@ def test_mismatched_shapes_raise_a_clear_error() -> None:
         Metric("m", lambda o, t: torch.ones(2), 0, "identity").row_sum(torch.ones(4), torch.ones(4))
 
 
-def test_totals_over_batches_equal_totals_over_all_rows() -> None:
+def test_metric_totals_over_batches_equal_totals_over_all_rows() -> None:
     metrics = resolve_metrics("mae", ["y"], ["identity"])
     generator = torch.Generator().manual_seed(0)
     output, label = torch.rand(10, 1, generator=generator), torch.rand(10, 1, generator=generator)
@@ -155,7 +157,7 @@ def test_totals_over_batches_equal_totals_over_all_rows() -> None:
     assert means["val_mae"] == pytest.approx(float((output - label).abs().mean()), rel=1e-6)
 
 
-def test_a_mean_over_no_rows_adds_nothing() -> None:
+def test_loss_of_a_batch_without_rows_adds_nothing() -> None:
     totals = Totals(())
     rows, nan = torch.ones(2, 1), torch.tensor(float("nan"))
     totals.add(Forward((rows,), (rows,), torch.tensor(3.0), 2.0, True, 2))

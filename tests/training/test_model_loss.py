@@ -23,7 +23,7 @@ pytestmark = pytest.mark.pure
         ((torch.ones(3, 2), torch.tensor(2.0), None), 3, 2.0),
     ],
 )
-def test_the_loss_of_a_tuple_is_its_first_entry_or_its_only_number(
+def test_loss_of_an_output_tuple_is_its_first_or_only_scalar(
     result: tuple[Any, ...], num_rows: int, expected: float
 ) -> None:
     assert float(_loss_in(result, num_rows)) == expected  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ class Reading:
         return self.module
 
 
-def test_a_loaded_module_is_in_eval_mode() -> None:
+def test_loaded_module_is_in_eval_mode() -> None:
     net = Empty(2, 1)
     model = TorchModel.from_module(net, feature_cols=["x"], label_cols=["y"])
     content = encode_model(model, archive := Archive())
@@ -97,7 +97,7 @@ def test_a_loaded_module_is_in_eval_mode() -> None:
     assert net.weight.numpy(force=True).tobytes() not in shell
 
 
-def test_a_worker_of_transform_loads_the_module() -> None:
+def test_transform_worker_loads_a_module_whose_modes_return_none() -> None:
     fitted = TorchModel.from_module(ReturnsNothing(2, 1), feature_cols=["x"])._require_fitted()
 
     class Spec:
@@ -177,7 +177,7 @@ class Raises(OwnLoop):
         ),
     ],
 )
-def test_a_method_of_another_meaning_is_named_before_any_job(
+def test_error_names_train_or_eval_method_of_another_meaning(
     kind: type[nn.Module], says: str
 ) -> None:
     model = kind()

@@ -99,11 +99,11 @@ def hooked() -> nn.Module:
     ],
     ids=["own class", "own class inside", "hook", "parametrization", "own function"],
 )
-def test_anything_else_has_no_description(module: nn.Module) -> None:
+def test_modules_with_user_code_have_no_description(module: nn.Module) -> None:
     assert describe(module) is None
 
 
-def test_foreign_class_names_a_user_class() -> None:
+def test_foreign_class_returns_the_name_of_a_user_class() -> None:
     assert foreign_class(nn.Sequential(Mine(2, 2))) == f"{__name__}.Mine"
 
 
@@ -122,7 +122,7 @@ def test_foreign_class_names_a_user_class() -> None:
         {"attributes": {"x": {"other": "load"}}},
     ],
 )
-def test_a_forged_description_is_refused(change: dict[str, Any]) -> None:
+def test_forged_module_description_is_refused(change: dict[str, Any]) -> None:
     module = nn.Linear(2, 2)
     description = describe(module)
     assert description is not None
@@ -130,7 +130,7 @@ def test_a_forged_description_is_refused(change: dict[str, Any]) -> None:
         rebuild({**description, **change}, tensors_of(module))
 
 
-def test_a_shell_holds_no_weights_and_keeps_identities() -> None:
+def test_module_shell_contains_no_weights_and_keeps_identities() -> None:
     module = nn.Sequential(Mine(500, 500), nn.ReLU(), Mine(500, 2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     shell = dump_shell(module, (module, optimizer))
@@ -141,7 +141,7 @@ def test_a_shell_holds_no_weights_and_keeps_identities() -> None:
     assert its_optimizer.param_groups[0]["params"][0] is next(loaded.parameters())
 
 
-def test_caches_of_functions_and_properties_travel_by_value() -> None:
+def test_cached_functions_and_properties_are_pickled_by_value() -> None:
     @functools.lru_cache(maxsize=5)
     def steps(length: int) -> torch.Tensor:
         return torch.arange(length) if length < 2 else torch.cat([steps(length - 1), torch.ones(1)])
@@ -163,7 +163,7 @@ def test_caches_of_functions_and_properties_travel_by_value() -> None:
 def importable() -> None: ...
 
 
-def test_a_light_copy_shares_only_parameter_memory() -> None:
+def test_light_copy_shares_only_parameter_memory() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     copied = light_copy(module).eval()
     assert module.training
@@ -174,14 +174,14 @@ def test_a_light_copy_shares_only_parameter_memory() -> None:
     assert float(module[1].running_mean.sum()) == 0.0
 
 
-def test_a_forward_of_a_light_copy_scales_no_embedding_of_the_caller() -> None:
+def test_light_copy_forward_does_not_rescale_the_original_embedding() -> None:
     module = nn.Sequential(nn.Embedding(3, 4, max_norm=0.1), nn.Flatten())
     before = module[0].weight.detach().clone()
     light_copy(module)(torch.tensor([[0], [2]]))
     assert torch.equal(module[0].weight, before)
 
 
-def test_a_copy_uses_the_tensors_of_the_given_state() -> None:
+def test_copied_module_uses_the_tensors_of_the_given_state() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[2].weight = module[0].weight
     module[0].bias.requires_grad_(False)
@@ -202,7 +202,7 @@ def test_a_copy_uses_the_tensors_of_the_given_state() -> None:
         copy_with(module, {})
 
 
-def test_code_that_travels_to_ranks_knows_its_file() -> None:
+def test_code_sent_to_ranks_keeps_its_file_name() -> None:
     source = "class Net(torch.nn.Module):\n    def forward(self, x):\n        return (lambda y: y / 0)(x)\n"
     names: dict[str, Any] = {"torch": torch, "__name__": "__main__"}  # so it is pickled by value
     exec(compile(source, "/home/me/net.py", "exec"), names)

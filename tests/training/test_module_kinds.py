@@ -175,7 +175,9 @@ def output(module: nn.Module) -> Tensor:
 
 
 @kinds
-def test_copies_compute_the_same_and_are_apart(kind: Callable[[], nn.Module]) -> None:
+def test_copied_modules_give_equal_outputs_and_are_independent(
+    kind: Callable[[], nn.Module],
+) -> None:
     module = check_model(kind())
     expected = output(module)
     whole, light = copied(module), light_copy(module)
@@ -195,7 +197,7 @@ def test_copies_compute_the_same_and_are_apart(kind: Callable[[], nn.Module]) ->
 
 
 @kinds
-def test_a_program_keeps_its_optimizer_on_the_parameters(kind: Callable[[], nn.Module]) -> None:
+def test_loaded_program_has_the_optimizer_on_its_parameters(kind: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     module = kind()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -227,7 +229,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_keeps_its_attributes_and_hooks() -> None:
+def test_loaded_optimizer_keeps_its_attributes_and_hooks() -> None:
     def halved(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with torch.no_grad():
             module[0].weight.mul_(0.5)
@@ -253,7 +255,9 @@ def test_an_optimizer_keeps_its_attributes_and_hooks() -> None:
 
 
 @kinds
-def test_a_shell_is_loaded_around_other_weights(kind: Callable[[], nn.Module]) -> None:
+def test_module_saved_without_weights_loads_with_given_weights(
+    kind: Callable[[], nn.Module],
+) -> None:
     module = kind()
     weights = {name: value.clone() for name, value in tensors_of(module).items()}
     data = dump_shell(module, with_hooks=False)
@@ -264,14 +268,14 @@ def test_a_shell_is_loaded_around_other_weights(kind: Callable[[], nn.Module]) -
     assert torch.equal(output(load_shell(data, weights)), expected)
 
 
-def test_a_light_copy_of_a_table_with_a_largest_norm_leaves_the_table_alone() -> None:
+def test_light_copy_of_an_embedding_with_max_norm_keeps_the_original() -> None:
     table = nn.Embedding(3, 4, max_norm=0.1)
     before = table.weight.detach().clone()
     light_copy(table)(torch.arange(3))
     assert torch.equal(table.weight, before)
 
 
-def test_a_compiled_module_is_its_inner_module() -> None:
+def test_compiled_module_is_replaced_by_its_inner_module() -> None:
     module = mlp()
     compiled = torch.compile(module, backend="eager")
     assert uncompiled(compiled) is module

@@ -83,7 +83,7 @@ def wide() -> nn.Module:
         *left_to_soak("each place and each warm-up, here", (0, 14), (22, 20)),
     ],
 )
-def test_unsent_gradients_of_powersgd_survive(
+def test_resumed_run_keeps_unsent_powersgd_gradients(
     tmp_path: Path, fails_at: int, warm_up_steps: int
 ) -> None:
     def make(name: str) -> Case:
@@ -110,7 +110,9 @@ def test_unsent_gradients_of_powersgd_survive(
         *left_to_soak("each place and each kind, here", (True, 20), (False, 14)),
     ],
 )
-def test_several_optimizers_resume(tmp_path: Path, fails_at: int, is_instance: bool) -> None:
+def test_resumed_run_keeps_several_optimizers(
+    tmp_path: Path, fails_at: int, is_instance: bool
+) -> None:
     def split(parameters: Any) -> list[torch.optim.Optimizer]:
         first, *rest = parameters
         return [torch.optim.Adam([first], lr=0.01), torch.optim.SGD(rest, lr=0.05, momentum=0.9)]
@@ -205,7 +207,7 @@ class Turns(nn.Module):
         ),
     ],
 )
-def test_the_state_of_modules_survives_on_every_rank(
+def test_resumed_run_keeps_module_state_on_every_rank(
     tmp_path: Path, kind: type[nn.Module], fails_at: int
 ) -> None:
     options = {"has_validation": True, "validation": 0.25, "batch_size": 3}
@@ -213,7 +215,7 @@ def test_the_state_of_modules_survives_on_every_rank(
     assert_resumes_exactly(whole, parts, fails_at)
 
 
-def test_ranks_end_an_epoch_with_rank_0s_module_state() -> None:
+def test_ranks_end_an_epoch_with_the_module_state_of_rank_0() -> None:
     from sparkhvd.training.checkpoints.checkpoint import broadcast_module_state
 
     def body(engine: Any) -> tuple[Any, ...]:

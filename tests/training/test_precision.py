@@ -128,7 +128,7 @@ def test_ranks_skip_the_same_steps_and_a_resumed_run_keeps_the_scale(tmp_path: P
         assert torch.equal(value, parts.weights(4)[name]), name
 
 
-def test_clipping_looks_at_gradients_without_the_scale(tmp_path: Path) -> None:
+def test_clipping_uses_unscaled_gradients(tmp_path: Path) -> None:
     model = linear()
     case = Case(
         Store.create(tmp_path),
@@ -141,7 +141,7 @@ def test_clipping_looks_at_gradients_without_the_scale(tmp_path: Path) -> None:
     assert_close(case.weights(1), case.reference(2, 1)[0], 2e-4)
 
 
-def test_the_first_step_may_leave_a_rank_without_rows(tmp_path: Path) -> None:
+def test_first_step_may_leave_a_rank_without_rows(tmp_path: Path) -> None:
     model = linear()
     case = Case(
         Store.create(tmp_path),

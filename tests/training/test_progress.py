@@ -44,7 +44,7 @@ def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setattr(hvd, "size", lambda: 2)
 
 
-def test_another_rank_reports_its_waiting_time_on_change_and_periodically(
+def test_ranks_report_waiting_times_on_change_and_periodically(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, sent: list[dict[str, Any]]
 ) -> None:
     be_rank(monkeypatch, 1)
@@ -61,7 +61,7 @@ def test_another_rank_reports_its_waiting_time_on_change_and_periodically(
 
 
 @pytest.mark.parametrize(("name", "shown"), [("m", 10), ("m" * 1000, 4), ("é" * 3000, 1)])
-def test_metrics_with_long_names_leave_room_for_the_rest_of_a_report(
+def test_progress_report_with_long_metric_names_keeps_other_values(
     monkeypatch: pytest.MonkeyPatch,
     clock: Clock,
     sent: list[dict[str, Any]],

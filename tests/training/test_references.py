@@ -72,11 +72,11 @@ def plain(output: Tensor, label: Tensor, **others: Any) -> Tensor:
         (Loss(w=Loss(log=logging.getLogger(), a=np.zeros(2), g=torch.Generator())), []),
     ],
 )
-def test_tensors_of_an_object_get_stable_names(root: object, expected: list[str]) -> None:
+def test_tensors_in_an_object_get_stable_names(root: object, expected: list[str]) -> None:
     assert same_elsewhere(root) == dict.fromkeys(expected, True)
 
 
-def test_slots_and_attributes_of_classes() -> None:
+def test_tensors_in_slots_and_class_attributes_are_found() -> None:
     class Base:
         shared = weight()
         __slots__ = ("__private", "empty", "own")
@@ -92,7 +92,7 @@ def test_slots_and_attributes_of_classes() -> None:
     assert same_elsewhere(Slotted()) == dict.fromkeys(["_Base__private", "own", "shared"], True)
 
 
-def test_tensors_that_functions_refer_to_are_not_owned_by_them() -> None:
+def test_tensors_used_by_functions_are_found_but_not_owned() -> None:
     first, second, third = weight(), weight(), weight()
 
     def inner(
@@ -130,7 +130,7 @@ def names_globals(output: Any) -> Any:
     return (lambda: GLOBAL)(), output.UNUSED  # an attribute
 
 
-def test_globals_count_only_where_a_pickle_holds_them() -> None:
+def test_global_tensors_count_only_if_pickled_by_value() -> None:
     assert named_globals(names_globals) == {"GLOBAL": GLOBAL}  # type: ignore[arg-type]
     assert tensors(names_globals) == {}  # each process imports its own
     module = sys.modules[__name__]
@@ -141,7 +141,7 @@ def test_globals_count_only_where_a_pickle_holds_them() -> None:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def test_modules_are_left_whole_but_for_plain_attributes() -> None:
+def test_reference_search_enters_only_plain_attributes_of_modules() -> None:
     class Criterion(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -156,7 +156,7 @@ def test_modules_are_left_whole_but_for_plain_attributes() -> None:
     assert [p for p, v, _ in references(lambda: root, left_out) if isinstance(v, nn.Module)] == []
 
 
-def test_the_search_is_bounded() -> None:
+def test_reference_search_is_bounded() -> None:
     deep: Any = weight()
     for _ in range(100):
         deep = [deep]
@@ -169,7 +169,9 @@ def test_the_search_is_bounded() -> None:
     assert "w" in {each.path for each in found}
 
 
-def test_objects_of_the_users_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_of_user_classes_are_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed = tmp_path / "site-packages"
     installed.mkdir()
     (installed / "of_a_package.py").write_text("class Thing: pass\n")

@@ -158,7 +158,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Checkpoi
 
 
 @pytest.mark.parametrize("round_", range(amount(1, 10)))
-def test_a_run_killed_at_random_steps_equals_an_undisturbed_one_bit_by_bit(
+def test_run_killed_at_random_steps_gives_the_same_bits(
     tmp_path: Path, undisturbed: tuple[Any, Checkpoint], round_: int
 ) -> None:
     one = case(tmp_path / "run")
@@ -290,7 +290,7 @@ class HangingStore(Store):
         return super().open_output(path)
 
 
-def test_weights_to_start_from_must_fit(tmp_path: Path) -> None:
+def test_start_weights_must_match_the_model(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store")
     one = Case(store, linear(), lambda p: torch.optim.SGD(p, lr=0.0))
     one.train(2)
@@ -381,7 +381,7 @@ def damage(path: Path, generator: random.Random) -> str:
 
 
 @pytest.mark.timeout(amount(300, 3600))
-def test_a_damaged_file_of_a_run_is_repaired_or_named(
+def test_damaged_run_file_is_repaired_or_named(
     tmp_path: Path, interrupted: tuple[Path, TrainSpec, bytes, Any]
 ) -> None:
     """Damage to any file except the rows gives the same weights bit by bit, or an error that names the file."""
@@ -424,7 +424,7 @@ def test_a_damaged_file_of_a_run_is_repaired_or_named(
         lambda state: state.update(steps=None),
     ],
 )
-def test_a_damaged_profile_is_ignored(damage: Callable[[Any], Any]) -> None:
+def test_damaged_profile_of_a_run_is_ignored(damage: Callable[[Any], Any]) -> None:
     counts = {"counts": [1.0] * len(Profile().state()["steps"]["counts"])}
     state: Any = {"every": 2, "epochs": [{"epoch": 1}, {"epoch": 3}], "steps": counts}
     whole = Profile()

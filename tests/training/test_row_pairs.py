@@ -68,7 +68,7 @@ class Masked(nn.Module):
         return result
 
 
-def test_a_loss_over_all_pairs_is_described_with_shapes_and_the_line_to_write() -> None:
+def test_pairwise_loss_error_shows_shapes_and_the_fix() -> None:
     text = said(squeezed)
     assert text.startswith("loss returns the same number when the labels of a batch are permuted")
     assert "output as (rows, 1) and the label as (rows, 1)" in text
@@ -100,7 +100,7 @@ def test_a_loss_over_all_pairs_is_described_with_shapes_and_the_line_to_write() 
         (lambda o, t: (o.mean() - t.mean()) ** 2, COLUMN, COLUMN, False),
     ],
 )
-def test_losses_over_all_pairs_are_found(
+def test_losses_over_all_row_pairs_are_detected(
     loss: Any, output: Tensor, label: Tensor, per_row: bool
 ) -> None:
     assert said(loss, output, label, per_row=per_row).startswith("loss returns the same number")
@@ -128,7 +128,7 @@ def test_losses_over_all_pairs_are_found(
         ),
     ],
 )
-def test_weights_and_masks_that_broadcast_are_found(
+def test_broadcasting_weights_and_masks_are_detected(
     loss: Any, output: Tensor, label: Tensor
 ) -> None:
     text = said(loss, output, label)
@@ -243,11 +243,11 @@ class Noisy(nn.Module):
         (lambda o, t: ((o.squeeze() - t) ** 2).mean(), torch.zeros(0, 1), torch.zeros(0, 1)),
     ],
 )
-def test_other_losses_are_not(loss: Any, output: Tensor, label: Tensor) -> None:
+def test_losses_over_single_rows_are_not_reported(loss: Any, output: Tensor, label: Tensor) -> None:
     assert said(loss, output, label) == ""
 
 
-def test_losses_with_sample_weights_are_not() -> None:
+def test_losses_with_sample_weights_are_not_reported() -> None:
     assert said(nn.MSELoss(), per_row=True) == ""
     assert said(lambda o, t, reduction: F.mse_loss(o, t, reduction=reduction), per_row=True) == ""
 
@@ -275,11 +275,13 @@ def test_losses_with_sample_weights_are_not() -> None:
         (lambda o, t: [][0], COLUMN, COLUMN, False),
     ],
 )
-def test_metrics(metric: Any, output: Tensor, label: Tensor, is_found: bool) -> None:
+def test_metrics_over_all_row_pairs_are_detected(
+    metric: Any, output: Tensor, label: Tensor, is_found: bool
+) -> None:
     assert bool(of_metric(metric, output, label)) is is_found
 
 
-def test_custom_torchmetrics_are_checked() -> None:
+def test_custom_torchmetrics_metrics_are_checked_for_row_pairs() -> None:
     class Mean(torchmetrics.Metric):  # type: ignore[misc]
         """The mean of a function."""
 
@@ -313,7 +315,7 @@ def test_custom_torchmetrics_are_checked() -> None:
 
 
 @pytest.mark.parametrize("make", [said, of_metric])
-def test_a_warning_of_torch_is_an_error(make: Any) -> None:
+def test_torch_broadcast_warning_raises(make: Any) -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"^(loss|metric 'm') broadcasts: Using a target size"
     ):
@@ -350,7 +352,7 @@ def by_name(output: Tensor, label: Tensor) -> Tensor:
     return result
 
 
-def test_the_check_leaves_states_and_random_generators_unchanged() -> None:
+def test_row_pair_check_keeps_states_and_random_generators() -> None:
     own = Centers()
     functions = (own, own.forward, lambda o, t: own(o, t), by_name, functools.partial(own))
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
@@ -379,7 +381,7 @@ def noisy(output: Tensor, label: Tensor) -> Tensor:
     return ((noted(output) + float(RANDOM.normal()) / 1000 - label) ** 2).mean()
 
 
-def test_the_check_leaves_objects_used_by_a_loss_unchanged() -> None:
+def test_row_pair_check_keeps_objects_used_by_a_loss() -> None:
     before = RANDOM.bit_generator.state
     assert said(noisy) == ""
     assert (RANDOM.bit_generator.state, CALLS, vars(noisy)) == (before, [], {})
@@ -394,13 +396,13 @@ class Annealed:
         return self.calls / 1000 * ((output.squeeze() - label) ** 2).mean()
 
 
-def test_each_call_begins_with_the_state_of_the_first() -> None:
+def test_row_pair_check_calls_the_loss_from_the_same_state() -> None:
     loss = Annealed()
     assert "permuted" in said(loss)
     assert loss.calls == 0
 
 
-def test_no_other_warning_is_shown() -> None:
+def test_row_pair_check_shows_no_other_warning() -> None:
     def warns(output: Tensor, label: Tensor) -> Tensor:
         warnings.warn("of a function", stacklevel=1)
         return ((output - label) ** 2).mean()
@@ -410,7 +412,7 @@ def test_no_other_warning_is_shown() -> None:
         assert said(warns) == ""
 
 
-def test_several_labels_are_checked_separately() -> None:
+def test_losses_of_several_labels_are_checked_separately() -> None:
     losses, _ = resolve_losses([F.mse_loss, squeezed], 2, per_row=False)
     metrics = resolve_metrics({"m": squeezed}, ["y", "z"], ["value"] * 2)
     text = unpaired(losses, metrics, [PAIR, COLUMN], [PAIR, COLUMN])
@@ -505,7 +507,7 @@ def table(output: Tensor, label: Tensor) -> Tensor:
         (lambda o, y: 1 / 0, (0, 9), ""),
     ],
 )
-def test_a_custom_loss_that_fails_on_the_extreme_labels_raises(
+def test_custom_loss_that_fails_on_extreme_labels_raises(
     loss: Any, range_: tuple[int, int], said: str
 ) -> None:
     def check() -> None:

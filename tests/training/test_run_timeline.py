@@ -37,7 +37,7 @@ def spans(events: list[dict[str, Any]], rank: int) -> dict[str, list[dict[str, A
     return found
 
 
-def test_a_timeline_shows_the_work_of_every_rank_and_each_collective(tmp_path: Path) -> None:
+def test_run_timeline_shows_the_work_of_every_rank_and_each_collective(tmp_path: Path) -> None:
     case = case_of(tmp_path)
     case.train(2, timeline=1000, batch_size=8, epochs=2, has_validation=True, validation=0.25)
     events = json.loads(case.store.read_bytes(PATH))
@@ -59,7 +59,7 @@ def test_a_timeline_shows_the_work_of_every_rank_and_each_collective(tmp_path: P
     assert lanes.count("training") == 1
 
 
-def test_a_timeline_ends_after_its_steps(tmp_path: Path) -> None:
+def test_run_timeline_ends_after_the_requested_steps(tmp_path: Path) -> None:
     case = case_of(tmp_path)
     case.train(2, timeline=3, batch_size=8, epochs=2)
     found = spans(json.loads(case.store.read_bytes(PATH)), 1)
@@ -100,7 +100,7 @@ def test_a_fit_continues_if_its_timeline_cannot_be_written(
         assert len(case.train(2, timeline=1000, batch_size=8, epochs=1).history) == 1
 
 
-def test_the_part_of_rank_0_stays_after_an_error(tmp_path: Path) -> None:
+def test_timeline_of_rank_0_is_kept_after_an_error(tmp_path: Path) -> None:
     def fail(ctx: TrainFnContext) -> None:
         next(iter(ctx.train_loader))
         raise ValueError("no")

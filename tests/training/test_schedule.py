@@ -51,7 +51,7 @@ def one_cycle(optimizer: Any, total_steps: int) -> Any:
     return lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=total_steps)
 
 
-def test_a_scheduler_moves_after_each_step(store: Store) -> None:
+def test_scheduler_advances_after_each_step(store: Store) -> None:
     ranks = case(store, one_cycle)
     result = ranks.train(2)
     ranks.lr_scheduler = functools.partial(one_cycle, total_steps=2 * STEPS)
@@ -63,7 +63,7 @@ def test_a_scheduler_moves_after_each_step(store: Store) -> None:
     assert result.history[1]["lr"] == pytest.approx(saved["_last_lr"][0])
 
 
-def test_a_schedule_is_as_long_whatever_number_of_steps_an_epoch_has() -> None:
+def test_schedule_length_is_independent_of_steps_per_epoch() -> None:
     """A change of ranks divides the epoch into another number of steps, and OneCycleLR refuses an extra step."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     schedule = Schedule(
@@ -82,7 +82,7 @@ def test_a_schedule_is_as_long_whatever_number_of_steps_an_epoch_has() -> None:
     assert scheduler.last_epoch == scheduler.total_steps
 
 
-def test_per_epoch_the_total_is_that_of_epochs(store: Store) -> None:
+def test_total_steps_is_epochs_if_interval_is_epoch(store: Store) -> None:
     ranks = case(store, one_cycle, lr_scheduler_interval="epoch")
     ranks.train(2)
     saved = ranks.checkpoint(2).scheduler
@@ -90,7 +90,7 @@ def test_per_epoch_the_total_is_that_of_epochs(store: Store) -> None:
     assert (saved["total_steps"], saved["last_epoch"]) == (2, 2)
 
 
-def test_a_plateau_looks_at_the_monitor_alike_on_all_ranks(store: Store) -> None:
+def test_plateau_scheduler_uses_the_same_monitor_value_on_all_ranks(store: Store) -> None:
     def plateau(optimizer: Any) -> Any:
         return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.2)
 
@@ -113,7 +113,7 @@ def test_a_plateau_looks_at_the_monitor_alike_on_all_ranks(store: Store) -> None
     assert expected[-1] < expected[0]
 
 
-def test_a_plateau_per_step_is_refused(store: Store) -> None:
+def test_plateau_scheduler_per_step_is_refused(store: Store) -> None:
     with pytest.raises(RanksFailed) as failed:
         case(store, lr_scheduler.ReduceLROnPlateau).train(2)
     for error in failed.value.errors.values():
@@ -153,7 +153,7 @@ def test_a_fit_stops_without_improvement_and_does_not_resume(store: Store) -> No
     assert again.stopped == result.stopped
 
 
-def test_an_epoch_may_be_cut_short(store: Store) -> None:
+def test_steps_per_epoch_params_shorten_an_epoch(store: Store) -> None:
     ranks = case(
         store,
         one_cycle,
@@ -176,7 +176,7 @@ def test_an_epoch_may_be_cut_short(store: Store) -> None:
     assert history[-1]["val_loss"] == pytest.approx(float(expected), rel=1e-10)
 
 
-def test_a_metric_may_select_the_best_epoch(store: Store) -> None:
+def test_metric_can_select_the_best_epoch(store: Store) -> None:
     def most(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return output.abs().mean()
 
@@ -198,7 +198,7 @@ def test_a_metric_may_select_the_best_epoch(store: Store) -> None:
     assert ranks.weights(result.epoch)  # it was kept
 
 
-def test_a_rate_of_numpy_can_be_read_back(store: Store) -> None:
+def test_numpy_learning_rate_is_saved_as_a_float(store: Store) -> None:
     def cosine(optimizer: Any) -> Any:
         return lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step / 10)))
 
@@ -261,7 +261,9 @@ def fails(optimizer: Any) -> Any:
         (fails, fails, ""),
     ],
 )
-def test_two_runs_are_compared_by_their_schedulers(before: Any, now: Any, difference: str) -> None:
+def test_runs_with_different_schedulers_are_distinguished(
+    before: Any, now: Any, difference: str
+) -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = copy.deepcopy((optimizer.state_dict(), sorted(vars(optimizer))))

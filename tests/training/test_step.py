@@ -119,7 +119,7 @@ CLASS_WEIGHTS = torch.tensor([1.0, 5.0], dtype=torch.float64)
     ],
     ids=["sample weights", "loss with its weight", "class weights", "ignored rows", "sum"],
 )
-def test_weights_of_a_loss_are_summed_over_the_whole_step(
+def test_loss_weights_are_summed_over_the_whole_step(
     store: Store, data_seed: int, fields: dict[str, Any], accumulate: int
 ) -> None:
     model = linear(torch.float64, outputs=2 if fields.get("label") == "class" else 1)
@@ -150,7 +150,7 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_several_losses_are_added_by_their_weights(
+def test_several_losses_are_added_with_their_weights(
     store: Store, data_seed: int, weighted: bool, accumulate: int
 ) -> None:
     model = TwoHeads()
@@ -181,7 +181,7 @@ def test_several_losses_are_added_by_their_weights(
     assert {"y_mse", "z_mse"} <= set(result.history[0])
 
 
-def test_a_step_of_rows_with_zero_weight_is_skipped(store: Store) -> None:
+def test_step_with_only_zero_weight_rows_is_skipped(store: Store) -> None:
     model = linear(outputs=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, weight_decay=0.5)
     case = Case(store, model, optimizer, loss=nothing_counts, label="class")
@@ -190,7 +190,7 @@ def test_a_step_of_rows_with_zero_weight_is_skipped(store: Store) -> None:
 
 
 @pytest.mark.parametrize("part", ["training", "validation"])
-def test_zero_weights_in_all_rows_raise_a_clear_error(store: Store, part: str) -> None:
+def test_zero_sample_weights_in_all_rows_raise_a_clear_error(store: Store, part: str) -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"has_validation": True, "validation": 0.25, "seed": 3}
@@ -261,7 +261,7 @@ def test_terminate_on_nan_ends_all_ranks_with_one_message(tmp_path: Path, accumu
     assert Checkpoints(ending.store, RUN_DIR).latest() is None
 
 
-def test_terminate_on_nan_changes_nothing_else(store: Store) -> None:
+def test_terminate_on_nan_does_not_change_the_weights(store: Store) -> None:
     model = linear()
     case = Case(
         store, model, torch.optim.SGD(model.parameters(), lr=0.1), options={"epochs": 2}, rows=70

@@ -89,7 +89,7 @@ def undo() -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_setting_goes_with_the_work_and_is_put_back(name: str) -> None:
+def test_torch_setting_is_applied_for_the_work_and_restored(name: str) -> None:
     change, expected = CHANGES[name]
     setting = torch_settings._BY_NAME[name]
     if torch_settings._value(setting) is torch_settings._UNKNOWN:
@@ -108,7 +108,7 @@ def test_a_setting_goes_with_the_work_and_is_put_back(name: str) -> None:
         assert settings_here() == {}
 
 
-def test_the_newer_names_of_a_setting_go_too() -> None:
+def test_newer_forms_of_torch_settings_are_transferred() -> None:
     """torch refuses to return the older form of a setting after the newer form was set."""
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         torch.set_float32_matmul_precision("high")  # the setting of older versions

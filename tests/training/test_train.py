@@ -99,7 +99,9 @@ def weighted_mean(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tens
         ("scheduler", {"lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.1)}),
     ],
 )
-def test_kinds_of_fits_equal_one_process(store: Store, name: str, fields: dict[str, Any]) -> None:
+def test_fits_of_many_kinds_equal_one_process(
+    store: Store, name: str, fields: dict[str, Any]
+) -> None:
     options = {"batch_size": 16, **fields.pop("options", {"epochs": 2})}
     model = linear(outputs=2 if fields.get("label") == "class" else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -113,7 +115,7 @@ def test_kinds_of_fits_equal_one_process(store: Store, name: str, fields: dict[s
         assert [r["loss"] for r in result.history] == pytest.approx(losses, rel=1e-5)
 
 
-def test_an_optimizer_keeps_its_groups_and_state(store: Store) -> None:
+def test_given_optimizer_keeps_its_groups_and_state(store: Store) -> None:
     model = linear()
     groups = [
         {"params": [model[2].weight, model[2].bias], "lr": 0.5},
@@ -130,7 +132,7 @@ def test_an_optimizer_keeps_its_groups_and_state(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("weighted", "clip"), [(False, None), (True, None), (False, 0.5)])
-def test_lbfgs_on_ranks_takes_the_steps_of_one_process(
+def test_lbfgs_on_ranks_equals_one_process(
     store: Store, weighted: bool, clip: float | None
 ) -> None:
     def lbfgs(parameters: Any) -> torch.optim.Optimizer:
@@ -191,7 +193,7 @@ class Centred(nn.Module):
         return result + 0.1 * self.norm(x).sum(1, keepdim=True)
 
 
-def test_every_step_starts_from_the_buffers_of_rank_0(store: Store) -> None:
+def test_every_step_starts_with_the_buffers_of_rank_0(store: Store) -> None:
     """The reference is two replicas with averaged gradients, as with DistributedDataParallel."""
     torch.manual_seed(0)
     model = Centred()
@@ -217,13 +219,13 @@ def test_every_step_starts_from_the_buffers_of_rank_0(store: Store) -> None:
     assert_close(case.weights(2), replicas[0].state_dict(), 1e-6)
 
 
-def test_an_optimizer_may_be_a_function(store: Store) -> None:
+def test_optimizer_may_be_a_function(store: Store) -> None:
     case = Case(store, linear(), lambda p: torch.optim.Adagrad(p, lr=0.1), options={"epochs": 2})
     case.train(2)
     assert_close(case.weights(2), case.reference(2, 2)[1], 1e-5)
 
 
-def test_batch_norm_keeps_rank_0s_statistics_on_all_ranks(store: Store) -> None:
+def test_batch_norm_on_all_ranks_keeps_the_statistics_of_rank_0(store: Store) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"batch_size": 8, "epochs": 2, "has_validation": True, "validation": 0.25}
@@ -250,7 +252,7 @@ class WithDropout(nn.Module):
         return self.layers(x)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path) -> None:
+def test_resumed_run_equals_an_uninterrupted_run_bit_by_bit(tmp_path: Path) -> None:
     def case(name: str) -> Case:
         model = WithDropout()
         return Case(
@@ -273,7 +275,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path: Path) ->
     assert [r["lr"] for r in resumed.history] == [r["lr"] for r in expected.history]
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_the_differences(store: Store) -> None:
+def test_checkpoint_of_another_run_is_refused_with_its_differences(store: Store) -> None:
     model = linear()
     case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1))
     case.train(1)
@@ -287,7 +289,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_differences(store: Stor
         )
 
 
-def test_resuming_a_run_with_fewer_epochs_than_it_has_is_refused(store: Store) -> None:
+def test_resuming_a_run_with_fewer_epochs_is_refused(store: Store) -> None:
     model = linear()
     case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1))
     case.train(1, epochs=2)
@@ -318,7 +320,7 @@ def test_checkpoints_load_without_unpickling_and_old_checkpoints_are_deleted(sto
 
 
 @pytest.mark.parametrize("stops_after", [None, 6])
-def test_short_epochs_share_checkpoints_and_the_best_one_is_there(
+def test_short_epochs_write_fewer_checkpoints_but_keep_the_best(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_after: int | None
 ) -> None:
     """Only the first epoch has its own checkpoint. The run, killed or not, equals a run with all checkpoints."""
@@ -367,7 +369,7 @@ def test_short_epochs_share_checkpoints_and_the_best_one_is_there(
     assert Checkpoints(store, RUN_DIR).history() == result.history
 
 
-def test_a_slow_store_and_a_pending_best_epoch_cost_two_copies_at_most(
+def test_slow_store_needs_at_most_two_weight_copies(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One copy is being written. The other is the best epoch or the next checkpoint."""
@@ -401,7 +403,7 @@ def test_a_slow_store_and_a_pending_best_epoch_cost_two_copies_at_most(
     assert max(found) - min(found) <= 2, found
 
 
-def test_metrics_are_means_over_all_rows(store: Store) -> None:
+def test_metrics_are_means_over_the_rows_of_all_ranks(store: Store) -> None:
     model = linear(outputs=2)
 
     def per_row(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -478,7 +480,7 @@ class TwoColumns(nn.Module):
         ),
     ],
 )
-def test_a_first_batch_that_does_not_fit_stops_all_ranks(
+def test_invalid_first_batch_stops_all_ranks(
     store: Store, model: nn.Module, loss: Any, message: str
 ) -> None:
     case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
@@ -511,7 +513,7 @@ def looking_step(model: nn.Module, batch: Any, ctx: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("row", "user"), [(3, {}), (95, {}), (3, {"train_step": looking_step})])
-def test_an_index_beyond_an_embedding_is_named_in_any_batch(
+def test_error_names_an_index_beyond_an_embedding_in_any_batch(
     store: Store, row: int, user: dict[str, Any]
 ) -> None:
     model = Looking()
@@ -529,7 +531,7 @@ def test_an_index_beyond_an_embedding_is_named_in_any_batch(
     )
 
 
-def test_a_loss_of_class_indices_may_have_as_many_classes_as_rows(store: Store) -> None:
+def test_class_index_loss_may_have_as_many_classes_as_rows(store: Store) -> None:
     model = linear(outputs=32)
     loss = lambda output, label: nn.functional.cross_entropy(output, label.abs().long())  # noqa: E731
     result = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss).train(2)
@@ -546,7 +548,7 @@ def test_a_program_not_written_by_the_driver_is_not_unpickled(store: Store) -> N
     assert "runs/r/program.pkl is not what the driver wrote" in str(failed.value.errors[0])
 
 
-def test_the_weights_of_a_large_model_are_stored_outside_the_program(
+def test_weights_of_a_large_model_are_stored_outside_the_program(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kind_of(optimizer: Any) -> Any:
@@ -575,7 +577,7 @@ def test_the_weights_of_a_large_model_are_stored_outside_the_program(
         spec.program_weights.load()
 
 
-def test_a_split_without_validation_rows_is_named(store: Store) -> None:
+def test_error_names_a_split_without_validation_rows(store: Store) -> None:
     model = linear()
     case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), rows=10)
     with pytest.raises(RanksFailed) as failed:
@@ -630,7 +632,7 @@ class LateOnRank1(nn.Module):
         return self.layers(x)
 
 
-def test_an_epoch_says_which_rank_the_others_waited_for(store: Store) -> None:
+def test_epoch_record_names_the_rank_that_others_waited_for(store: Store) -> None:
     model = LateOnRank1()
     case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), options={"epochs": 1})
     record = case.train(3).history[0]

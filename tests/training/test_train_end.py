@@ -100,7 +100,7 @@ def test_the_returned_model_has_the_averaged_weights(store: Store, ranks: Any) -
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
-def test_the_best_epoch_has_the_weights_that_were_validated(store: Store) -> None:
+def test_best_epoch_has_the_validated_weights(store: Store) -> None:
     best = case(store, Averages(), options={"has_validation": True, "validation": 0.25})
     trained = best.train(1, return_best=True)
     assert trained.warning.startswith("A callback changed the model's weights in on_train_end")
@@ -116,7 +116,7 @@ class Removes(Callback):
         ctx.model[1] = nn.Identity()
 
 
-def test_another_structure_leaves_the_weights_of_the_last_epoch(store: Store) -> None:
+def test_structure_change_at_the_end_keeps_last_epoch_weights(store: Store) -> None:
     removes = case(store, Removes())
     assert "changed the names or shapes" in removes.train(1).warning
     module = net()
@@ -142,7 +142,7 @@ class Freezes(Callback):
         ctx.model[0].large = torch.ones(1 << 19)
 
 
-def test_no_final_state_is_written_without_changes(store: Store) -> None:
+def test_final_state_is_written_only_after_changes(store: Store) -> None:
     reads = case(store, Reads())
     assert reads.train(1).warning == ""
     assert reads.checkpoint(3).final == {}
@@ -172,7 +172,7 @@ def averaging_loop(ctx: Any) -> None:
             value.fill_(0.25)
 
 
-def test_a_loop_that_changes_weights_behind_its_last_checkpoint(store: Store) -> None:
+def test_weights_changed_after_the_last_checkpoint_are_returned(store: Store) -> None:
     loop = case(store, None, user={"train_fn": averaging_loop})
     loop.loss = None
     loop.train(2)

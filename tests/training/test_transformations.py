@@ -42,7 +42,7 @@ def both(row: dict[str, Any]) -> dict[str, Any]:
     return {"image": row["x"].reshape(2, 2) / 2, "y": row["y"] + row["n"]}
 
 
-def test_row_function_may_change_fields_before_the_batch_function_runs() -> None:
+def test_row_function_runs_before_the_batch_function() -> None:
     functions = Transformations(both, lambda b: {**b, "image": b["image"][:, None] * 10})
     found = functions.run(columns(), is_training=True)
     assert list(found) == ["image", "y"]
@@ -50,7 +50,7 @@ def test_row_function_may_change_fields_before_the_batch_function_runs() -> None
     np.testing.assert_allclose(found["y"], [1, 2, 3])
 
 
-def test_a_function_with_a_training_argument_receives_it() -> None:
+def test_transformation_with_a_training_argument_receives_it() -> None:
     def row(values: dict[str, Any], training: bool) -> dict[str, Any]:
         return {"x": values["x"] * (2 if training else 1)}
 
@@ -63,7 +63,7 @@ def test_a_function_with_a_training_argument_receives_it() -> None:
     np.testing.assert_array_equal(functions.run(columns(), is_training=False)["x"], first)
 
 
-def test_the_schema_follows_the_return_values_of_the_functions() -> None:
+def test_schema_follows_the_return_values_of_transformation_functions() -> None:
     def change(batch: dict[str, Any]) -> dict[str, Any]:
         return {
             "image": batch["x"].reshape(-1, 1, 2, 2).astype(np.float64),
@@ -107,7 +107,7 @@ def test_the_schema_follows_the_return_values_of_the_functions() -> None:
     assert flat_columns(schema.features, schema.features) == tuple(schema.features)
 
 
-def test_a_field_with_axes_keeps_them_as_an_argument() -> None:
+def test_multidimensional_field_keeps_its_shape_as_an_argument() -> None:
     schema = DataSchema((X.with_shape((1, 2, 2)),), (Y,))
     binding = bind_transformed(bind_inputs(nn.Conv2d(1, 1, 2), schema), schema)
     (image,), _ = binding.apply({"x": np.zeros((5, 1, 2, 2), np.float32)})
@@ -117,7 +117,7 @@ def test_a_field_with_axes_keeps_them_as_an_argument() -> None:
     assert image.shape == (5, 1, 2, 2)
 
 
-def test_class_labels_stay_whole() -> None:
+def test_returned_class_labels_must_be_whole_numbers() -> None:
     schema = DataSchema((X,), (KIND,))
     functions = Transformations(row=lambda row: {**row, "kind": row["kind"] * 1.0})
     given = {"x": columns()["x"], "kind": np.array([0, 1, 2])}
@@ -196,7 +196,7 @@ def varying(row: dict[str, Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_invalid_results_of_transformations_are_named(row: Any, batch: Any, message: str) -> None:
+def test_error_names_invalid_transformation_results(row: Any, batch: Any, message: str) -> None:
     functions = Transformations(row, batch)
     with pytest.raises(InvalidArgumentError) as raised:
         transformed_schema(

@@ -76,7 +76,7 @@ def weighted_step(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) ->
 
 
 @pytest.mark.parametrize("size", [1, 3, *left_to_soak("three ranks, here", 2)])
-def test_train_step_trains_as_the_declarative_loop_does(store: Store, size: int) -> None:
+def test_train_step_equals_the_declarative_loop(store: Store, size: int) -> None:
     custom = case(store, user={"train_step": mse_step}, loss=None, options=VALIDATION)
     custom.user["validation_step"] = mse_step
     result = custom.train(size)
@@ -92,7 +92,7 @@ def test_train_step_trains_as_the_declarative_loop_does(store: Store, size: int)
     assert 1 <= result.history[0]["step"] < result.history[1]["step"]
 
 
-def test_train_step_may_return_its_weight_and_params_still_apply(store: Store) -> None:
+def test_train_step_that_returns_a_weight_uses_the_loop_params(store: Store) -> None:
     options = {"gradient_clip_norm": 0.05, "accumulate": 2, "epochs": 3}
     custom = case(store, user={"train_step": weighted_step}, weighted=True, options=options)
     custom.train(2)
@@ -102,7 +102,7 @@ def test_train_step_may_return_its_weight_and_params_still_apply(store: Store) -
     assert_close(custom.weights(3), expected.weights(3), 1e-6)
 
 
-def test_a_batch_names_its_entries_by_the_keys_of_inputs(store: Store) -> None:
+def test_batch_entries_are_named_by_the_keys_of_inputs(store: Store) -> None:
     def step(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) -> torch.Tensor:
         assert list(batch) == ["input", "y", "w"]
         assert batch["input"].shape[1:] == (3,)
@@ -258,7 +258,7 @@ class StopAt(Callback):
         self.seen = state["seen"]
 
 
-def test_one_rank_that_stops_stops_all_and_states_survive(store: Store) -> None:
+def test_stop_request_of_one_rank_stops_all_and_keeps_states(store: Store) -> None:
     custom = case(store, user={"callbacks": [StopAt(3, rank=1)]}, options={"epochs": 9})
     first = custom.train(2, epochs=2)
     assert first.stopped == ""
@@ -478,7 +478,7 @@ def own_loop(ctx: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, *left_to_soak("three ranks, here", 2)])
-def test_train_fn_trains_as_the_declarative_loop_does(store: Store, size: int) -> None:
+def test_train_fn_equals_the_declarative_loop(store: Store, size: int) -> None:
     custom = case(store, user={"train_fn": own_loop}, options={**VALIDATION, "epochs": 3})
     custom.train(size, epochs=1)
     result = custom.train(size)  # resumes after the first epoch
@@ -571,7 +571,7 @@ def test_train_fn_resumes_mid_epoch_with_its_kept_states(
         assert torch.equal(weights, stopped.weights(3)[name])
 
 
-def test_train_fn_with_its_own_optimizer_and_no_records_returns_its_model(store: Store) -> None:
+def test_train_fn_without_records_returns_its_model(store: Store) -> None:
     def loop(ctx: Any) -> None:
         assert ctx.optimizer is None
         assert ctx.val_loader is None
@@ -617,7 +617,7 @@ def test_train_fn_with_its_own_optimizer_and_no_records_returns_its_model(store:
         (lambda ctx: {}["a"], RuntimeError, "train_fn raised KeyError: 'a'"),
     ],
 )
-def test_a_train_fn_that_fails_says_why(store: Store, loop: Any, kind: Any, message: str) -> None:
+def test_train_fn_failure_is_explained(store: Store, loop: Any, kind: Any, message: str) -> None:
     errors = failures(case(store, user={"train_fn": loop}))
     assert set(errors) == {0, 1}
     causes = [error for error in errors.values() if not isinstance(error, CollectiveError)]
@@ -640,7 +640,7 @@ def noisy(batch: dict[str, Any], training: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("level", ["declarative", "train_step", "train_fn"])
-def test_every_api_level_trains_on_transformed_rows(store: Store, level: str) -> None:
+def test_every_api_level_uses_transformed_rows(store: Store, level: str) -> None:
     def step(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) -> torch.Tensor:
         return F.mse_loss(model(batch["input"]).squeeze(1), batch["y"])
 
@@ -687,7 +687,7 @@ def changing(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "x": batch["x"][:, :width]}
 
 
-def test_a_transformation_that_changes_its_mind_stops_all_ranks(store: Store) -> None:
+def test_transformation_with_changing_shapes_stops_all_ranks(store: Store) -> None:
     errors = failures(case(store, user={"batch_transform_fn": changing}))
     assert set(errors) == {0, 1}
     for error in errors.values():
@@ -741,7 +741,7 @@ def three(model: Any, batch: Any, ctx: Any) -> None: ...
         ),
     ],
 )
-def test_invalid_params_are_refused(params: dict[str, Any], message: str) -> None:
+def test_invalid_user_code_params_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{re.escape(message)}$"):
         check_user_code(params, train_fn_effects())
 

@@ -32,7 +32,7 @@ def assert_equal(found: dict[str, torch.Tensor]) -> None:
         assert found[name].dtype == tensor.dtype
 
 
-def test_equal_weights_have_one_name(tmp_path: Path) -> None:
+def test_equal_weights_have_equal_file_names(tmp_path: Path) -> None:
     sink = io.BytesIO()
     name = weights.dump(TENSORS, sink)
     assert name == hashlib.sha256(sink.getvalue()).hexdigest()
@@ -44,7 +44,7 @@ def test_equal_weights_have_one_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["{}", "memory://weights{}"])
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_weights_of_a_store(
+def test_weights_are_stored_once_and_loaded_as_private_copies(
     tmp_path: Path, url: str, is_mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "MAPPED_BYTES", 0 if is_mapped else 1 << 30)
@@ -68,7 +68,7 @@ def test_weights_of_a_store(
     )
 
 
-def test_a_file_whose_checksum_differs_from_its_name_raises(tmp_path: Path) -> None:
+def test_weights_file_with_a_wrong_checksum_raises(tmp_path: Path) -> None:
     store = Store.create(tmp_path)
     with pytest.raises(InternalError, match="changed while they were written"):
         weights.store_weights(TENSORS, "0" * 64, store)
@@ -81,7 +81,7 @@ def test_a_file_whose_checksum_differs_from_its_name_raises(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("url", ["{}", "memory://cut-off{}"])
-def test_a_truncated_file_is_rewritten(tmp_path: Path, url: str) -> None:
+def test_truncated_weights_file_is_rewritten(tmp_path: Path, url: str) -> None:
     store = Store.create(url.format(tmp_path))
     sink = io.BytesIO()
     stored = Weights(weights.dump(TENSORS, sink), None, store)
@@ -104,7 +104,7 @@ def test_a_truncated_file_is_rewritten(tmp_path: Path, url: str) -> None:
         OSError("input/output error"),
     ],
 )
-def test_a_machine_without_memory_does_not_damage_a_checkpoint(
+def test_lack_of_memory_does_not_mark_a_checkpoint_as_damaged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 ) -> None:
     """A checkpoint that does not fit into memory is intact, so the training must not continue from an older one."""

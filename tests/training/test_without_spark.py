@@ -29,7 +29,7 @@ if __name__ == "__main__":
     "a worker of transform without pyspark: transform/test_worker; training without a session: the other tests of the loop"
 )
 @pytest.mark.timeout(200)
-def test_ranks_train_where_pyspark_is_not_installed(tmp_path: Path) -> None:
+def test_ranks_train_without_pyspark(tmp_path: Path) -> None:
     for name in ("pyspark", "py4j", "pytest"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(

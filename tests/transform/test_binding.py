@@ -92,7 +92,7 @@ def random(*shape: int) -> np.ndarray:
     return np.random.default_rng().standard_normal(shape)
 
 
-def test_numbers_are_joined_in_the_modules_dtype() -> None:
+def test_scalar_columns_are_joined_in_the_module_dtype() -> None:
     values, whole = random(ROWS), np.random.default_rng().integers(-9, 9, ROWS)
     module = nn.Linear(2, 3).double()
     model = TorchModel.from_module(module, feature_cols=["k", "a"], label_cols="y")
@@ -102,7 +102,7 @@ def test_numbers_are_joined_in_the_modules_dtype() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4, 1)])
-def test_arrays_take_the_shape_that_is_given(shape: tuple[int, ...]) -> None:
+def test_array_columns_take_the_given_shape(shape: tuple[int, ...]) -> None:
     values = random(ROWS, 4)
     module = nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.Tanh())
     model = TorchModel(
@@ -112,7 +112,7 @@ def test_arrays_take_the_shape_that_is_given(shape: tuple[int, ...]) -> None:
     assert found == expected(module, torch.tensor(values).float())
 
 
-def test_nested_arrays_and_named_arguments() -> None:
+def test_nested_arrays_bind_to_named_arguments() -> None:
     images, levels = random(ROWS, 2, 2), random(ROWS)
     module = Two(index=False)
     model = TorchModel.from_module(
@@ -127,7 +127,7 @@ def test_nested_arrays_and_named_arguments() -> None:
     assert found == expected(module, *arguments)
 
 
-def test_decoders_give_the_shape_and_dtype_of_the_module() -> None:
+def test_decoded_columns_take_the_given_shape_and_dtype() -> None:
     images = np.random.default_rng().integers(0, 256, (ROWS, 4), np.uint8)
     texts = [("low", "mid", "high")[i % 3] for i in range(ROWS)]
     table = {"low": 0, "mid": 4, "high": 1}
@@ -146,7 +146,7 @@ def test_decoders_give_the_shape_and_dtype_of_the_module() -> None:
     assert found == expected(module, torch.tensor(images / 255).float(), levels)
 
 
-def test_collated_rows_need_the_widths_alone() -> None:
+def test_collated_columns_require_only_output_widths() -> None:
     rows = [list(range(1, 2 + i % 4)) for i in range(ROWS)]
     module = nn.Sequential(nn.EmbeddingBag(9, 3, padding_idx=0), nn.Linear(3, 2))
     params: Any = {"feature_cols": "t", "label_cols": "y", "collate_fn": {"t": pad(0)}}
@@ -185,7 +185,7 @@ def test_the_width_of_a_vector_is_read_from_its_metadata() -> None:
         ({"link": ["softmax", "sigmoid"]}, ("softmax", "sigmoid")),
     ],
 )
-def test_losses_or_links_define_the_probabilities(
+def test_loss_or_link_defines_the_probabilities(
     given: dict[str, Any], links: tuple[str, ...]
 ) -> None:
     class Pair(nn.Module):
@@ -266,7 +266,7 @@ def test_modules_that_cannot_be_sent_raise_a_clear_error() -> None:
         TrainedState(locked).shell  # noqa: B018 - a property
 
 
-def test_arguments_of_the_constructor() -> None:
+def test_model_constructor_arguments_are_checked() -> None:
     history = [{"epoch": 1, "loss": 0.5}]
     module = nn.Linear(2, 1).train()
     model = TorchModel(model=module, feature_columns="x", history=history, run_id="r", loss="mse")

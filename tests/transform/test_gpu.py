@@ -47,7 +47,7 @@ def sees(monkeypatch: pytest.MonkeyPatch) -> Any:
         (True, (), 4, 2, torch.device("cuda", 0)),
     ],
 )
-def test_the_device_of_a_task(
+def test_device_of_a_task_follows_use_gpu_and_addresses(
     sees: Any,
     use_gpu: bool | None,
     addresses: tuple[str, ...],
@@ -70,7 +70,7 @@ def test_a_torch_without_cuda_uses_the_cpu_unless_use_gpu_is_set(
         choose(True, TaskGpus(("0",)))
 
 
-def test_a_missing_gpu_raises(sees: Any) -> None:
+def test_missing_required_gpu_raises(sees: Any) -> None:
     host = socket.gethostname()
     sees(0)
     for use_gpu, addresses, why in (
@@ -93,7 +93,7 @@ def test_a_missing_gpu_raises(sees: Any) -> None:
         )
 
 
-def test_so_many_at_a_time_and_the_others_wait(sees: Any, tmp_path: Path) -> None:
+def test_tasks_beyond_limit_wait_for_gpu(sees: Any, tmp_path: Path) -> None:
     sees(2)
     device, other = torch.device("cuda", 0), torch.device("cuda", 1)
     with held(device, limit=2, folder=tmp_path), held(device, limit=2, folder=tmp_path):
@@ -120,7 +120,7 @@ def test_so_many_at_a_time_and_the_others_wait(sees: Any, tmp_path: Path) -> Non
     thread.join(10)
 
 
-def test_models_of_one_task_compute_together(sees: Any, tmp_path: Path) -> None:
+def test_models_of_one_task_share_a_gpu_slot(sees: Any, tmp_path: Path) -> None:
     """One model feeds the other. If each needed its own place, tasks would wait for each other without end."""
     sees(1)
     device, options = torch.device("cuda", 0), {"limit": 2, "wait_s": 5, "folder": tmp_path}
@@ -148,9 +148,7 @@ def test_models_of_one_task_compute_together(sees: Any, tmp_path: Path) -> None:
     assert sorted(results) == ["1-7", "1-8"]
 
 
-def test_a_place_is_taken_until_the_last_worker_of_the_task_has_ended(
-    sees: Any, tmp_path: Path
-) -> None:
+def test_gpu_slot_is_held_until_the_last_task_worker_ends(sees: Any, tmp_path: Path) -> None:
     sees(1)
     device, options = torch.device("cuda", 0), {"limit": 1, "folder": tmp_path}
     first = held(device, "1-7", **options)
@@ -163,7 +161,7 @@ def test_a_place_is_taken_until_the_last_worker_of_the_task_has_ended(
         pass
 
 
-def test_gpus_of_containers_with_a_shared_folder_are_distinguished(
+def test_gpus_of_containers_are_distinguished_in_a_shared_lock_folder(
     sees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU has index 0 in every container."""
@@ -176,7 +174,7 @@ def test_gpus_of_containers_with_a_shared_folder_are_distinguished(
             pass
 
 
-def test_a_folder_of_another_user_is_refused_at_once(sees: Any, tmp_path: Path) -> None:
+def test_lock_folder_of_another_user_is_refused_immediately(sees: Any, tmp_path: Path) -> None:
     """The owner could hold every lock, which would look like other tasks for a day."""
     sees(1)
     cuda = torch.device("cuda", 0)

@@ -222,7 +222,7 @@ def test_a_process_without_pyspark_predicts_with_models_saved_by_spark(tmp_path:
     )
 
 
-def test_no_pickled_code_runs_without_trust(tmp_path: Path) -> None:
+def test_pickled_code_does_not_run_without_trust(tmp_path: Path) -> None:
     class Marks:
         def __reduce__(self) -> Any:
             return (tmp_path / "ran").touch, ()
@@ -237,7 +237,9 @@ def test_no_pickled_code_runs_without_trust(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
-def test_paths_urls_and_stores_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_models_load_from_paths_urls_and_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(trained(nn.Linear(3, 1), X), tmp_path / "m")
     monkeypatch.chdir(tmp_path)
     remote = Store.create(f"memory://{tmp_path.name}/m")
@@ -321,7 +323,7 @@ def test_a_loaded_model_has_the_params_of_its_class(tmp_path: Path) -> None:
 # -- data
 
 
-def test_every_kind_of_data_gives_the_same() -> None:
+def test_every_kind_of_data_gives_equal_predictions() -> None:
     model = net().local()
     frame = pd.DataFrame({"k": VALUES["k"], "x": list(VALUES["x"]), "a": VALUES["a"], "o": "other"})
     table = pa.table({n: v.tolist() for n, v in VALUES.items()})
@@ -382,14 +384,14 @@ assert found[0] == found[1] == found[2], found
     importlib.util.find_spec("polars") is None,
     reason="polars is not installed; the test above has the stream of Arrow by which it is read",
 )
-def test_frames_of_polars() -> None:
+def test_polars_dataframes_are_predicted() -> None:
     # In a separate process, because polars keeps threads and descriptors.
     command = [sys.executable, "-c", _POLARS, str(VERSION_1 / "plain_model")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_outputs_are_the_columns_of_transform() -> None:
+def test_local_predictions_are_the_columns_of_transform() -> None:
     model = trained(
         nn.Linear(3, 3), X, link="softmax", outputCols=["o"], thresholds=[1.0, 0.1, 9.0]
     )
@@ -404,7 +406,7 @@ def test_outputs_are_the_columns_of_transform() -> None:
         value.copy().setOutputCols(["p"]).local().predict(VALUES["x"])
 
 
-def test_arrays_keep_their_shape_and_whole_numbers_their_type() -> None:
+def test_arrays_keep_their_shape_and_integers_their_type() -> None:
     grid = Column("g", "array", "float32", (2, 2), "array<array<double>>", "float32")
     images = np.arange(12.0).reshape(3, 2, 2)
     module = nn.Sequential(nn.Conv2d(1, 1, 2), nn.Flatten())
@@ -423,7 +425,7 @@ def test_arrays_keep_their_shape_and_whole_numbers_their_type() -> None:
     assert index.local().predict([{"k": 8}])["y__output"] == [index.getModel().weight[8].item()]
 
 
-def test_sparse_vectors_of_torch_scipy_lists_and_spark() -> None:
+def test_sparse_vectors_of_torch_scipy_lists_and_spark_are_predicted() -> None:
     s = Column("s", "sparse", "float32", (6,), "vector", "float32", is_sparse=True)
 
     class Seen(nn.Module):
@@ -467,7 +469,7 @@ def test_sparse_vectors_of_torch_scipy_lists_and_spark() -> None:
         model.predict({"s": dense[:, :5]})
 
 
-def test_decoders_collate_functions_and_rows_that_are_skipped() -> None:
+def test_local_models_apply_decoders_collate_functions_and_skipping() -> None:
     from PIL import Image
 
     def png(level: int) -> bytes:
@@ -538,7 +540,7 @@ def test_missing_numbers_follow_handle_invalid() -> None:
         np.zeros((0, 5)),
     ],
 )
-def test_no_rows_give_no_rows(data: Any) -> None:
+def test_data_without_rows_give_empty_predictions(data: Any) -> None:
     assert net().local().predict(data)["y__output"].shape == (0, 2)
     vector = trained(nn.Linear(3, 1), X, link="sigmoid").local()
     shapes = {n: v.shape for n, v in vector.predict(np.zeros((0, 3))).items()}
@@ -572,8 +574,11 @@ def test_no_rows_give_no_rows(data: Any) -> None:
         ({**VALUES, "a": [1.0, "t", 2.0, 3.0, 4.0]}, "column 'a' cannot be read: Arrow"),
         ({**VALUES, "a": object()}, "column 'a' is a object; give an array"),
         ({**VALUES, "a": np.ones(ROWS) * 1j}, "column 'a' cannot be read: Arrow"),
-        (np.zeros((2, 4)), r"shape \(2, 4\), but the model reads \(rows, 5\): 'a' 1, 'x' 3, 'k' 1"),
-        (np.zeros(5), r"shape \(5,\), but the model reads"),
+        (
+            np.zeros((2, 4)),
+            r"shape \(2, 4\), but the model needs \(rows, 5\): a row holds the numbers of 'a' \(1\), 'x' \(3\), 'k' \(1\)",
+        ),
+        (np.zeros(5), r"shape \(5,\), but the model needs"),
         (np.float64(3), r"got a numpy\.float64\. Give a pandas"),
         ([1, 2], r"got a builtins\.list\. Give"),
         (
@@ -612,7 +617,7 @@ class Keeps(nn.Module):
         return self.kept.sum(1, keepdim=True)
 
 
-def test_concurrent_threads_get_their_own_results() -> None:
+def test_concurrent_predictions_return_their_own_results() -> None:
     model = trained(Keeps(), X).local()
     before = torch.get_num_threads(), torch.is_grad_enabled()
     start = threading.Barrier(8)
@@ -635,7 +640,7 @@ class Doubles(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_data_of_the_caller_stay_as_they_are(dtype: type[Any]) -> None:
+def test_predict_does_not_change_data_of_the_caller(dtype: type[Any]) -> None:
     model = trained(Doubles(), X).local()
     values = VALUES["x"].astype(dtype)
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), 3)})
@@ -644,7 +649,7 @@ def test_data_of_the_caller_stay_as_they_are(dtype: type[Any]) -> None:
         assert np.array_equal(values, VALUES["x"].astype(dtype))
 
 
-def test_a_local_model_is_apart_from_its_model() -> None:
+def test_local_models_are_independent() -> None:
     fitted = trained(Keeps(), X)
     one, other = fitted.local(), fitted.local()
     assert isinstance(one, LocalModel)
@@ -653,7 +658,7 @@ def test_a_local_model_is_apart_from_its_model() -> None:
     assert not hasattr(other._module, "kept")
 
 
-def test_an_index_beyond_an_embedding_is_named() -> None:
+def test_error_names_an_index_beyond_an_embedding() -> None:
     model = nn.Sequential(nn.Embedding(10, 1), nn.Flatten())
     local = TorchModel.from_module(model, feature_cols=["c"], label_cols=["y"]).local()
     assert len(local.predict({"c": np.array([1, 9])})["y__output"]) == 2

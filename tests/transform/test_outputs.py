@@ -73,13 +73,13 @@ def outputs(
         ("softmax", 3, {"label_cols": "own"}, ["own__output", *CLASSES[1:]]),
     ],
 )
-def test_columns_are_added_if_the_loss_defines_their_meaning(
+def test_output_columns_are_added_if_the_loss_defines_their_meaning(
     link: str, width: int, params: dict[str, Any], expected: list[str]
 ) -> None:
     assert [o.name for o in outputs((link,), (width,), **params)] == expected
 
 
-def test_several_outputs_have_no_prediction() -> None:
+def test_models_with_several_outputs_have_no_prediction_column() -> None:
     assert [o.name for o in outputs(("softmax", "value"), (3, 1))] == ["y__output", "z__output"]
     with pytest.raises(
         InvalidArgumentError, match="predictionCol is 'prediction', but the model has 2 outputs"
@@ -88,7 +88,7 @@ def test_several_outputs_have_no_prediction() -> None:
 
 
 @pytest.mark.parametrize("link", ["identity", "value"])
-def test_probabilities_that_no_loss_defines_require_a_function(link: str) -> None:
+def test_probabilities_not_defined_by_a_loss_require_an_output_function(link: str) -> None:
     with pytest.raises(InvalidArgumentError, match="does not define how to compute probabilities"):
         outputs((link,), (3,), probabilityCol="p")
     assert outputs((link,), (3,), probabilityCol="p", output_fn=print)[-1].name == "p"
@@ -98,7 +98,9 @@ def test_probabilities_that_no_loss_defines_require_a_function(link: str) -> Non
     ("link", "width", "sizes"),
     [("softmax", 3, [3, 3, 3, 3]), ("sigmoid", 1, [1, 2, 2, 2]), ("value", 1, [1, 0])],
 )
-def test_widths_and_classes_are_known(link: str, width: int, sizes: list[int]) -> None:
+def test_output_columns_have_known_widths_and_classes(
+    link: str, width: int, sizes: list[int]
+) -> None:
     found = outputs((link,), (width,))
     assert [o.size for o in found] == sizes
     kinds = ["output"] if width > 1 else []

@@ -76,7 +76,7 @@ def df(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, schema)  # in two partitions: each costs a Python worker
 
 
-def test_outputs_and_other_columns(df: DataFrame) -> None:
+def test_transform_adds_outputs_and_keeps_other_columns(df: DataFrame) -> None:
     module = mlp(2)
     out = fitted(module).transform(df)
     assert out.schema.fields[:-1] == df.schema.fields  # types, nullability and metadata
@@ -92,7 +92,7 @@ def test_outputs_and_other_columns(df: DataFrame) -> None:
 
 @pytest.mark.parametrize("link", ["softmax", "sigmoid", "identity"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_columns_of_spark_ml_have_their_types_and_meaning(
+def test_spark_ml_columns_have_their_types_and_meaning(
     df: DataFrame, link: str, width: int
 ) -> None:
     module = mlp(2, width)
@@ -134,7 +134,7 @@ def test_columns_of_spark_ml_have_their_types_and_meaning(
         np.testing.assert_allclose(p, expected, rtol=1e-5)
 
 
-def test_an_output_function_gives_probabilities(df: DataFrame) -> None:
+def test_output_function_defines_probabilities(df: DataFrame) -> None:
     module = mlp(2, 3)
     model = fitted(module, width=3).setOutputFn(lambda z: torch.softmax(-z, 1))
     model.setProbabilityCol("p").setPredictionCol("prediction").setOutputCols([""])
@@ -143,7 +143,7 @@ def test_an_output_function_gives_probabilities(df: DataFrame) -> None:
     np.testing.assert_array_equal([r.prediction for r in found], (-z).argmax(1))
 
 
-def test_empty_data_and_other_kinds_of_columns(spark: SparkSession, df: DataFrame) -> None:
+def test_empty_data_and_array_columns_are_transformed(spark: SparkSession, df: DataFrame) -> None:
     model = fitted(mlp(2))
     assert model.transform(df.limit(0)).collect() == []
     assert model.transform(df.where("k < 0")).count() == 0
@@ -158,7 +158,7 @@ def test_empty_data_and_other_kinds_of_columns(spark: SparkSession, df: DataFram
     assert model.transform(df).select("k").count() == 30
 
 
-def test_names_with_dots_and_names_that_are_there_twice(df: DataFrame) -> None:
+def test_column_names_with_dots_and_duplicates_are_allowed(df: DataFrame) -> None:
     model = fitted(mlp(2).eval())
     odd = df.selectExpr("x", "1 AS `a.b`", "2 AS twice", "3 AS twice")
     found = model.transform(odd)
@@ -168,7 +168,7 @@ def test_names_with_dots_and_names_that_are_there_twice(df: DataFrame) -> None:
     assert model.copy().setFeatureCols(["x.y"]).transform(renamed).count() == df.count()
 
 
-def test_the_module_given_out_is_a_copy_in_eval_mode(df: DataFrame) -> None:
+def test_returned_module_is_a_copy_in_eval_mode(df: DataFrame) -> None:
     model = fitted(mlp(2))
     module = model.getModel()
     assert not module.training
@@ -226,7 +226,7 @@ def test_error_names_unusable_columns_before_a_job(df: DataFrame) -> None:
         model.transform(df.select(F.array(*[F.lit(1.0)] * 3).alias("x"))).collect()
 
 
-def test_names_are_compared_as_spark_compares_them(df: DataFrame) -> None:
+def test_column_names_are_compared_like_in_spark(df: DataFrame) -> None:
     taken = df.withColumnRenamed("k", "Y__OUTPUT")
     model = fitted(mlp(2))
     with pytest.raises(InvalidArgumentError) as wrong:
@@ -268,7 +268,7 @@ def test_error_names_columns_that_cannot_pass_through_python(
     )
 
 
-def test_other_types_pass(df: DataFrame) -> None:
+def test_columns_of_other_types_are_unchanged(df: DataFrame) -> None:
     more = df.limit(3).selectExpr(
         "x",
         "INTERVAL '1' DAY AS a",
@@ -288,7 +288,7 @@ def test_fill_values_follow_a_renamed_column(df: DataFrame) -> None:
     assert len({row.y__output for row in model.transform(holes).collect()}) == 2
 
 
-def test_a_decoder_before_a_transformation_is_named(df: DataFrame) -> None:
+def test_error_names_a_decoder_before_a_transformation(df: DataFrame) -> None:
     model = fitted(mlp(2)).setDecoders({"x": len})
     (column,) = model._fitted.columns
     transformed = replace(column, kind="array", source="transformation_fn")
@@ -302,7 +302,7 @@ def test_a_decoder_before_a_transformation_is_named(df: DataFrame) -> None:
     assert model.transform(df.selectExpr("array(1.0D, 2.0D) AS x").limit(2)).count() == 2
 
 
-def test_modules_that_no_fit_has_trained(df: DataFrame, tmp_path: Path) -> None:
+def test_unfitted_modules_transform_in_a_saved_pipeline(df: DataFrame, tmp_path: Path) -> None:
     """One Pipeline has numbers, vectors, arrays and decoders, and is compared before and after a save."""
     numbers, vectors, table = mlp(2, 2), mlp(2), nn.Embedding(3, 2)
     arrays = nn.Sequential(nn.Flatten(), mlp(4, 3))
@@ -343,7 +343,7 @@ def test_modules_that_no_fit_has_trained(df: DataFrame, tmp_path: Path) -> None:
         np.testing.assert_allclose(np.array(rows), values, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_many_batches_pass(spark: SparkSession) -> None:
+def test_transform_handles_many_batches(spark: SparkSession) -> None:
     wide = F.array(*[F.rand(i) for i in range(8)])
     df = spark.range(0, 100_000, 1, 2).select(array_to_vector(wide).alias("x"))
     model = fitted(mlp(8), inputs=8)

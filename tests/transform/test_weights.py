@@ -59,8 +59,8 @@ def assert_right(rows: list[Any], module: nn.Module, name: str = "y__output") ->
         assert row[name] == pytest.approx(expected(module, row.k), rel=1e-4, abs=1e-5)
 
 
-@soak("test_a_worker_loads_a_model_once, here; training/test_weights")
-def test_large_weights_outlive_the_model_cleaning_and_another_fit(
+@soak("test_transform_worker_loads_a_model_once, here; training/test_weights")
+def test_large_weights_survive_model_deletion_cleaning_and_another_fit(
     df: DataFrame, tmp_path: Path
 ) -> None:
     module, store = large(), Store.create(tmp_path / "store")
@@ -99,7 +99,7 @@ def collect_garbage(spark: SparkSession) -> None:
 @pytest.mark.parametrize(
     "mebibytes", [0.8, 40.0, *left_to_soak("a smaller and a larger one, here", 5.0)]
 )
-def test_many_transforms_leave_as_many_files_as_one(df: DataFrame, mebibytes: float) -> None:
+def test_repeated_transforms_write_no_more_weights_files(df: DataFrame, mebibytes: float) -> None:
     model, spark = fitted(of_size(mebibytes)), df.sparkSession
     before = broadcast_files(spark)
     first = model.transform(df)
@@ -112,7 +112,7 @@ def test_many_transforms_leave_as_many_files_as_one(df: DataFrame, mebibytes: fl
     assert broadcast_files(spark) - before == left
 
 
-def test_weights_in_a_broadcast_outlive_the_model_and_go_with_the_last_plan(df: DataFrame) -> None:
+def test_broadcast_weights_survive_until_the_last_plan_is_deleted(df: DataFrame) -> None:
     spark, module = df.sparkSession, of_size(2.0)
     before = broadcast_files(spark)
     model = fitted(module)
@@ -136,7 +136,9 @@ def test_weights_in_a_broadcast_outlive_the_model_and_go_with_the_last_plan(df: 
     assert len(broadcast_files(spark) - before) <= 5
 
 
-def test_micro_batches_leave_no_files(spark: SparkSession, df: DataFrame, tmp_path: Path) -> None:
+def test_streaming_micro_batches_leave_no_weights_files(
+    spark: SparkSession, df: DataFrame, tmp_path: Path
+) -> None:
     model, folder = fitted(of_size(2.0)), str(tmp_path / "in")
     seen: list[set[str]] = []
 
@@ -155,7 +157,7 @@ def test_micro_batches_leave_no_files(spark: SparkSession, df: DataFrame, tmp_pa
     assert seen[0] == seen[-1]
 
 
-def test_planning_starts_no_job(df: DataFrame, tmp_path: Path) -> None:
+def test_transform_planning_starts_no_job(df: DataFrame, tmp_path: Path) -> None:
     context = df.sparkSession.sparkContext
     tracker = context.statusTracker()
     context.setJobGroup("planning", "transform only")
@@ -190,7 +192,7 @@ class Counted(nn.Module):
         return self.layers(x)
 
 
-def test_a_worker_loads_a_model_once(df: DataFrame, tmp_path: Path) -> None:
+def test_transform_worker_loads_a_model_once(df: DataFrame, tmp_path: Path) -> None:
     log = tmp_path / "loads"
     out = fitted(Counted(str(log))).transform(df.repartition(4))
     for _ in range(3):
@@ -200,7 +202,9 @@ def test_a_worker_loads_a_model_once(df: DataFrame, tmp_path: Path) -> None:
     assert len(pids) == len(set(pids)) < 12
 
 
-def test_streams(spark: SparkSession, df: DataFrame, tmp_path: Path) -> None:
+def test_streaming_dataframe_is_transformed(
+    spark: SparkSession, df: DataFrame, tmp_path: Path
+) -> None:
     """One model has its weights in the plan, the other in the store."""
     small, stored = mlp(2), large()
     df.limit(10).write.parquet(str(tmp_path / "in"))
@@ -245,16 +249,16 @@ CLUSTER = """
 """
 
 
-@soak("test_a_worker_loads_a_model_once, here")
+@soak("test_transform_worker_loads_a_model_once, here")
 @pytest.mark.timeout(430)
-def test_executors_need_not_see_the_load_path(tmp_path: Path) -> None:
+def test_transform_works_if_executors_cannot_see_the_load_path(tmp_path: Path) -> None:
     store, path = str(tmp_path / "store"), str(tmp_path / "saved")
     body = CLUSTER.format(path=path).replace("sys.argv[1]", repr(store))
     out = run_on("local-cluster[1,2,1024]", body, tmp_path, timeout_s=400)
     assert out.count("transformed") == 2
 
 
-def test_horovods_names(df: DataFrame) -> None:
+def test_horovod_names_of_model_params_and_accessors_work(df: DataFrame) -> None:
     model = fitted(mlp(2))
     assert model.getFeatureColumns() == ["x"]
     assert model.getLabelColumns() == ["y"]

@@ -55,7 +55,7 @@ class Calls(nn.Module):
         return result
 
 
-def test_the_widths_of_all_outputs() -> None:
+def test_output_widths_of_all_outputs_are_found() -> None:
     assert widths(nn.Linear(4, 3)) == (3,)
     assert widths(Calls(lambda x: (x, x.sum(1), x.reshape(2, 2, 2)))) == (4, 1, 4)
 
@@ -79,7 +79,7 @@ def test_the_widths_of_all_outputs() -> None:
         Calls(lambda x: "no tensor"),
     ],
 )
-def test_a_model_that_no_rank_could_run_raises(model: nn.Module) -> None:
+def test_model_that_no_rank_could_run_raises(model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(InvalidArgumentError, match=r"^model[:.]"):
@@ -99,7 +99,7 @@ def test_a_model_that_no_rank_could_run_raises(model: nn.Module) -> None:
         lambda x: x[:, x.std(0) > 0.4] @ torch.ones(4, 1),
     ],
 )
-def test_a_forward_that_needs_ranks_or_real_rows_is_accepted(
+def test_trial_accepts_a_forward_that_needs_ranks_or_real_rows(
     function: Callable[[Tensor], Any],
 ) -> None:
     with warnings.catch_warnings():
@@ -187,7 +187,7 @@ def transformed(
         ("32", lambda: Narrow().bfloat16(), labels.SOFTMAX),
     ],
 )
-def test_a_model_runs_in_transform_as_in_validation(
+def test_transform_gives_the_outputs_of_validation(
     precision: str, model: Callable[[], nn.Module], link: str
 ) -> None:
     torch.manual_seed(3)
@@ -212,7 +212,7 @@ class Threads(nn.Module):
         return x[:, :1] * self.weight + torch.get_num_threads()
 
 
-def test_a_task_computes_with_as_many_threads_as_it_has_cores(
+def test_task_uses_as_many_threads_as_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = torch.get_num_threads()
@@ -255,7 +255,7 @@ def test_a_task_computes_with_as_many_threads_as_it_has_cores(
         ),
     ],
 )
-def test_values_that_the_model_cannot_take_raise_a_clear_error(
+def test_values_that_the_model_cannot_accept_raise_a_clear_error(
     row: list[float] | None, says: str
 ) -> None:
     column = Column("x", "array", "float32", (4,), "array", "float32")
@@ -273,7 +273,7 @@ print([m for m in ("pandas", "pyspark", "sparkhvd.torch", "sparkhvd.engine", "sp
 """
 
 
-def test_garbage_collection_of_a_worker_skips_imported_objects() -> None:
+def test_worker_garbage_collection_skips_imported_objects() -> None:
     worker._freeze_imports.cache_clear()
     before = gc.get_freeze_count()
     kept: list[list[int]] = [[] for _ in range(1000)]
@@ -281,7 +281,7 @@ def test_garbage_collection_of_a_worker_skips_imported_objects() -> None:
     assert gc.get_freeze_count() >= before + len(kept)
 
 
-def test_a_worker_of_transform_loads_neither_pyspark_nor_the_engine() -> None:
+def test_transform_worker_imports_neither_pyspark_nor_the_engine() -> None:
     # Every Python worker of every executor pays for its imports.
     done = subprocess.run([sys.executable, "-c", _WORKER], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

@@ -288,7 +288,7 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
             f"{where}. Bytes and strings cannot be filled with a number: give 'skip' or 'error', or df.na.fill before."
         )
     if value != value:
-        raise InvalidArgumentError(f"{where}, and NaN is itself replaced. Give a number.")
+        raise InvalidArgumentError(f"{where}, but handle_invalid also replaces NaN. Give a number.")
     if not _holds(column, value):
         raise InvalidArgumentError(
             f"{where}, which {column.tensor_dtype} cannot hold. Give another number, or another type with "
@@ -326,8 +326,8 @@ def check_fraction(validation: object) -> None:
     """Raise InvalidArgumentError unless `validation` is a number in [0, 1)."""
     if isinstance(validation, bool) or not isinstance(validation, (int, float)):
         raise InvalidArgumentError(
-            f"validation is {validation!r:.100}. Give a fraction in [0, 1), the name of a column, or a DataFrame of Spark, as "
-            "spark.createDataFrame(frame) makes one of a pandas frame."
+            f"validation is {validation!r:.100}. Give a fraction in [0, 1), the name of a column, or a DataFrame of Spark. "
+            "Convert a pandas frame with spark.createDataFrame(frame)."
         )
     if not 0 <= validation < 1:
         raise InvalidArgumentError(

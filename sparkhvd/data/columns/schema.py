@@ -83,7 +83,7 @@ class Column:
 
     @property
     def number_type(self) -> str:
-        """Name of the final number type: the tensor's, or the stored type for a user function."""
+        """Final type of the numbers, by name: the stored type if a user function gets them, else the tensor's."""
         is_own = self.has_decoder or self.keeps_type
         return self.dtype if is_own else self.cast_to or self.tensor_dtype
 
@@ -353,7 +353,7 @@ def raw_column(field: AnyField, default: str, override: str | None, *, has_decod
     if raw is None and (kind != "array" or element is None):
         param = "decoders" if has_decoder else "collate_fn"
         raise InvalidArgumentError(
-            f"{param} names column {name!r} of type {source}. It takes columns of binary, string and arrays of numbers."
+            f"{param} names column {name!r} of type {source}. It takes only binary columns, string columns and arrays of numbers."
         )
     if raw is not None:
         dtype, tensor = "uint8", override or default

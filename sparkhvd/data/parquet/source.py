@@ -389,7 +389,7 @@ class OpenFile:
 
 
 class Pass:
-    """Forward pass over a file's row groups. It keeps the current piece.
+    """Reads a file's row groups once, from the first to the last. It keeps the current piece.
 
     Args:
         file: file to read.

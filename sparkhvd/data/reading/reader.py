@@ -479,7 +479,7 @@ class Prefetch(Generic[Item]):
 
 
 class Sharing(Protocol):
-    """Ranks of a host with shared rows in memory.
+    """Ranks of a host that share rows in memory.
 
     Attributes:
         part: (number, count) of this rank's part of the rows.

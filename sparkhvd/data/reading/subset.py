@@ -167,7 +167,7 @@ def read_rows(
     part: tuple[int, int],
     division: RowDivision,
 ) -> dict[str, Values]:
-    """Read columns of a part of the rows, as by `Source.read`."""
+    """Read columns of a part of the rows with `Source.read`."""
     numbers = division.part(rows, *part)
     return source.read(names, None if isinstance(numbers, int) else numbers)
 

@@ -851,7 +851,7 @@ def list_runs(store: Store) -> tuple[StoredRun, ...]:
 
 def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
     names = {f.path for f in files}
-    # Each fit with warm_start has its own folder inside the run's folder; the last fit counts.
+    # Each fit with warm_start has its own folder inside the run's folder. The last of them gives the state.
     warm = max((int(m[1]) for name in names if (m := _WARM.match(name))), default=0)
     part = f"warm-{warm}/" if warm else ""
     state = "finished" if f"{part}{FINISHED_NAME}" in names else "interrupted"

@@ -357,7 +357,7 @@ def _joined(op: str, parts: Sequence[Condition]) -> Condition:
 def _of_tuple(given: tuple[str, str, Any]) -> Condition:
     column, op, value = given
     if not isinstance(column, str) or not column or not isinstance(op, str):
-        raise ValueError(f"{given!r} is not (column, comparison, value)")
+        raise ValueError(f"{given!r}: column and comparison must be nonempty texts")
     op = " ".join(_ALIASES.get(op, op).lower().split())
     if op in ("in", "not in") and isinstance(value, str):
         raise ValueError(f"{given!r} has text where a list of values is needed")
@@ -366,7 +366,7 @@ def _of_tuple(given: tuple[str, str, Any]) -> Condition:
         test = Test(column, "null")
         return test if op in ("=", "is") else Joined("not", (test,))
     if not all(isinstance(v, (int, float, str)) for v in values):
-        raise ValueError(f"{given!r} is not (column, comparison, value)")
+        raise ValueError(f"{given!r}: only a number or a text can be compared")
     if op in ("in", "not in"):
         if not values:
             raise ValueError(f"{given!r} has no values")

@@ -189,8 +189,9 @@ def _values_of_conf(options: FitOptions, conf: Mapping[str, str]) -> dict[str, A
         try:
             value = kind(text)
         except ValueError:
+            expected = "a number" if kind is float else "a whole number"
             raise InvalidArgumentError(
-                f"{key} is {text!r}; it must be a plain {kind.__name__}. Set another value, or give {name} to fit."
+                f"{key} is {text!r}; it must be {expected}. Set another value, or give {name} to fit."
             ) from None
         if row.check is not None and (problem := row.check(value)):
             raise InvalidArgumentError(f"{key} is {value}; {problem}.")

@@ -32,7 +32,7 @@ TASK_POLL_S = 2.0
 _LATE_S = 5.0
 # Seconds between two lines of progress within an epoch, on streams without line replacement.
 _PLAIN_S = 10.0
-# Messages about steps may arrive up to this long after the line of their epoch; then they are ignored.
+# For this long after the line of an epoch, messages about its steps are ignored: they have arrived late.
 _BEHIND_S = 3.0
 # An epoch's line shows waiting above this share of the epoch, if the epoch is longer than this.
 _MUCH_WAITING, _LONG_EPOCH_S = 0.1, 1.0

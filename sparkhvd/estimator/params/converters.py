@@ -222,7 +222,7 @@ ACCEPTED: dict[Converter, str] = {
     TypeConverters.toBoolean: "bool",
     TypeConverters.toListFloat: "Sequence[float]",
 }
-# Converter -> Python type of its result, if different.
+# Converter -> Python type of its result, where it differs from the type that the user may pass (table above).
 CONVERTED: dict[Converter, str] = {
     to_columns: "list[str]",
     to_shapes: "list[list[int]] | dict[str, list[int]]",

@@ -356,9 +356,9 @@ def _side_by_side(
         return
     sizes = _sizes(fitted, "a dict from columns to arrays") if fitted.columns else [1] * len(names)
     if values.ndim != 2 or values.shape[1] != sum(sizes):
-        parts = listed(f"{name!r} {n}" for name, n in zip(names, sizes, strict=True))
+        parts = listed(f"{name!r} ({n})" for name, n in zip(names, sizes, strict=True))
         raise InvalidArgumentError(
-            f"the array has shape {tuple(values.shape)}, but the model reads (rows, {sum(sizes)}): {parts}. Give this shape, or a dict from "
+            f"the array has shape {tuple(values.shape)}, but the model needs (rows, {sum(sizes)}): a row holds the numbers of {parts}. Give this shape, or a dict from "
             "columns to arrays."
         )
     start = 0
@@ -589,8 +589,8 @@ def _split(fitted: TrainedState, value: Row) -> list[Array]:
     sizes = _sizes(fitted, "transform with a DataFrame of one row")
     row = _numbers(value)
     if len(row) != sum(sizes):
-        parts = listed(f"{c.name!r} {n}" for c, n in zip(fitted.columns, sizes, strict=True))
+        parts = listed(f"{c.name!r} ({n})" for c, n in zip(fitted.columns, sizes, strict=True))
         raise InvalidArgumentError(
-            f"predict: the vector has {len(row)} elements, but the model reads {sum(sizes)} ({parts})."
+            f"predict: the vector has {len(row)} elements, but the model needs {sum(sizes)}: the numbers of {parts}."
         )
     return np.split(row, np.cumsum(sizes)[:-1])

@@ -156,7 +156,7 @@ class Delivery:
             self._changed.notify()
 
     def call(self, function: Call) -> None:
-        """Add a call of a function with the sink to the queue."""
+        """Add a function to the queue. The thread calls it with the sink."""
         with self._changed:
             self._queue.append(function)
             self._changed.notify()

@@ -547,5 +547,5 @@ def load_charts(document: Document) -> list[tuple[str, str]]:
     return charts
 
 
-# Maximum of epochs and of ranks in a table or chart.
+# Most epochs, and most ranks, in a table or chart.
 _MOST_EPOCHS, _MOST_RANKS = 40, 16

@@ -249,7 +249,7 @@ class Tasks:
         self._offer()
 
     def _admit(self, sock: socket.socket, facts: RankFacts, executor: str) -> _Task | None:
-        """Turn a task into a slot, or return None if it cannot join."""
+        """Give a task a slot, or return None if it cannot join."""
         if self._is_over:
             self._post(sock, "leave")
             return None
@@ -285,13 +285,13 @@ class Tasks:
     def _receive(self, task: _Task, message: Message) -> None:
         member = message.values.get("member")
         if type(member) is not int or member != task.member:
-            raise ValueError("a message of another process")
+            raise ValueError(f"message of process {member}, expected {task.member}")
         if message.kind == "result":
             task.result += message.data
             return
         outcome = Outcome.from_json(message.data.decode())
         if outcome.rank != member:
-            raise ValueError("an outcome of another process")
+            raise ValueError(f"outcome of process {outcome.rank}, expected {member}")
         self.results[member] = bytes(task.result)
         task.member, task.result = None, bytearray()
         self._end(outcome)
@@ -478,7 +478,7 @@ class AttemptResult:
 # thread runs the launcher; the coordinator and the tasks have a thread each. **Shutdown**: the end of the block
 # releases every task.
 
-# How long interrupted ranks may take, beyond their grace, to be killed and reported.
+# Longest time to kill and report interrupted ranks, after their time to save.
 MARGIN_S = 2.0
 
 

@@ -280,7 +280,7 @@ class ElasticLauncher:
             self._problem = problem
             self._ending.begin()
 
-    # --- What is due. ---
+    # --- Start and end of processes, lines that are due. ---
 
     def _next_step_s(self) -> float:
         now = time.monotonic()
@@ -365,7 +365,7 @@ class ElasticLauncher:
         self._log_waiting_at = min(next_at, first)
 
     def _write_lines(self, *, at_once: bool = False) -> None:
-        """Write the lines of changes, once the ends of the lost processes are known."""
+        """Log each change of the ranks once it is known how the lost processes ended, after `_REPORT_S`, or `at_once`."""
         while self._lines:
             at, formed = self._lines[0]
             is_known = all(number in self._ends for number in formed.change.lost)

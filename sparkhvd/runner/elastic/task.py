@@ -114,7 +114,7 @@ class TaskSlot:
                 self._thread.join(_KILLED_S)
 
     def _start(self, values: Mapping[str, Any]) -> None:
-        if self._thread is not None:  # it has reported its end
+        if self._thread is not None:  # of the previous process, whose end was reported
             self._thread.join(_KILLED_S)
         self._signals = []
         self._thread = threading.Thread(target=self._run_process, args=(values,), daemon=True)

@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 # How long the hosts may take to start their agents, without `start_timeout`.
 _START_S = 30.0
-# How long ranks may take, beyond their grace, to be killed and reported.
+# Longest time to kill and report interrupted ranks, after their time to save.
 _MARGIN_S = 1.0
 
 

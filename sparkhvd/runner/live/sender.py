@@ -359,6 +359,6 @@ class Backlog:
             room = _REST_BYTES
             for record in reversed(self._records):
                 room -= len(record.text)
-                # The driver may have shown it, so it is not necessarily lost.
+                # Too long: keep the record without its text. The driver may already have shown it.
                 found.appendleft(record if room >= 0 else record._replace(text=""))
             return list(found)

@@ -102,10 +102,7 @@ def cut_range(count: int, num_parts: int, part: int) -> tuple[int, int]:
 
 
 def same_places(strides: tuple[int, ...], tensor: Tensor) -> bool:
-    """Whether equal indices give equal memory offsets with `strides` and in `tensor`.
-
-    The stride of a dimension of length 1 is arbitrary.
-    """
+    """Whether `tensor` has these strides. The strides of dimensions of length 1 are not compared."""
     return all(
         a == b or n == 1 for a, b, n in zip(strides, tensor.stride(), tensor.shape, strict=True)
     )

@@ -119,8 +119,8 @@ def _check_complex(name: str, param: Tensor, options: ReduceOptions) -> None:
         problem = f"on {param.device} gradients must be real. Train it on the CPU"
     if problem:
         raise InvalidArgumentError(
-            f"DistributedOptimizer: {name!r} is {param.dtype}, but {problem}, or make a real parameter of its real and "
-            "imaginary parts, and convert it in forward with torch.view_as_complex()."
+            f"DistributedOptimizer: {name!r} is {param.dtype}, but {problem}, or use a real parameter with its real and "
+            "imaginary parts, which forward converts with torch.view_as_complex()."
         )
 
 

@@ -76,8 +76,8 @@ def check_arguments(op: ReduceOp, passes: int, predivide: float) -> tuple[int, f
     # Gradients are multiplied with the factor and with its reciprocal, so both must be finite.
     if not (factor > 0 and math.isfinite(factor) and math.isfinite(1 / factor)):
         raise InvalidArgumentError(
-            f"DistributedOptimizer: gradient_predivide_factor is {factor}; it must be more than 0 and finite, and so "
-            "must be 1 divided by it."
+            f"DistributedOptimizer: gradient_predivide_factor is {factor}; it and 1 divided by it must be "
+            "finite and more than 0."
         )
     return number, factor
 
@@ -149,7 +149,7 @@ def group_numbers(
                 raise _no_groups(f"holds {_kind(parameter)} in one of its lists")
             if parameter in seen:
                 raise InvalidArgumentError(
-                    f"DistributedOptimizer: a parameter of shape {tuple(parameter.shape)} is in groups twice."
+                    f"DistributedOptimizer: a parameter of shape {tuple(parameter.shape)} appears twice in groups."
                 )
             seen.add(parameter)
     known = [tuple(numbers[p] for p in group if p in numbers) for group in lists]

@@ -203,7 +203,7 @@ def sha256_of(file: IO[bytes], num_bytes: int) -> str:
 
 
 def checksum(value: Tensor) -> int:
-    """Sum the 8-byte words of a tensor, each multiplied by an odd number for its position.
+    """Hash a tensor: weighted sums of its 8-byte words, by piece.
 
     This runs at the speed of memory on every device.
     """

@@ -30,7 +30,7 @@ def outcomes(backend: str, folder: Path, *names: str) -> dict[str, str]:
     return found
 
 
-def test_torch_tests_that_pass_on_gloo_pass_here(tmp_path: Path) -> None:
+def test_torch_tests_that_pass_on_gloo_pass_on_this_backend(tmp_path: Path) -> None:
     passed = [n for n, how in outcomes("gloo", tmp_path).items() if how == "passed"]
     assert len(passed) > 80
     ours = outcomes("sparkhvd", tmp_path, *passed)

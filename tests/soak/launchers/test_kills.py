@@ -50,7 +50,7 @@ def kinds(launcher: int, tag: str) -> dict[str, list[int]]:
     return {"launcher": [launcher], "guard": guards, "rank": ranks, "helper": list(helpers)}
 
 
-def test_no_process_survives_a_kill_of_any_launch_process(tmp_path: Path) -> None:
+def test_no_process_survives_if_any_launch_process_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     chosen = random.Random(20)

@@ -53,7 +53,7 @@ def checked(tools: Path, file: Path) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_manifests_follow_the_published_schemas(tools: Path, name: str, kinds: list[str]) -> None:
+def test_manifests_match_the_published_schemas(tools: Path, name: str, kinds: list[str]) -> None:
     resources = checked(tools, ROOT / "examples" / "kubernetes" / f"{name}.yaml")
     assert [resource["kind"] for resource in resources] == kinds
 
@@ -69,7 +69,9 @@ def test_manifests_follow_the_published_schemas(tools: Path, name: str, kinds: l
         ("mpi-job", "tcpSocket", "tcpsocket"),
     ],
 )
-def test_a_mistake_is_seen(tools: Path, tmp_path: Path, name: str, right: str, wrong: str) -> None:
+def test_schema_check_finds_mistakes_in_manifests(
+    tools: Path, tmp_path: Path, name: str, right: str, wrong: str
+) -> None:
     text = (ROOT / "examples" / "kubernetes" / f"{name}.yaml").read_text()
     assert right in text
     file = tmp_path / "wrong.yaml"
@@ -78,7 +80,7 @@ def test_a_mistake_is_seen(tools: Path, tmp_path: Path, name: str, right: str, w
         checked(tools, file)
 
 
-def test_pods_of_the_indexed_job_know_their_place(tools: Path) -> None:
+def test_indexed_job_pods_get_their_rank_and_size(tools: Path) -> None:
     service, job = checked(tools, ROOT / "examples" / "kubernetes" / "indexed-job.yaml")
     pod = job["spec"]["template"]["spec"]
     size = job["spec"]["completions"]
@@ -98,14 +100,14 @@ def test_pods_of_the_indexed_job_know_their_place(tools: Path) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
-def test_docker_files_are_linted(tools: Path, image: Path) -> None:
+def test_docker_files_pass_hadolint(tools: Path, image: Path) -> None:
     command = [str(tools / "hadolint"), "--no-color", str(image)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
-def test_files_copied_into_images_exist(image: Path) -> None:
+def test_files_copied_by_docker_files_exist(image: Path) -> None:
     copied = [
         line.split()[1] for line in image.read_text().splitlines() if line.startswith("COPY ")
     ]

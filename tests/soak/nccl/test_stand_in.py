@@ -18,7 +18,7 @@ def run(test: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_version_is_given_and_says_fake() -> None:
+def test_stand_in_version_says_fake() -> None:
     text = run("identity", FAKE_NCCL_VERSION="23203")
     assert text.startswith("1 ranks in threads, NCCL 2.32.3 (fake)\n")
     assert text.endswith("1 tests passed\n")
@@ -47,7 +47,7 @@ def test_version_is_given_and_says_fake() -> None:
         ("stream_delay:20000,skip_wait:2", "ordered_by_events", "wrong result"),
     ],
 )
-def test_rules_come_from_the_environment(rules: str, test: str, message: str) -> None:
+def test_stand_in_reads_its_rules_from_the_environment(rules: str, test: str, message: str) -> None:
     text = run(test, FAKE_CUDA=rules)
     assert "FAILED  rank 0 of 1" in text
     assert message in text
@@ -80,7 +80,7 @@ def test_cuda_visible_devices_limits_the_gpus() -> None:
         ("23003", "Multiple Ranks are using the same GPU/Partition: ranks 0 and 1"),
     ],
 )
-def test_two_ranks_may_not_share_a_gpu(version: str, message: str) -> None:
+def test_two_ranks_cannot_share_a_gpu(version: str, message: str) -> None:
     # Threads, so that both have one NCCL_HOSTID.
     done = conformity(
         "--ranks",

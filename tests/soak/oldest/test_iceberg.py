@@ -56,12 +56,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return folder, found
 
 
-def test_data_are_reused_by_snapshot(results: tuple[Path, dict[str, Any]]) -> None:
+def test_iceberg_data_are_reused_by_snapshot(results: tuple[Path, dict[str, Any]]) -> None:
     wrong = [each for each in results[1]["reused"] if not each[1]]
     assert wrong == []
 
 
-def test_tables_of_spark_are_read_in_place(results: tuple[Path, dict[str, Any]]) -> None:
+def test_iceberg_tables_written_by_spark_are_read_in_place(
+    results: tuple[Path, dict[str, Any]],
+) -> None:
     """The main environment reads position deletes, deletion vectors, branches, tags and hidden partitions that Spark wrote."""
     folder, found = results
     (folder / "results.json").write_text(json.dumps(found))

@@ -61,12 +61,12 @@ def predictions(model: Any, df: DataFrame) -> list[float]:
     return [row.prediction for row in model.transform(df).orderBy("a").collect()]
 
 
-def test_the_versions_are_the_oldest() -> None:
+def test_installed_versions_are_the_oldest_supported() -> None:
     assert np.__version__.startswith("1.26.")
     assert pyarrow.__version__.startswith("14.")
 
 
-def test_fit_on_two_ranks_and_transform(df: DataFrame, store: Store) -> None:
+def test_fit_and_transform_work_on_two_ranks(df: DataFrame, store: Store) -> None:
     trained = estimator(mlp(2), store, feature_cols=["a", "b"], validation=0.25).fit(df)
     assert {"loss", "val_loss"} <= set(trained.history[-1])
     found = [row.y__output for row in trained.transform(df).orderBy("a").collect()]
@@ -76,7 +76,7 @@ def test_fit_on_two_ranks_and_transform(df: DataFrame, store: Store) -> None:
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_pipeline_and_its_model_are_saved_and_loaded(
+def test_pipeline_and_its_model_are_saved_and_loaded(
     df: DataFrame, pipeline: Pipeline, model: PipelineModel, tmp_path: Path
 ) -> None:
     model.save(str(tmp_path / "model"))
@@ -93,7 +93,7 @@ def test_a_pipeline_and_its_model_are_saved_and_loaded(
     assert again.getStore() == pipeline.getStages()[1].getStore()
 
 
-def test_a_cross_validator_chooses_and_is_saved(
+def test_cross_validator_selects_a_model_and_is_saved(
     df: DataFrame, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     fit = pipeline.getStages()[1]
@@ -112,7 +112,7 @@ def test_a_cross_validator_chooses_and_is_saved(
     assert predictions(loaded, df) == predictions(chosen, df)
 
 
-def test_a_classifier_and_one_versus_rest(df: DataFrame, store: Store) -> None:
+def test_classifier_works_alone_and_in_one_vs_rest(df: DataFrame, store: Store) -> None:
     assembled = VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(df)
     rows = assembled.selectExpr("features", "double(a > 0.5) AS label")
     options = {"optimizer": "adam", "learning_rate": 0.1, "epochs": 8, "num_proc": 1, "verbose": 0}
@@ -128,7 +128,7 @@ def test_a_classifier_and_one_versus_rest(df: DataFrame, store: Store) -> None:
     assert found.count() == 24
 
 
-def test_wide_rows_bring_a_warning_with_the_setting_that_bounds_batches(
+def test_wide_rows_warning_names_the_setting_that_limits_batches(
     spark: SparkSession,
 ) -> None:
     width, key = 50_000, "spark.sql.execution.arrow.maxRecordsPerBatch"
@@ -148,7 +148,7 @@ def test_wide_rows_bring_a_warning_with_the_setting_that_bounds_batches(
         spark.conf.unset(key)
 
 
-def test_a_stream_is_transformed(
+def test_streaming_dataframe_is_transformed(
     spark: SparkSession, df: DataFrame, model: PipelineModel, tmp_path: Path
 ) -> None:
     df.write.parquet(str(tmp_path / "in"))

@@ -86,7 +86,7 @@ def test_wheel_supports_every_python_and_does_not_link_to_torch(checkout: Path) 
     assert str(site) in shown.stdout
 
 
-def test_build_without_a_compiler_names_packages_to_install(checkout: Path) -> None:
+def test_build_error_without_a_compiler_names_packages_to_install(checkout: Path) -> None:
     (checkout / "bin").mkdir()
     done = run(
         [sys.executable, "setup.py", "build_ext"], checkout, PATH=str(checkout / "bin"), CXX=""
@@ -100,7 +100,7 @@ def test_build_without_a_compiler_names_packages_to_install(checkout: Path) -> N
     )
 
 
-def test_build_names_the_compiler_that_is_too_old(checkout: Path) -> None:
+def test_build_error_names_a_too_old_compiler(checkout: Path) -> None:
     old = checkout / "old-c++"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
@@ -119,7 +119,7 @@ def linked_tools(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_java_script_finds_the_java_of_java_home(tmp_path: Path) -> None:
+def test_java_script_finds_java_in_java_home(tmp_path: Path) -> None:
     home = tmp_path / "jdk"
     (home / "bin").mkdir(parents=True)
     java = home / "bin" / "java"
@@ -130,7 +130,7 @@ def test_java_script_finds_the_java_of_java_home(tmp_path: Path) -> None:
     assert done.stdout.strip() == str(home)
 
 
-def test_java_script_passes_over_a_java_that_is_too_old(tmp_path: Path) -> None:
+def test_java_script_skips_a_too_old_java(tmp_path: Path) -> None:
     home = tmp_path / "jdk"
     (home / "bin").mkdir(parents=True)
     java = home / "bin" / "java"
@@ -140,7 +140,7 @@ def test_java_script_passes_over_a_java_that_is_too_old(tmp_path: Path) -> None:
     assert done.stdout.strip() != str(home)
 
 
-def test_env_with_an_old_python_names_packages_to_install(tmp_path: Path) -> None:
+def test_make_env_with_an_old_python_names_packages_to_install(tmp_path: Path) -> None:
     tools = linked_tools(tmp_path / "bin", "bash", "dirname")
     old = tools / "python3"
     old.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.8.10'\nexit 1\n")
@@ -160,7 +160,7 @@ def test_env_with_an_old_python_names_packages_to_install(tmp_path: Path) -> Non
     )
 
 
-def test_env_without_venv_names_the_package_to_install(tmp_path: Path) -> None:
+def test_make_env_without_venv_names_the_package_to_install(tmp_path: Path) -> None:
     tools = linked_tools(tmp_path / "bin", "bash", "dirname")
     bare = tools / "python3"
     # New enough, but without the packages that Debian ships apart.

@@ -109,7 +109,7 @@ def run(code: str, site: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_everything_imports_without_the_library(site: Path) -> None:
+def test_all_modules_import_without_the_native_library(site: Path) -> None:
     *modules, file = run(IMPORT_ALL, site)
     assert file == str(site / "sparkhvd" / "__init__.py")
     assert {
@@ -124,7 +124,7 @@ def test_all_modules_import_without_unix_modules(site: Path) -> None:
     assert run(WITHOUT_UNIX + IMPORT_ALL, site) == run(IMPORT_ALL, site)
 
 
-def test_engine_without_its_library_names_the_package_to_install(site: Path) -> None:
+def test_error_without_the_native_library_names_the_package_to_install(site: Path) -> None:
     path = site / "sparkhvd" / "lib" / "libsparkhvd.so"
     assert run(USE_ENGINE, site) == [
         f"Engine(): cannot load {path}: the file is missing. In a checkout run `make env`. Elsewhere install the "

@@ -84,7 +84,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(900)
-def test_a_client_with_pyspark_client_runs_fits_and_loads(client: Path, tmp_path: Path) -> None:
+def test_client_with_only_pyspark_client_runs_fits_and_loads(client: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # pyspark 4.2 takes `python -c` for a run of its doctests
     program.write_text(PROGRAM)
     with connect_server(tmp_path / "server") as url:

@@ -115,7 +115,7 @@ class Everything(nn.Module):
 COLUMNS = ["id", "matrix", "packed", "any", "image", "weight"]
 
 
-def test_codecs_of_every_kind_reach_the_model_and_transform(
+def test_petastorm_codecs_are_decoded_for_fit_and_transform(
     spark: SparkSession, encoded: Path, tmp_path: Path
 ) -> None:
     fit = estimator(
@@ -138,7 +138,7 @@ def test_codecs_of_every_kind_reach_the_model_and_transform(
     assert all(np.isfinite(r["y__output"]) for r in found)
 
 
-def test_a_user_decoder_runs_after_the_petastorm_codec(
+def test_user_decoder_runs_after_the_petastorm_codec(
     spark: SparkSession, encoded: Path, tmp_path: Path
 ) -> None:
     fit = estimator(
@@ -159,13 +159,17 @@ def test_a_user_decoder_runs_after_the_petastorm_codec(
     assert found["y__output"] == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_encoded_columns_without_the_reader_name_it(spark: SparkSession, encoded: Path) -> None:
+def test_error_for_encoded_columns_names_the_petastorm_reader(
+    spark: SparkSession, encoded: Path
+) -> None:
     fit = estimator(nn.Linear(6, 1), feature_cols=["matrix", "id"])
     with pytest.raises(InvalidArgumentError, match="'matrix' is encoded. Give reader='petastorm'"):
         fit.fit_on_parquet(encoded)
 
 
-def test_plain_data_need_no_unischema(spark: SparkSession, tmp_path: Path) -> None:
+def test_petastorm_reader_reads_parquet_without_unischema(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     frame = spark.range(40).selectExpr("array(id, id * 2.0) AS x", "cast(id AS double) AS y")
     frame.repartition(2).write.parquet(str(tmp_path / "plain"))
     fit = estimator(
@@ -178,7 +182,7 @@ def test_plain_data_need_no_unischema(spark: SparkSession, tmp_path: Path) -> No
     assert fit.fit_on_parquet(tmp_path / "plain").getHistory()[0]["rows"] == 40
 
 
-def test_fit_and_transform_of_a_dataframe_work_in_this_environment(
+def test_fit_and_transform_work_with_petastorm_installed(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """The environment has the oldest supported pyspark, pyarrow and numpy."""

@@ -23,7 +23,7 @@ NAMES = sorted(
     "imports every optional library, and these set environment variables and start threads"
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_of_the_reference_has_a_docstring(name: str) -> None:
+def test_every_name_in_the_api_reference_has_a_docstring(name: str) -> None:
     value = pydoc.locate(name)
     assert value is not None, f"{name} does not exist"
     parts = {name: value}

@@ -94,7 +94,7 @@ def server() -> Iterator[str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("width", [1280, 390])
-def test_pages_fit_the_screen_and_log_no_console_message(
+def test_site_pages_fit_the_screen_without_console_messages(
     server: str, tmp_path: Path, width: int
 ) -> None:
     found, console = seen(find_browser(), tmp_path, f"{server}/frames/{width}")
@@ -108,7 +108,7 @@ def test_pages_fit_the_screen_and_log_no_console_message(
 
 
 @pytest.mark.timeout(120)
-def test_search_works_from_a_folder(tmp_path: Path) -> None:
+def test_site_search_works_from_local_files(tmp_path: Path) -> None:
     if not (SITE / "index.html").exists():
         pytest.skip("the site is not built: make docs")
     page = rendered(find_browser(), tmp_path, f"{SITE.as_uri()}/index.html?q=elastic")
@@ -118,7 +118,7 @@ def test_search_works_from_a_folder(tmp_path: Path) -> None:
     assert "elastic.html" in page
 
 
-def test_pages_load_nothing_from_the_internet() -> None:
+def test_site_pages_load_nothing_from_the_internet() -> None:
     if not (SITE / "index.html").exists():
         pytest.skip("the site is not built: make docs")
     text = (SITE / "index.html").read_text()

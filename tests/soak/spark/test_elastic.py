@@ -57,7 +57,7 @@ fit()
 """
 
 
-def test_ranks_leave_an_executor_that_will_be_taken_away(tmp_path: Path) -> None:
+def test_ranks_leave_a_decommissioned_executor(tmp_path: Path) -> None:
     output = run_on(
         "local-cluster[2,1,1024]",
         with_folder(PROGRAM + DECOMMISSION, tmp_path),
@@ -76,7 +76,7 @@ print("RANKS", sorted(rank for rank, *_ in results))
 """
 
 
-def test_an_aborted_spark_stage_is_relaunched(tmp_path: Path) -> None:
+def test_aborted_spark_stage_is_relaunched(tmp_path: Path) -> None:
     """Spark aborts a stage after the allowed number of failures of a task, and all ranks are lost."""
     output = run_on(
         "local-cluster[2,1,1024]",
@@ -99,7 +99,7 @@ fit(max_num_proc=2)
 """
 
 
-def test_executors_are_allocated_dynamically(tmp_path: Path) -> None:
+def test_elastic_job_uses_dynamically_allocated_executors(tmp_path: Path) -> None:
     output = run_on(
         "local-cluster[2,1,1024]",
         with_folder(PROGRAM + DYNAMIC, tmp_path),
@@ -134,7 +134,7 @@ fit()
 """
 
 
-def test_a_speculative_copy_of_a_task_counts_as_a_slot(tmp_path: Path) -> None:
+def test_speculative_task_copy_counts_as_a_slot(tmp_path: Path) -> None:
     conf = {
         "spark.executor.memory": "512m",
         "spark.speculation": "true",
@@ -197,7 +197,7 @@ print("FIRST EPOCH", open(FOLDER + "/epochs").read().split().count("1"))
 """
 
 
-def test_the_loss_of_executors_is_survived_by_a_client_that_they_do_not_reach(
+def test_unreachable_client_survives_the_loss_of_executors(
     tmp_path: Path,
 ) -> None:
     output = run_on(
@@ -253,9 +253,7 @@ run_elastic(saves, ("second",), num_proc=2, spark=spark, store=store)
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_ranks_save_at_an_interrupt_and_none_outlives_the_driver(
-    tmp_path: Path, remote: bool
-) -> None:
+def test_ranks_save_at_an_interrupt_and_end_with_the_driver(tmp_path: Path, remote: bool) -> None:
     body = (BEHIND_NAT if remote else BY_PORT) + INTERRUPTED
     master = "local-cluster[2,1,1024]"
     script = write_script(tmp_path / "driver.py", body, master=master, remote=remote)
@@ -295,9 +293,7 @@ run(stay, num_proc=2, spark=spark)
 
 
 @pytest.mark.parametrize("body", [FOREVER, BEHIND_NAT + INTERRUPTED], ids=["run", "elastic"])
-def test_ranks_of_a_killed_client_of_connect_end_with_its_operation(
-    tmp_path: Path, body: str
-) -> None:
+def test_ranks_of_a_killed_connect_client_end_with_its_operation(tmp_path: Path, body: str) -> None:
     conf = {
         "spark.connect.execute.reattachable.senderMaxStreamDuration": "5s",
         "spark.connect.execute.manager.detachedTimeout": "5s",

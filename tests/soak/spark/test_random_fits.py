@@ -314,7 +314,7 @@ def test_killed_fits_recover_on_a_standalone_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")
-def test_standalone_cluster_of_two_hosts(tmp_path: Path) -> None:
+def test_killed_fits_recover_on_a_cluster_of_two_hosts(tmp_path: Path) -> None:
     """The driver, the master and one executor share a host. The cable to the other executor's host is pulled."""
     with (
         two_hosts() as (here, there),
@@ -330,7 +330,7 @@ def test_standalone_cluster_of_two_hosts(tmp_path: Path) -> None:
         Lives(start, VICTIMS, cable=there).run("two-hosts")
 
 
-def test_connect(tmp_path: Path) -> None:
+def test_killed_fits_recover_over_connect(tmp_path: Path) -> None:
     server = tmp_path / "server"
     server.mkdir()
     with shared_cluster(server, CLUSTER_CONF) as cluster, scripts(tmp_path) as starts:

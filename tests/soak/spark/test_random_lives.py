@@ -62,11 +62,11 @@ def kill_an_executor(dice: random.Random) -> str:
     return "kill"
 
 
-def test_training_is_exact_while_executors_are_killed_and_replaced(tmp_path: Path) -> None:
+def test_each_row_counts_once_while_executors_are_killed_and_replaced(tmp_path: Path) -> None:
     live("local-cluster[3,1,1024]", tmp_path, kill_an_executor)
 
 
-def test_workers_are_stopped_and_started(tmp_path: Path) -> None:
+def test_each_row_counts_once_while_workers_are_killed_and_started(tmp_path: Path) -> None:
     workers: list[subprocess.Popen[bytes]] = []
     with standalone_cluster(tmp_path, workers=0) as master:
 

@@ -52,7 +52,7 @@ def weights(output: str) -> list[str]:
     return re.findall(r"^WEIGHTS (\w+)$", output, re.MULTILINE)
 
 
-def test_four_fits_at_once_give_the_same_weights(tmp_path: Path) -> None:
+def test_four_concurrent_fits_give_the_same_weights(tmp_path: Path) -> None:
     output = run_on(
         "local[4]",
         f"""{PROGRAM}
@@ -71,7 +71,7 @@ for model in models:
     assert len(set(found)) == 1
 
 
-def test_two_drivers_of_one_run_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_second_driver_of_a_run_is_refused_or_sees_it_finished(tmp_path: Path) -> None:
     """One driver holds the run. The other is refused with the run's name, or comes later and gets the error of a finished run."""
     body = f"""{PROGRAM}
 try:
@@ -100,7 +100,7 @@ except SparkhvdError as error:
 
 
 @pytest.mark.usefixtures("mounts")
-def test_a_store_that_fills_keeps_the_run(tmp_path: Path) -> None:
+def test_full_store_keeps_the_run_resumable(tmp_path: Path) -> None:
     """Weights of 8 MB and Adam's state rarely fit into 64 MB beside a file of 40 MB."""
     with tmpfs(tmp_path / "small", 64 << 20) as place:
         output = run_on(
@@ -125,7 +125,7 @@ print("WEIGHTS", digest(estimator(**wide).fit(table())))
 
 
 @pytest.mark.usefixtures("mounts")
-def test_shared_memory_of_64_mb_suffices(tmp_path: Path) -> None:
+def test_fit_works_with_64_mb_of_shared_memory(tmp_path: Path) -> None:
     """Containers have a small /dev/shm, which ranks do not need for their shared memory."""
     prefix = [
         "unshare",
@@ -156,7 +156,7 @@ def memory_group() -> Iterator[Path]:
     group.rmdir()
 
 
-def test_a_rank_beyond_the_memory_of_its_container_is_relaunched_or_named(
+def test_rank_beyond_its_container_memory_is_relaunched_or_named(
     memory_group: Path, tmp_path: Path
 ) -> None:
     """The kernel kills the largest process of the control group, which is the rank."""
@@ -196,7 +196,7 @@ except SparkhvdError as error:
 
 
 @pytest.mark.usefixtures("mounts")
-def test_a_full_folder_of_spark_is_named(tmp_path: Path) -> None:
+def test_error_names_a_full_spark_folder(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", 1 << 20) as place:
         (place / "ballast").write_bytes(bytes(1 << 19))
         body = f"""{PROGRAM}
@@ -214,7 +214,7 @@ except Exception as error:
     assert len(weights(output)) == 1 or "No space left" in output, output
 
 
-def test_no_home_and_a_plain_locale_do_not_matter(tmp_path: Path) -> None:
+def test_fit_works_without_home_and_with_the_c_locale(tmp_path: Path) -> None:
     env = {"HOME": "", "USER": "", "LANG": "C", "LC_ALL": "C"}  # empty: not set
     body = f"""{PROGRAM}
 assert "HOME" not in os.environ
@@ -227,7 +227,7 @@ print("WEIGHTS", digest(model))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can start an ordinary user's process")
-def test_a_limit_on_processes_is_named(tmp_path: Path) -> None:
+def test_error_names_the_limit_on_processes(tmp_path: Path) -> None:
     """The test uses an ordinary user, because root has no limit, and no Spark, because a JVM has more threads than ranks."""
     if shutil.which("setpriv") is None or shutil.which("prlimit") is None:
         pytest.skip("setpriv and prlimit of util-linux are not installed")

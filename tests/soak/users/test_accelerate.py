@@ -50,7 +50,9 @@ def last_lines(ends: list[str]) -> list[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_that_pass_over_gloo_pass_here(script: str, tmp_path: Path) -> None:
+def test_accelerate_tests_that_pass_over_gloo_pass_on_this_backend(
+    script: str, tmp_path: Path
+) -> None:
     gloo, ours = (outcomes(script, backend, tmp_path) for backend in ("gloo", "sparkhvd"))
     assert list(gloo) == list(ours)
     passed, own = (

@@ -62,13 +62,15 @@ def assert_same(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("launcher", "strategy"), [("torchrun", "sparkhvd"), ("sparkhvdrun", "views")]
 )
-def test_loops_of_launched_scripts(
+def test_fabric_loops_in_launched_scripts_equal_gloo(
     launcher: str, strategy: str, with_gloo: dict[str, Any], tmp_path: Path
 ) -> None:
     assert_same(launched(launcher, strategy, tmp_path), with_gloo)
 
 
-def test_loops_inside_run_on_spark(with_gloo: dict[str, Any], spark: SparkSession) -> None:
+def test_fabric_loops_in_run_on_spark_equal_gloo(
+    with_gloo: dict[str, Any], spark: SparkSession
+) -> None:
     names = ["classifier", "gan"]
     # Rank 0's, because the other rank has its own running statistics.
     found = run(program.results, (LIGHTNING, "sparkhvd", names), num_proc=2, spark=spark)[0]
@@ -76,12 +78,12 @@ def test_loops_inside_run_on_spark(with_gloo: dict[str, Any], spark: SparkSessio
     assert_same(json.loads(json.dumps(found)), {name: with_gloo[name] for name in names})
 
 
-def test_package_of_the_older_name(with_gloo: dict[str, Any]) -> None:
+def test_lightning_fabric_package_equals_gloo(with_gloo: dict[str, Any]) -> None:
     found = run_local(program.results, (OLDER, "sparkhvd", ["gan"]), num_proc=2)[0]
     assert_same(found, {"gan": with_gloo["gan"]})
 
 
-def test_arguments_that_contradict_the_job_are_refused() -> None:
+def test_fabric_refuses_arguments_that_contradict_the_job() -> None:
     (messages,) = run_local(program.refused, (LIGHTNING,), num_proc=1)
     assert len(messages) == 2
     assert messages[0].startswith(

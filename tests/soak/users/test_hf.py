@@ -125,7 +125,7 @@ def outputs(model: Any, df: DataFrame) -> Any:
     return np.array([row.y__output for row in model.transform(df).collect()])
 
 
-def test_a_text_column_is_trained_and_transformed(df: DataFrame, tmp_path: Path) -> None:
+def test_model_trains_and_transforms_a_text_column(df: DataFrame, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = fitted(df, Regression(bert()))
     assert model.history[-1]["loss"] < model.history[0]["loss"]
@@ -137,7 +137,7 @@ def test_a_text_column_is_trained_and_transformed(df: DataFrame, tmp_path: Path)
     np.testing.assert_allclose(outputs(loaded, df), expected, atol=1e-5)
 
 
-def test_two_ranks_train_texts_as_one(df: DataFrame) -> None:
+def test_two_ranks_train_on_texts_like_one_rank(df: DataFrame) -> None:
     weights = []
     for num_proc in (1, 2):
         torch.manual_seed(0)
@@ -157,7 +157,7 @@ def eval_bert() -> nn.Module:
     return body
 
 
-def test_two_text_columns_arrive_as_separate_dicts(df: DataFrame) -> None:
+def test_model_gets_two_text_columns_as_separate_dicts(df: DataFrame) -> None:
     torch.manual_seed(0)
     of_text = tokenizer(made_tokenizer(), max_length=20)
     model = fitted(
@@ -169,7 +169,7 @@ def test_two_text_columns_arrive_as_separate_dicts(df: DataFrame) -> None:
     assert outputs(model, df).shape == (ROWS,)
 
 
-def test_tokens_are_filled_up_on_either_side() -> None:
+def test_tokens_are_padded_on_the_tokenizer_side() -> None:
     right = tokenizer(made_tokenizer(), max_length=3)
     made = right(["w0 w1", "w2 w3 w4 w5"])
     assert made["input_ids"].tolist() == [[2, 3, 0], [4, 5, 6]]
@@ -194,12 +194,12 @@ def test_tokens_are_filled_up_on_either_side() -> None:
         ),
     ],
 )
-def test_wrong_tokenizers_are_refused(make: Any, message: str) -> None:
+def test_invalid_tokenizers_are_refused(make: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         make()
 
 
-def test_groups_have_all_rows_once() -> None:
+def test_length_groups_contain_every_row_once() -> None:
     lengths = np.random.default_rng(0).integers(0, 600, 5000)
     groups = groups_by_length(lengths)
     assert sorted(np.concatenate(groups)) == list(range(5000))
@@ -304,7 +304,7 @@ def test_the_text_recipe_reaches_its_accuracy(options: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("is_called", [False, True])
-def test_hidden_states_are_collected_in_a_process_that_has_only_loaded_the_model(
+def test_loaded_model_returns_hidden_states_in_a_new_process(
     tmp_path: Path, is_called: bool
 ) -> None:
     model = bert(layers=2)

@@ -122,7 +122,7 @@ def arguments(store: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-def test_its_ranks_get_plain_parquet(df: DataFrame, tmp_path: Path) -> None:
+def test_data_module_ranks_get_plain_parquet(df: DataFrame, tmp_path: Path) -> None:
     """The first fit writes it, and the second fit and fit_on_parquet read the same files."""
     given = arguments(tmp_path)
     held_out = sum(range(0, 40, 5))
@@ -136,14 +136,14 @@ def test_its_ranks_get_plain_parquet(df: DataFrame, tmp_path: Path) -> None:
         assert record["val_sum_of_y"] == held_out
 
 
-def test_without_validation_rows_it_may_have_no_loader_for_them(
+def test_data_module_needs_no_validation_loader_without_validation_rows(
     df: DataFrame, tmp_path: Path
 ) -> None:
     model = TorchEstimator(model=Sees(), **arguments(tmp_path, validation=None)).fit(df)
     assert model.getHistory()[1]["sum_of_y"] == sum(range(40))
 
 
-def test_a_plain_module_is_trained_on_its_batches(df: DataFrame, tmp_path: Path) -> None:
+def test_plain_module_is_trained_on_data_module_batches(df: DataFrame, tmp_path: Path) -> None:
     net = Net()
     model = TorchEstimator(
         model=net,

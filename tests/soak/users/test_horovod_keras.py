@@ -85,7 +85,7 @@ def estimator(kind: Any, store: Any, **options: Any) -> Any:
     return made._set(**options)
 
 
-def test_a_subclass_with_a_custom_backend_fits_and_transforms(
+def test_keras_subclass_with_a_custom_backend_fits_and_transforms(
     df: DataFrame, tmp_path: Path
 ) -> None:
     backend = Ranks()
@@ -106,7 +106,9 @@ def test_a_subclass_with_a_custom_backend_fits_and_transforms(
     assert again.getHistory() == model.getHistory()
 
 
-def test_learning_rates_equal_horovods_and_a_run_resumes(df: DataFrame, tmp_path: Path) -> None:
+def test_learning_rates_equal_those_of_horovod_and_a_run_resumes(
+    df: DataFrame, tmp_path: Path
+) -> None:
     def weights(model: Any) -> Any:
         return np.concatenate([each.ravel() for each in model.getModel().get_weights()])
 
@@ -122,7 +124,7 @@ def test_learning_rates_equal_horovods_and_a_run_resumes(df: DataFrame, tmp_path
     assert further.getHistory()["loss"][:2] == fitted.getHistory()["loss"]
 
 
-def test_fit_on_parquet_trains_on_the_data_of_an_earlier_fit(df: DataFrame, tmp_path: Path) -> None:
+def test_keras_fit_on_parquet_uses_data_of_an_earlier_fit(df: DataFrame, tmp_path: Path) -> None:
     store = Store.create(str(tmp_path / "store"))
     by_rows = estimator(KerasEstimator, store, num_proc=2, validation="held_out").fit(df)
     by_files = estimator(KerasEstimator, store, num_proc=2, validation="held_out").fit_on_parquet()
@@ -135,7 +137,7 @@ def test_fit_on_parquet_trains_on_the_data_of_an_earlier_fit(df: DataFrame, tmp_
         estimator(KerasEstimator, other, num_proc=1, validation=0.2).fit_on_parquet()
 
 
-def test_a_data_module_is_refused(df: DataFrame, tmp_path: Path) -> None:
+def test_keras_estimator_refuses_a_data_module(df: DataFrame, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="data_module is .*ranks take their batches"):
         estimator(KerasEstimator, str(tmp_path), num_proc=2, data_module=object).fit(df)
 
@@ -153,7 +155,7 @@ def fit_in(spark: SparkSession, folder: Path) -> None:
     assert np.allclose(again.getHistory()["val_loss"], model.getHistory()["val_loss"], atol=1e-5)
 
 
-def test_over_connect(tmp_path: Path) -> None:
+def test_horovod_keras_estimator_fits_over_connect(tmp_path: Path) -> None:
     body = f"""
 from pathlib import Path
 from tests.soak.users.test_horovod_keras import fit_in

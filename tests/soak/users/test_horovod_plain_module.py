@@ -105,7 +105,7 @@ def of_lightning(folder: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-def test_a_plain_module_is_trained_by_lightning(df: DataFrame, tmp_path: Path) -> None:
+def test_plain_module_is_trained_by_lightning(df: DataFrame, tmp_path: Path) -> None:
     """The fit has callbacks, a profiler, a logger and trainer_args. The weights equal those of sparkhvd's own loop."""
     net = Net()
     given = arguments(net, metrics=["mse"], **of_lightning(tmp_path / "a"))

@@ -25,7 +25,7 @@ print("FITTED")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_subclass_fits_and_transforms(tmp_path: Path, case: str) -> None:
+def test_lightning_estimator_subclass_fits_and_transforms(tmp_path: Path, case: str) -> None:
     body = PROGRAM.format(case=case, folder=str(tmp_path))
     assert "FITTED" in run_on("local[2]", body, tmp_path, timeout_s=300)
 
@@ -37,7 +37,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_subclass_fits_and_transforms_over_connect(
+def test_lightning_estimator_subclass_fits_and_transforms_over_connect(
     remote: str, tmp_path: Path, case: str
 ) -> None:
     body = PROGRAM.format(case=case, folder=str(tmp_path))

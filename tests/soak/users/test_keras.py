@@ -40,7 +40,7 @@ def assert_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_training_is_that_of_one_process(alone: Any, ranks: int) -> None:
+def test_every_keras_training_equals_one_process(alone: Any, ranks: int) -> None:
     for found in run_local(program.results, (list(program.CASES),), num_proc=ranks):
         assert_same(found, alone)
         assert_same({"whole": {"numbers": found["saved"]["numbers"]}}, alone)
@@ -55,7 +55,9 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launcher(launcher: str, alone: Any, tmp_path: Path) -> None:
+def test_keras_ranks_of_every_launcher_equal_one_process(
+    launcher: str, alone: Any, tmp_path: Path
+) -> None:
     file = tmp_path / "found.json"
     command = [*LAUNCHERS[launcher], "-m", program.__name__, str(file), "momentum", "adam"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -80,7 +82,7 @@ def test_warm_up_follows_the_formula_and_corrects_the_momentum() -> None:
         assert found["lr"] == pytest.approx([0.075, 0.1, 0.1, 0.1], rel=1e-5)
 
 
-def test_schedules_set_the_rate_by_epoch_or_by_batch() -> None:
+def test_learning_rate_schedules_apply_per_epoch_or_batch() -> None:
     falling = {"multiplier": lambda epoch: 0.1**epoch, "start_epoch": 1, "end_epoch": 3}
     for found in run_local(
         program.rates, ("LearningRateScheduleCallback", falling, False), num_proc=2
@@ -94,7 +96,7 @@ def test_schedules_set_the_rate_by_epoch_or_by_batch() -> None:
         assert found["lr"] == pytest.approx([0.1 / (2 + epoch) for epoch in range(4)], rel=1e-5)
 
 
-def test_ranks_with_other_metrics_stop_and_slow_down_together() -> None:
+def test_ranks_with_different_metrics_stop_and_reduce_rates_together() -> None:
     first, second = run_local(program.stopped, num_proc=2)
     assert first == second
     assert len(first["loss"]) < 40
@@ -115,7 +117,7 @@ def test_killed_rank_is_named_on_the_others_and_on_the_driver(tmp_path: Path) ->
     assert float(seconds) < 5
 
 
-def test_wrong_calls_raise_errors_with_a_remedy() -> None:
+def test_wrong_keras_calls_raise_errors_with_a_remedy() -> None:
     messages, _ = run_local(program.refused, num_proc=2)
     wanted = [
         "expected an optimizer of Keras, got str",
@@ -134,7 +136,7 @@ def test_wrong_calls_raise_errors_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize("script", ["train.py"])
-def test_example(script: str, tmp_path: Path) -> None:
+def test_keras_example_script_runs(script: str, tmp_path: Path) -> None:
     command = [*LAUNCHERS["sparkhvdrun"], f"examples/keras/{script}", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-4000:]

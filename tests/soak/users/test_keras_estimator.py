@@ -86,7 +86,7 @@ def assert_same(found: KerasModel, wanted: KerasModel) -> None:
 
 # 62 and 65 training rows: the last step has 2 rows, all on one rank, or 5.
 @pytest.mark.parametrize("number", [83, 87])
-def test_two_ranks_give_the_model_and_the_metrics_of_one(
+def test_two_ranks_give_the_model_and_metrics_of_one_rank(
     spark: SparkSession, number: int, tmp_path: Path
 ) -> None:
     df = frame(spark, number)
@@ -110,9 +110,7 @@ def weights(fitted: KerasModel) -> Any:
     return np.concatenate([each.ravel() for each in fitted.getModel().get_weights()])
 
 
-def test_validation_rows_are_a_fraction_or_a_dataframe_of_their_own(
-    df: DataFrame, tmp_path: Path
-) -> None:
+def test_validation_is_a_fraction_or_a_separate_dataframe(df: DataFrame, tmp_path: Path) -> None:
     two, one = (estimator(n, tmp_path, validation=0.25, epochs=2).fit(df) for n in (2, 1))
     assert_same(two, one)
     whole = estimator(2, tmp_path, validation=None, epochs=2).fit(df)
@@ -139,7 +137,7 @@ class Rows(keras.callbacks.Callback):  # type: ignore[misc]
         (Path(self.folder) / f"{hvd.rank()}-{batch}-{self.params['epochs']}").write_text(str(rows))
 
 
-def test_groups_stay_on_one_rank_and_a_step_weights_their_rows(
+def test_groups_stay_on_one_rank_and_steps_are_weighted_by_rows(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     rows = [([n / 60, group / 9], float(group), group) for group in range(9) for n in range(group)]
@@ -164,7 +162,7 @@ def test_groups_stay_on_one_rank_and_a_step_weights_their_rows(
     assert_same(two, one)
 
 
-def test_parquet_is_read_as_it_is(df: DataFrame, tmp_path: Path) -> None:
+def test_fit_on_parquet_equals_fit_on_a_dataframe(df: DataFrame, tmp_path: Path) -> None:
     df.where("not held_out").write.parquet(str(tmp_path / "rows"))
     df.where("held_out").write.parquet(str(tmp_path / "held_out"))
     store = tmp_path / "store"
@@ -185,7 +183,7 @@ def test_parquet_is_read_as_it_is(df: DataFrame, tmp_path: Path) -> None:
         skipping.fit_on_parquet(str(tmp_path / "rows"))
 
 
-def test_params_set_steps_and_learning_rates(df: DataFrame, tmp_path: Path) -> None:
+def test_params_set_steps_per_epoch_and_learning_rates(df: DataFrame, tmp_path: Path) -> None:
     options = {"optimizer": keras.optimizers.SGD(0.1), "validation": None, "epochs": 1}
     scaled = estimator(2, tmp_path, **options, lr_scaling="linear").fit(df)
     given = estimator(2, tmp_path, **{**options, "optimizer": keras.optimizers.SGD(0.2)}).fit(df)
@@ -214,7 +212,9 @@ def absolute(y: Any, predicted: Any) -> Any:
     return keras.ops.mean(keras.ops.abs(y - predicted), axis=-1)
 
 
-def test_inputs_and_outputs_of_a_compiled_model_are_columns(df: DataFrame, tmp_path: Path) -> None:
+def test_columns_match_inputs_and_outputs_of_a_compiled_model(
+    df: DataFrame, tmp_path: Path
+) -> None:
     keras.utils.set_random_seed(1)
     inputs = {"x": keras.Input((2,), name="x"), "z": keras.Input((1,), name="z")}
     hidden = keras.layers.Concatenate()([Doubled()(inputs["x"]), inputs["z"]])
@@ -245,7 +245,7 @@ def test_inputs_and_outputs_of_a_compiled_model_are_columns(df: DataFrame, tmp_p
     assert sum(found[0]["kind__output"]) == pytest.approx(1, abs=1e-5)
 
 
-def test_callbacks_see_all_rows_and_the_best_model_is_kept(df: DataFrame) -> None:
+def test_callbacks_use_all_rows_and_the_best_model_is_returned(df: DataFrame) -> None:
     stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
     best = hvd.callbacks.BestModelCheckpoint("val_loss", mode="max")  # the first
     fitted = estimator(2, epochs=9, callbacks=[stop], checkpoint_callback=best).fit(df)
@@ -313,7 +313,7 @@ class Slow(keras.callbacks.Callback):  # type: ignore[misc]
             raise RuntimeError("as asked")
 
 
-def test_loggers_get_epochs_load_and_model(df: DataFrame, tmp_path: Path) -> None:
+def test_loggers_get_epochs_system_load_and_model(df: DataFrame, tmp_path: Path) -> None:
     kept = Kept()
     given = {"loggers": [kept], "run_id": "mine", "callbacks": [Slow()]}
     fitted = estimator(2, tmp_path, epochs=2, **given).fit(df)
@@ -366,7 +366,7 @@ def test_timeline_has_the_parts_of_each_step_of_all_ranks(
     assert any("ALLREDUCE" in str(e.get("name")) for e in events)
 
 
-def test_run_resumes_after_a_killed_rank_and_in_a_later_fit(df: DataFrame, tmp_path: Path) -> None:
+def test_fit_resumes_after_a_killed_rank_and_in_a_later_fit(df: DataFrame, tmp_path: Path) -> None:
     whole = estimator(2, tmp_path, epochs=4).fit(df)
     kill = Kill(str(tmp_path / "killed"))
     run = {"run_id": "one", "callbacks": [kill]}
@@ -378,7 +378,7 @@ def test_run_resumes_after_a_killed_rank_and_in_a_later_fit(df: DataFrame, tmp_p
         estimator(1, tmp_path, model=other, run_id="one").fit(df)
 
 
-def test_error_names_a_rank_that_is_killed_repeatedly(df: DataFrame) -> None:
+def test_error_names_a_repeatedly_killed_rank(df: DataFrame) -> None:
     with pytest.raises(RankError, match="Rank 1 of 2 .* ended with signal SIGKILL"):
         estimator(2, callbacks=[Kill("")]).fit(df)
 
@@ -441,7 +441,7 @@ def test_error_of_an_unsupported_backend_names_the_variable(backend: str) -> Non
     )
 
 
-def test_example_of_a_dataframe() -> None:
+def test_keras_dataframe_example_reaches_its_accuracy() -> None:
     command = [sys.executable, "examples/keras/dataframe.py"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-4000:]
@@ -465,7 +465,7 @@ class PressingSink(Sink):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from 3.11 on")
-def test_a_failure_behind_training_names_the_state(df: DataFrame, tmp_path: Path) -> None:
+def test_failure_after_training_names_the_saved_state(df: DataFrame, tmp_path: Path) -> None:
     """The training has finished, so the next fit with this run_id gives the trained model."""
     with pytest.raises(KeyboardInterrupt) as failed:
         estimator(1, tmp_path, loggers=[Presses()]).fit(df)

@@ -67,7 +67,7 @@ def estimator(**options: Any) -> KerasEstimator:
     return KerasEstimator(**{**given, **options})
 
 
-def test_cross_validator_chooses_by_sparks_evaluator(df: DataFrame, tmp_path: Path) -> None:
+def test_cross_validator_selects_by_a_spark_evaluator(df: DataFrame, tmp_path: Path) -> None:
     keras_estimator = estimator(feature_cols=["x"], store=tmp_path)
     assembled = VectorAssembler(inputCols=["a", "b"], outputCol="x").transform(df)
     grid = ParamGridBuilder().addGrid(keras_estimator.learning_rate, [0.2, 1e-6]).build()
@@ -108,7 +108,7 @@ def test_pipelines_are_saved_and_loaded_before_and_after_a_fit(
     assert wanted[0].prediction == wanted[0].y__output
 
 
-def test_auc_of_two_ranks_is_that_of_one_process_and_of_spark(df: DataFrame) -> None:
+def test_auc_of_two_ranks_equals_one_process_and_spark(df: DataFrame) -> None:
     options = {
         "model": network("sigmoid"),
         "loss": "binary_crossentropy",
@@ -137,7 +137,7 @@ def stacked(row: dict[str, Any]) -> dict[str, Any]:
     return {"a": np.stack([row["a"] - 1, 2 * row["b"]]), "y": row["y"], "b": row["b"] * 0}
 
 
-def test_functions_on_rows_give_the_model_of_a_dataframe_that_has_their_columns(
+def test_transformation_function_equals_a_dataframe_with_its_columns(
     df: DataFrame, spark: SparkSession
 ) -> None:
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
@@ -154,7 +154,9 @@ def test_functions_on_rows_give_the_model_of_a_dataframe_that_has_their_columns(
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_decoders_make_rows_of_other_columns(df: DataFrame, spark: SparkSession) -> None:
+def test_decoders_convert_text_columns_for_fit_and_transform(
+    df: DataFrame, spark: SparkSession
+) -> None:
     text = df.select(F.format_string("%.6f %.6f", "a", "b").alias("text"), "y")
 
     def numbers(value: str) -> Any:
@@ -171,9 +173,7 @@ def test_decoders_make_rows_of_other_columns(df: DataFrame, spark: SparkSession)
     assert [row.prediction for row in rows] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_broken_images_are_left_out_on_two_ranks_as_on_one(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_one_and_two_ranks_skip_the_same_broken_images(spark: SparkSession, tmp_path: Path) -> None:
     Image = pytest.importorskip("PIL.Image", reason="needs Pillow")  # noqa: N806 - everyone's name
     rng = np.random.default_rng(3)
     broken = {0, 1, 5, 10}

@@ -61,7 +61,7 @@ def losses(
     [(TORCHRUN, [], 0.5), (SPARKHVDRUN, ["--sft"], 0.92)],  # the head is frozen under adapters
     ids=["trainer", "sft"],
 )
-def test_training_has_the_losses_of_gloo(
+def test_language_model_training_has_the_losses_of_gloo(
     launcher: tuple[str, ...], options: list[str], part: float, environment: dict[str, str]
 ) -> None:
     before, after = losses(launcher, "sparkhvd", environment, *options)
@@ -72,7 +72,7 @@ def test_training_has_the_losses_of_gloo(
 
 
 @pytest.mark.skipif(not FINDS_BACKENDS, reason="torch looks for backends since 2.14")
-def test_torch_finds_the_backend_without_an_import(
+def test_torch_finds_the_sparkhvd_backend_without_an_import(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     program = (

@@ -46,18 +46,18 @@ def assert_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_training_is_that_of_one_process(alone: Any, ranks: int) -> None:
+def test_every_lightning_training_equals_one_process(alone: Any, ranks: int) -> None:
     for found in run_local(program.results, (LIGHTNING, list(program.CASES)), num_proc=ranks):
         assert_same(found, alone)
         assert_same({"whole": {"numbers": found["goes_on"]["whole"]}}, {"whole": found["goes_on"]})
 
 
-def test_package_of_the_older_name(alone: Any) -> None:
+def test_other_lightning_package_equals_one_process(alone: Any) -> None:
     for found in run_local(program.results, (OTHER, ["everything", "manual"]), num_proc=2):
         assert_same(found, alone)
 
 
-def test_module_collectives_and_logs_work_over_the_strategy() -> None:
+def test_lightning_module_collectives_and_logs_work_over_the_strategy() -> None:
     ranks = run_local(program.results, (LIGHTNING, ["collectives"]), num_proc=3)
     for rank, found in enumerate(ranks):
         assert found["collectives"] == {
@@ -72,7 +72,7 @@ def test_module_collectives_and_logs_work_over_the_strategy() -> None:
         }
 
 
-def test_frozen_parameters_are_sent_only_where_they_differ(tmp_path: Path) -> None:
+def test_frozen_parameters_are_sent_only_to_ranks_that_differ(tmp_path: Path) -> None:
     for found in run_local(program.frozen, (LIGHTNING, str(tmp_path)), num_proc=2):
         (same, _), (other, total) = found
         assert same < 100_000
@@ -91,7 +91,9 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launcher(launcher: str, alone: Any, tmp_path: Path) -> None:
+def test_lightning_ranks_of_every_launcher_equal_one_process(
+    launcher: str, alone: Any, tmp_path: Path
+) -> None:
     if shutil.which(LAUNCHERS[launcher][0]) is None:
         pytest.skip("mpirun (openmpi-bin) is not installed")
     file = tmp_path / "found.json"
@@ -101,12 +103,12 @@ def test_launcher(launcher: str, alone: Any, tmp_path: Path) -> None:
     assert_same(json.loads(file.read_text()), alone)
 
 
-def test_inside_run_on_spark(alone: Any, spark: SparkSession) -> None:
+def test_lightning_in_run_on_spark_equals_one_process(alone: Any, spark: SparkSession) -> None:
     for found in run(program.results, args=(LIGHTNING, ["everything"]), num_proc=2, spark=spark):
         assert_same(found, alone)
 
 
-def test_on_two_hosts(alone: Any) -> None:
+def test_lightning_on_two_hosts_equals_one_process(alone: Any) -> None:
     if reason := why_not():
         pytest.skip(f"two hosts on one machine: {reason}")
     with (
@@ -117,7 +119,7 @@ def test_on_two_hosts(alone: Any) -> None:
             assert_same({"double": {"numbers": rank.expect(300)}}, alone)
 
 
-def test_exception_that_a_rank_survives_ends_the_others_at_once(tmp_path: Path) -> None:
+def test_exception_caught_on_one_rank_ends_the_others_immediately(tmp_path: Path) -> None:
     found = run_local(program.fails, (LIGHTNING, "swallowed", str(tmp_path)), num_proc=2)
     kind, seconds, message = found[0].split(" ", 2)
     assert (kind, found[1]) == ("PeerLostError", "no error")
@@ -139,12 +141,12 @@ def test_killed_rank_is_named_on_the_others_and_on_the_driver(tmp_path: Path) ->
     assert float(seconds) < 5
 
 
-def test_exception_on_every_rank_leaves_ranks_that_can_train_again(tmp_path: Path) -> None:
+def test_ranks_can_train_again_after_an_exception_on_every_rank(tmp_path: Path) -> None:
     found = run_local(program.caught, (LIGHTNING, str(tmp_path)), num_proc=2)
     assert found == [[True] * 4] * 2
 
 
-def test_more_devices_than_ranks_are_refused_with_the_way_to_start_them() -> None:
+def test_error_for_too_many_devices_shows_how_to_start_ranks() -> None:
     (alone,) = run_local(program.refused, (LIGHTNING,), num_proc=1)
     assert (
         "Trainer(devices=4, num_nodes=1, strategy='sparkhvd'): this process is a job of one rank"

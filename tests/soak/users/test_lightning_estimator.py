@@ -114,7 +114,7 @@ def weights_of(model: TorchModel) -> dict[str, torch.Tensor]:
     return model.getModel().state_dict()
 
 
-def test_two_ranks_give_the_model_of_one(df: DataFrame, tmp_path: Path) -> None:
+def test_two_ranks_give_the_model_of_one_rank(df: DataFrame, tmp_path: Path) -> None:
     """In the last step, the ranks have unequal numbers of rows."""
     two = estimator(tmp_path).fit(df)
     one = estimator(tmp_path, 1, batch_format="tuple").fit(df)
@@ -154,7 +154,7 @@ def test_a_fit_with_a_killed_rank_equals_an_undisturbed_fit(
 
 
 @pytest.mark.parametrize("folder", [None, "own"])
-def test_the_model_is_the_best_of_a_model_checkpoint(
+def test_returned_model_is_the_best_of_a_model_checkpoint(
     df: DataFrame, tmp_path: Path, folder: str | None
 ) -> None:
     kept = pl.pytorch.callbacks.ModelCheckpoint(
@@ -170,7 +170,7 @@ def test_the_model_is_the_best_of_a_model_checkpoint(
         assert torch.equal(weights, weights_of(fitted)[name])
 
 
-def test_it_is_a_stage_of_a_pipeline_and_takes_param_maps(
+def test_estimator_works_in_a_pipeline_and_accepts_param_maps(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     rows = [(n / 40, n % 3 / 3, float(n)) for n in range(40)]
@@ -188,14 +188,16 @@ def test_it_is_a_stage_of_a_pipeline_and_takes_param_maps(
     assert [len(each.history) for each in two] == [1, 1]
 
 
-def test_one_validation_row_counts_once_on_two_ranks(spark: SparkSession, tmp_path: Path) -> None:
+def test_single_validation_row_counts_once_on_two_ranks(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     rows = [([n / 30, n % 7 / 7], n / 30, n == 3) for n in range(30)]
     df = spark.createDataFrame(rows, ["x", "y", "held_out"])
     two, one = (estimator(tmp_path, n, epochs=1).fit(df) for n in (2, 1))
     assert two.history[0]["val_loss"] == pytest.approx(one.history[0]["val_loss"], rel=1e-4)
 
 
-def test_params_that_lightning_has_under_other_names(df: DataFrame, tmp_path: Path) -> None:
+def test_horovod_params_map_to_lightning_trainer_arguments(df: DataFrame, tmp_path: Path) -> None:
     few = estimator(
         tmp_path,
         epochs=1,
@@ -230,12 +232,12 @@ class OwnData(pl.LightningDataModule):  # type: ignore[misc]  # untyped
         return torch.utils.data.DataLoader(rows, self.batch_size)  # type: ignore[arg-type]
 
 
-def test_a_data_module_gets_horovods_arguments(df: DataFrame, tmp_path: Path) -> None:
+def test_data_module_gets_the_arguments_of_horovod(df: DataFrame, tmp_path: Path) -> None:
     fitted = estimator(tmp_path, data_module=OwnData, epochs=1, validation=None).fit(df)
     assert len(fitted.history) == 1
 
 
-def test_loggers_write_into_the_folder_of_the_run(df: DataFrame, tmp_path: Path) -> None:
+def test_lightning_loggers_write_to_the_run_folder(df: DataFrame, tmp_path: Path) -> None:
     logger = pl.pytorch.loggers.CSVLogger(str(tmp_path / "csv"))
     estimator(tmp_path, logger=logger, log_every_n_steps=1, epochs=1).fit(df)
     (metrics,) = (tmp_path / "csv").rglob("metrics.csv")

@@ -106,9 +106,7 @@ def of_pictures(folder: Path, num_proc: int, **options: Any) -> TorchEstimator:
     return TorchEstimator(**{**given, **options})
 
 
-def test_broken_images_are_left_out_on_two_ranks_as_on_one(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_one_and_two_ranks_skip_the_same_broken_images(spark: SparkSession, tmp_path: Path) -> None:
     df = pictures(spark, tmp_path / "pictures", BROKEN)
     one, two = (of_pictures(tmp_path, ranks).fit(df) for ranks in (1, 2))
     wanted = Flat("path", 3 * SIDE * SIDE)
@@ -163,7 +161,7 @@ def fit_inputs(spark: SparkSession, folder: Path) -> None:
     assert right > 0.9 * ROWS, right
 
 
-def test_over_connect(tmp_path: Path) -> None:
+def test_lightning_inputs_fit_over_connect(tmp_path: Path) -> None:
     body = f"""
 from pathlib import Path
 from tests.soak.users.test_lightning_inputs import fit_inputs

@@ -127,7 +127,7 @@ def numbers(run: Any, name: str) -> list[tuple[int, float]]:
     return sorted((m.step, m.value) for m in found)
 
 
-def test_a_run_has_params_numbers_report_and_the_model_in_both_flavours(
+def test_mlflow_run_has_params_metrics_report_and_model_in_both_flavors(
     df: DataFrame, store: Store, experiment: Any, tmp_path: Path
 ) -> None:
     events = tmp_path / "events"
@@ -169,7 +169,7 @@ def _scalars(folder: Path, name: str) -> list[float]:
     return [float(tensor_util.make_ndarray(event.tensor_proto)) for event in found.Tensors(name)]
 
 
-def test_no_entry_is_lost_when_the_server_is_down_for_a_minute(
+def test_mlflow_outage_of_a_minute_loses_no_entry(
     df: DataFrame, store: Store, server: Server, experiment: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The server stops after the first epoch and starts again a minute later, after the training."""
@@ -203,7 +203,9 @@ def test_no_entry_is_lost_when_the_server_is_down_for_a_minute(
     assert model.timings["train"] < 60  # the training has not waited
 
 
-def test_an_absent_server_costs_the_patience_and_a_warning(df: DataFrame, store: Store) -> None:
+def test_unreachable_mlflow_server_causes_a_warning_after_the_patience(
+    df: DataFrame, store: Store
+) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         gone = MLflowLogger(
@@ -215,7 +217,7 @@ def test_an_absent_server_costs_the_patience_and_a_warning(df: DataFrame, store:
     assert len(model.history) == 2
 
 
-def test_autologging_gives_the_numbers_of_each_epoch_and_the_model(
+def test_mlflow_autologging_logs_each_epoch_and_the_model(
     df: DataFrame, store: Store, experiment: Any
 ) -> None:
     mlflow.pyspark.ml.autolog(log_datasets=False)
@@ -232,7 +234,7 @@ def test_autologging_gives_the_numbers_of_each_epoch_and_the_model(
     _check_models(run.info.run_id, model, df)
 
 
-def test_an_active_run_gets_the_fit_and_a_grid_gets_runs_below_it(
+def test_fit_logs_to_the_active_run_and_grids_use_child_runs(
     df: DataFrame, store: Store, experiment: Any
 ) -> None:
     est = estimator(mlp(2), store, epochs=1, loggers=[MLflowLogger(log_model=False)])
@@ -278,7 +280,7 @@ class StopsOnce(Callback):
             raise ValueError("not now")
 
 
-def test_a_resumed_fit_continues_the_run_of_a_failed_fit(
+def test_resumed_fit_continues_the_mlflow_run_of_the_failed_fit(
     df: DataFrame, store: Store, experiment: Any, tmp_path: Path
 ) -> None:
     logger = MLflowLogger(log_model=False)
@@ -296,7 +298,7 @@ def test_a_resumed_fit_continues_the_run_of_a_failed_fit(
     assert len(model.history) == 4
 
 
-def test_no_secret_of_the_store_is_logged(
+def test_no_secret_of_the_store_is_logged_to_mlflow(
     df: DataFrame, server: Server, experiment: Any, s3: S3
 ) -> None:
     store = Store.create(f"s3://{s3.bucket}/logged", **s3.options())
@@ -329,7 +331,7 @@ print("RUN", fitted.getRunId())
 """
 
 
-def test_a_client_of_spark_connect_logs_as_any_other(
+def test_connect_client_logs_runs_and_models_to_mlflow(
     server: Server, spark: SparkSession, tmp_path: Path
 ) -> None:
     """The client writes the model in Spark's flavour without a JVM, and a classic session loads it."""
@@ -348,7 +350,7 @@ def test_a_client_of_spark_connect_logs_as_any_other(
     assert loaded.stages[0].getRunId() in output
 
 
-def test_a_fit_of_keras_logs_its_epochs_and_its_model(
+def test_keras_fit_logs_epochs_and_model_to_mlflow(
     df: DataFrame, store: Store, experiment: Any
 ) -> None:
     network = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
@@ -370,7 +372,7 @@ def test_a_fit_of_keras_logs_its_epochs_and_its_model(
     assert module(x)[:, 0].tolist() == pytest.approx(wanted, rel=1e-4)
 
 
-def test_a_table_is_an_input_of_the_run_and_a_tag_of_the_registered_model(
+def test_mlflow_run_lists_the_table_as_input_and_model_tag(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     deltalake = pytest.importorskip("deltalake", reason="runs where deltalake is")

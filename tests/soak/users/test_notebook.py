@@ -15,7 +15,7 @@ for _module in ("transformers", "peft", "nbclient"):
 
 
 @pytest.mark.timeout(TIMEOUT_S + 50)
-def test_text_notebook_learns_with_and_without_adapters(
+def test_text_notebook_reaches_its_score_with_and_without_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notebook = executed("text", tmp_path, monkeypatch)

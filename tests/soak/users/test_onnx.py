@@ -63,7 +63,7 @@ def column(df: DataFrame, name: str, dtype: str) -> np.ndarray[Any, Any]:
     return np.array([row[name] for row in df.collect()], dtype)
 
 
-def test_a_fitted_classifier_gives_the_columns_of_transform(df: DataFrame, tmp_path: Path) -> None:
+def test_onnx_classifier_gives_the_columns_of_transform(df: DataFrame, tmp_path: Path) -> None:
     net = nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 3)
     )
@@ -101,7 +101,7 @@ class Two(nn.Module):
         return {"both": both, "sum": both.sum(1)}
 
 
-def test_several_inputs_and_outputs_of_a_module_that_no_fit_has_trained(
+def test_onnx_export_of_an_unfitted_module_with_several_inputs_equals_transform(
     df: DataFrame, tmp_path: Path
 ) -> None:
     model = TorchModel.from_module(
@@ -117,7 +117,9 @@ def test_several_inputs_and_outputs_of_a_module_that_no_fit_has_trained(
     assert_as_transform(model, df, computed(tmp_path / "exports" / "two.onnx", given))
 
 
-def test_one_logit_is_a_class_with_two_probabilities(df: DataFrame, tmp_path: Path) -> None:
+def test_onnx_single_logit_gives_probabilities_of_two_classes(
+    df: DataFrame, tmp_path: Path
+) -> None:
     model = TorchModel.from_module(
         nn.Linear(3, 1),
         link="sigmoid",
@@ -136,7 +138,7 @@ class Branching(nn.Linear):
         return super().forward(x) if float(x.sum()) > 0 else x[:, :1]
 
 
-def test_a_module_that_torch_cannot_export_raises_a_clear_error(
+def test_module_that_torch_cannot_export_raises_a_clear_error(
     df: DataFrame, tmp_path: Path
 ) -> None:
     model = TorchModel.from_module(

@@ -28,12 +28,12 @@ def _worker(rank: int, port: int) -> None:
     reconfigure_test._resize_worker(rank, port, "sparkhvd")
 
 
-def test_torchft_test_worker_resizes_and_recovers() -> None:
+def test_torchft_worker_resizes_and_recovers() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     mp.spawn(_worker, args=(store.port,), nprocs=3)
 
 
-def test_the_program_of_the_page_uses_each_row_once_without_a_killed_replica(
+def test_page_program_uses_each_row_once_after_losing_a_replica(
     tmp_path: Path,
 ) -> None:
     command = [shutil.which("torchft_lighthouse") or "torchft_lighthouse", "--bind", "[::]:0"]

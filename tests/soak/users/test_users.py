@@ -51,11 +51,11 @@ def assert_same(found: Any, with_gloo: Any) -> None:
     assert found == with_gloo
 
 
-def test_by_torchrun(with_gloo: Any, tmp_path: Path) -> None:
+def test_user_programs_under_torchrun_equal_gloo(with_gloo: Any, tmp_path: Path) -> None:
     assert_same(by_torchrun("sparkhvd", tmp_path, *program.USERS), with_gloo)
 
 
-def test_inside_run_on_spark(with_gloo: Any, spark: SparkSession) -> None:
+def test_user_programs_in_run_on_spark_equal_gloo(with_gloo: Any, spark: SparkSession) -> None:
     for (
         user
     ) in program.USERS:  # a start for each: Lightning's end takes WORLD_SIZE out of the environment

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.spark.common.util`: the environment of a program."""
+"""Horovod's `horovod.spark.common.util`: `is_databricks`, and `host_hash`, which raises an error."""
 
 from sparkhvd import as_horovod
 from sparkhvd.runner.preflight import databricks_runtime
