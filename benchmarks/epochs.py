@@ -5,7 +5,7 @@
 7 steps of 32 rows on each of 2 ranks, a warm `local[2]`, no loggers, checkpoints as by default. Tenths of the fit, by rank 0's clock at the end of each
 epoch: wall time and CPU of rank 0 per epoch, and what it has written. Beside: a plain loop of one process, and the same loop with `DistributedOptimizer` on
 2 ranks, which is what 7 distributed steps take. Targets: at most 3 ms of CPU per epoch above the plain loop, in the last tenth as in the second; 20 MB
-per 5,000 epochs.
+per 5,000 epochs, which is 4 KB per epoch, on average and in the tenth that writes most.
 """
 
 from __future__ import annotations
@@ -117,31 +117,35 @@ def main() -> None:
     plain = statistics.median(loop_ms(200, is_distributed=False) for _ in range(3))
     tenth = given.epochs // 10
     rows = []
+    sizes = []
     for number in range(10):
         (at, cpu, wrote), (at_end, cpu_end, wrote_end) = (
             found[max(0, number * tenth - 1)],
             found[(number + 1) * tenth - 1],
         )
         over = (cpu_end - cpu) / tenth * 1e3 - plain
-        size = (wrote_end - wrote) / tenth
+        sizes.append((wrote_end - wrote) / tenth)
         targets = []
         if number in (1, 9):
-            targets = [
-                Target("above the plain loop", over, LIMIT_MS, at_least=False, unit="ms"),
-                Target("written", size, LIMIT_BYTES, at_least=False, unit="bytes"),
-            ]
+            targets = [Target("above the plain loop", over, LIMIT_MS, at_least=False, unit="ms")]
         rows.append(
             [
                 f"{number + 1}",
                 f"{(at_end - at) / tenth * 1e3:.1f} ms",
                 f"{over + plain:.1f} ms",
-                f"{size:,.0f} bytes",
+                f"{sizes[-1]:,.0f} bytes",
                 targets,
             ]
         )
     report.table(
         ["tenth", "wall per epoch", "CPU of rank 0 per epoch", "written per epoch", "target"], rows
     )
+    total = found[-1][2] - found[0][2]
+    written = [
+        Target("after the first epoch", total / 1e6, LIMIT_BYTES * given.epochs / 1e6, False, "MB"),
+        Target("largest tenth", max(sizes) / 1e3, LIMIT_BYTES / 1e3, False, "KB per epoch"),
+    ]
+    report.table(["written by rank 0"], [[written]])
     report.note(
         f"CPU per epoch of loops without fit: {plain:.1f} ms in one process, {distributed:.1f} ms on each of {RANKS} ranks. The driver took "
         f"{driver_s:.1f} s of CPU in all."

@@ -7,8 +7,8 @@ A round is two new drivers with warm `local[2]` sessions and 2 ranks. One calls 
 20,000 rows with 3 folds x 2 maps of parameters. Rounds with forks of the zygote and with fresh processes (`SPARKHVD_NURSERY=0`) alternate.
 
 Each round also imports torch in a new interpreter: targets are ratios to it where imports dominate. CPU seconds are of all processes of the first
-fit, by a control group (needs root). The waterfall shows these processes: when each was seen, and its CPU. In the same rounds TorchDistributor
-trains the same rows with DDP.
+fit, by a control group (needs root). The waterfall shows these processes: the time from the first to the last sight of each, and its CPU. In the same
+rounds TorchDistributor trains the same rows with DDP.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def main() -> None:
             "from, s",
             "to, s",
             "CPU, s",
-            f"alive, 0 to {whole:.1f} s",
+            f"seen, 0 to {whole:.1f} s",
         ],
         [
             [name, f"{first:.2f}", f"{last:.2f}", f"{cpu:.2f}", f"`{bar(first, last, whole)}`"]
@@ -273,7 +273,8 @@ def main() -> None:
     report.raw.update(found)
     report.note(
         f"Median (smallest to largest) of {options.rounds} new drivers. fit: 200,000 rows x 32, 3 epochs, 2 ranks, the better of a "
-        "session's two later ones; cross-validation: 20,000 rows, 3 folds x 2 maps, and the best one again."
+        "session's two later ones; cross-validation: 20,000 rows, 3 folds x 2 maps, and the best one again. "
+        "A bar is the time from the first to the last sight of a process, also while it waits."
     )
     report.finish("benchmarks/sessions.py", write=options.write, json_path=options.json)
 

@@ -2,13 +2,15 @@
 
 torch imports its compiler where nothing compiles: `add_param_group`, which every optimizer calls, `zero_grad` and `load_state_dict` are
 decorated by `torch._disable_dynamo`, which imports it at the first call; `step` imports it to call `graph_break()`; a new process group
-clears its caches. Without a compiler these calls do nothing. The import loads 800 modules and takes as long as torch's own, in each
-process that makes an optimizer. torch has no switch for it.
+clears its caches. `torch.utils.checkpoint` reads one of its settings and decorates a function. Without a compiler these calls do nothing.
+The import loads 800 modules and takes as long as torch's own, in each process that makes an optimizer. torch has no switch for it.
 
-The stand-in answers these three calls, for these callers. Any other use, such as an attribute, a submodule or `torch.compile`, imports
+The stand-in answers these calls, for these callers. Any other use, such as an attribute, a submodule or `torch.compile`, imports
 torch's module, which takes the stand-in's place: from then on torch is as it is without this module.
 
-Threads: safe, as imports are. Failure: an error of torch's import reaches the code that needs the compiler.
+Threads: safe, as imports are. The compiler is never imported while the import system's own lock is held (`_Finder`), because another thread
+may hold the lock of a module that the compiler imports, and wait for that lock. Failure: an error of torch's import reaches the code that needs
+the compiler.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -36,8 +38,12 @@ class _Compiler(ModuleType):
     def __init__(self) -> None:
         super().__init__(NAME, "Stands for torch's compiler until something compiles.")
         self.__spec__ = ModuleSpec(NAME, None, is_package=True)
-        self.__path__: list[str] = []  # its submodules are found by `_Finder`
-        vars(self).update(_disabled=[], _lock=threading.RLock())
+        vars(self)["_disabled"] = []
+
+    @property
+    def __path__(self) -> Any:  # type: ignore[override]  # an attribute of other modules
+        """Load the compiler. The import system reads the path of a package before it looks for a submodule."""
+        return _load(self).__path__
 
     def graph_break(self, *args: Any, **kwargs: Any) -> Any:
         """Ignore the call of a torch optimizer. Any other caller loads the compiler."""
@@ -47,7 +53,8 @@ class _Compiler(ModuleType):
 
     def disable(self, *args: Any, **kwargs: Any) -> Any:
         """Wrap a function for torch's decorator, as a plain call until the compiler is loaded."""
-        if _caller() != "torch._compile":
+        caller = _caller()
+        if caller not in ("torch._compile", "torch.utils.checkpoint"):
             return _load(self).disable(*args, **kwargs)
         fn = args[0]
 
@@ -57,7 +64,8 @@ class _Compiler(ModuleType):
                 return fn(*given, **named)
             return real.disable(*args, **kwargs)(*given, **named)
 
-        vars(self)["_disabled"].append(fn)
+        if caller == "torch._compile":
+            vars(self)["_disabled"].append(fn)
         return call
 
     def clear_lru_cache(self) -> None:
@@ -66,6 +74,12 @@ class _Compiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "trace_rules" and _caller() == "torch.distributed.distributed_c10d":
             return self
+        if _caller() == "torch.utils.checkpoint":
+            # The function reads `config.error_on_nested_fx_trace` and uses it only under the compiler.
+            if name == "config":
+                return self
+            if name == "error_on_nested_fx_trace":
+                return True
         if name.startswith("__"):  # asked for by imports, `inspect`, `copy`, `doctest`
             raise AttributeError(name)
         return getattr(_load(self), name)
@@ -81,19 +95,18 @@ class _Compiler(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Import finder: importing a submodule of the stand-in loads torch's compiler."""
+    """Import finder for the submodules that were loaded with the compiler, at the import that has loaded it.
+
+    The import system calls `find_spec` under its own lock, so nothing is imported here: `_Compiler.__path__` has done it.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a submodule, or return None without the stand-in."""
-        stand_in = sys.modules.get(NAME)
-        if not fullname.startswith(f"{NAME}.") or not isinstance(stand_in, _Compiler):
-            return None
-        real = _load(stand_in)
+        """Find a submodule in `sys.modules`, or return None."""
         module = sys.modules.get(fullname)
-        if module is None:
-            return PathFinder.find_spec(fullname, real.__path__, target)
+        if not fullname.startswith(f"{NAME}.") or module is None or target is not None:
+            return None
         # The compiler's import has loaded this submodule, and it must not run twice. The import system replaces a
         # module's spec, so `exec_module` restores it.
         spec = ModuleSpec(fullname, self)
@@ -112,6 +125,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 _finder = _Finder()
+_swap = threading.Lock()
 
 
 def install() -> None:
@@ -131,16 +145,33 @@ def remove() -> None:
         sys.meta_path.remove(_finder)
 
 
+class _Users:
+    """Blocks of `installed()` that run at the same time, in several threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.number = 0
+        self.must_remove = False
+
+
+_users = _Users()
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Install the stand-in inside the block."""
-    had = NAME in sys.modules
-    install()
+    """Install the stand-in inside the block, and remove it at the end of the last block that runs at the same time."""
+    with _users.lock:
+        if not _users.number:
+            _users.must_remove = NAME not in sys.modules
+        _users.number += 1
+        install()
     try:
         yield
     finally:
-        if not had:
-            remove()
+        with _users.lock:
+            _users.number -= 1
+            if not _users.number and _users.must_remove:
+                remove()
 
 
 def is_loaded() -> bool:
@@ -166,12 +197,13 @@ def _take_away(stand_in: _Compiler) -> None:
 
 def _load(stand_in: _Compiler) -> ModuleType:
     """Load torch's compiler in place of the stand-in."""
-    with vars(stand_in)["_lock"]:
-        if sys.modules.get(NAME) is stand_in:
+    with _swap:  # not held while the compiler is imported
+        is_first = sys.modules.get(NAME) is stand_in
+        if is_first:
             _take_away(stand_in)
-            try:
-                return importlib.import_module(NAME)
-            except BaseException:
-                sys.modules.setdefault(NAME, stand_in)  # a later use shall raise the error again
-                raise
-    return importlib.import_module(NAME)
+    try:
+        return importlib.import_module(NAME)
+    except BaseException:
+        if is_first:
+            sys.modules.setdefault(NAME, stand_in)  # a later use shall raise the error again
+        raise

@@ -3,8 +3,8 @@
 To use it, set `spark.python.daemon.module=sparkhvd.python_daemon`.
 
 Spark forks its Python workers from a daemon and ends those that are idle for a minute. Behind pyspark's own daemon each worker that
-computes rows for `transform` imports torch, 1.6 s of CPU; behind this one it has torch. Spark reads the setting when a session
-starts. Every executor needs the package.
+computes rows for `transform` imports torch, 1.6 s of CPU; behind this one it has torch. The daemon holds torch's memory until the
+session ends. Spark reads the setting when a session starts. Every executor needs the package.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import sys
 
 def main() -> None:
     """Import torch, then do what pyspark's daemon does."""
-    is_imported = False
+    can_fork = False
     with contextlib.suppress(Exception):  # other workers need no working torch
         import torch  # noqa: F401 - for the forks
 
-        is_imported = True
-    # A lock that another thread holds would stay locked in a fork: pyspark imports pyarrow in workers for this reason.
-    if not is_imported or len(os.listdir("/proc/self/task")) > 1:
+        # A lock that another thread holds would stay locked in a fork: pyspark imports pyarrow in workers for this reason.
+        # Without /proc the threads are unknown.
+        can_fork = len(os.listdir("/proc/self/task")) == 1
+    if not can_fork:
         os.execv(sys.executable, [sys.executable, "-m", "pyspark.daemon", *sys.argv[1:]])
     from pyspark.daemon import manager
 

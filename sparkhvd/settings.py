@@ -256,7 +256,7 @@ class Settings:
         0.0,
         env="SPARKHVD_NURSERY_IDLE_S",
         unit="s",
-        doc="Seconds after which an idle zygote (about 220 MiB) ends. 0 = with its application on a local master and without Spark, "
+        doc="Seconds after which an idle zygote (about 256 MiB) ends. 0 = with its application on a local master and without Spark, "
         "elsewhere 60 s.",
         limit=(lambda value: 0 <= value <= ZYGOTE_STAYS_S, "from 0 to 1e8"),
     )

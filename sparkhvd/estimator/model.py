@@ -25,7 +25,7 @@ from sparkhvd.data.columns.binding import InputBinding, columns_in
 from sparkhvd.data.store.connect import as_seen_by
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.store.temporary import default_store
-from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError, listed
 from sparkhvd.estimator.evaluation import TrainingSummary, horovod_history
 from sparkhvd.estimator.importance import Importance, permutation_importance
 from sparkhvd.estimator.params.base import with_signature
@@ -204,7 +204,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         number = sum(p.numel() for p in fitted.module.parameters())
         name = f"{type(fitted.module).__name__} with {number:,} parameters"
         summary = f"; {self.summary}" if fitted.history else ""
-        return f"{self.uid}: {name}, {', '.join(inputs)} -> {', '.join(outputs)}{summary}"
+        return f"{self.uid}: {name}, {listed(inputs)} -> {listed(outputs)}{summary}"
 
     def getModel(self) -> nn.Module:  # noqa: N802 - Horovod's name
         """Return a copy of the trained module, in eval mode."""
@@ -341,7 +341,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         keys = {key for record in history for key in record}
         if wrong := [n for n in chosen if not {n, f"train_{n}", f"val_{n}"} & keys]:
             raise InvalidArgumentError(
-                f"plot: {wrong[0]!r} is not in the history, which has {', '.join(map(repr, known)) or 'nothing'}."
+                f"plot: {wrong[0]!r} is not in the history, which has {listed(map(repr, known)) or 'nothing'}."
             )
         if not chosen:
             raise InvalidArgumentError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.keras.backend import keras
 from sparkhvd.wire import read_json
 
@@ -115,7 +115,7 @@ def arranged(model: Any, columns: Sequence[Tensor]) -> Any:
         ]
     if len(inputs) != len(columns):
         raise InvalidArgumentError(
-            f"The model has {len(inputs)} inputs ({', '.join(each.name for each in inputs)}), but there are {len(columns)} feature columns. Give "
+            f"The model has {len(inputs)} inputs ({listed(each.name for each in inputs)}), but there are {len(columns)} feature columns. Give "
             "one column per input, in the same order; a model with one input gets all columns joined."
         )
     shaped = [_shaped(each, wanted.shape[1:]) for each, wanted in zip(columns, inputs, strict=True)]

@@ -185,7 +185,7 @@ def initialize(
         with contextlib.ExitStack() as cleanup:
             rendezvous = join(cleanup)
             if rendezvous.settings.lazy_compiler:
-                lazy_compiler.install()
+                cleanup.enter_context(lazy_compiler.installed())
             place = None
             if may_join_later and isinstance(rendezvous, ElasticRendezvous):
                 place = rendezvous.arrive()

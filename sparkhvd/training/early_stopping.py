@@ -5,10 +5,11 @@ The history is equal on all ranks and part of every checkpoint, so all ranks dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.training.types import Value
 
 
@@ -32,7 +33,7 @@ class Monitor:
         """
         value = record.get(self.name)
         if not isinstance(value, (int, float)):
-            known = ", ".join(repr(k) for k, v in record.items() if isinstance(v, (int, float)))
+            known = listed(repr(k) for k, v in record.items() if isinstance(v, (int, float)))
             raise InvalidArgumentError(
                 f"monitor is {self.name!r}, but the record of an epoch has no number of that name. It has {known}."
             )
@@ -85,32 +86,42 @@ def _epoch(record: Mapping[str, Value]) -> int:
     return int(record["epoch"] or 0)
 
 
-def reason_to_stop(
-    history: Sequence[Mapping[str, Value]], early_stopping: EarlyStopping | None
-) -> str:
-    """Decide whether to stop after these epochs. Return the reason, or "" to continue."""
-    if early_stopping is None:
-        return ""
-    best: float | None = None
-    waited = 0
-    monitor, min_delta = early_stopping.monitor, early_stopping.min_delta
-    for record in history:
-        value = monitor.value(record)
-        if monitor.is_better(value, best, min_delta):
-            best, waited = value, 0
-        else:
-            waited += 1
-    if waited < early_stopping.patience:
-        return ""
-    plural = "s" * (waited != 1)
-    if best is None:
-        return f"{monitor.name} has not improved for {waited} epoch{plural} (it was never a number)"
-    if not min_delta:
+class Stopper:
+    """Decision to stop the epochs of a growing history.
+
+    Each record is read once, because a run may have thousands.
+
+    Args:
+        early_stopping: the rule; None never stops.
+    """
+
+    def __init__(self, early_stopping: EarlyStopping | None) -> None:
+        self._rule = early_stopping
+        self._best: float | None = None
+        self._value = math.nan  # of the last epoch
+        self._num_waited = self._num_read = 0
+
+    def reason_to_stop(self, history: Sequence[Mapping[str, Value]]) -> str:
+        """Decide whether to stop after these epochs. Return the reason, or "" to continue."""
+        if self._rule is None:
+            return ""
+        monitor, min_delta = self._rule.monitor, self._rule.min_delta
+        for record in history[self._num_read :]:
+            self._value = monitor.value(record)
+            if monitor.is_better(self._value, self._best, min_delta):
+                self._best, self._num_waited = self._value, 0
+            else:
+                self._num_waited += 1
+        self._num_read = len(history)
+        if self._num_waited < self._rule.patience:
+            return ""
+        epochs = f"{self._num_waited} epoch{'s' * (self._num_waited != 1)}"
+        if self._best is None:
+            return f"{monitor.name} has not improved for {epochs} (it was never a number)"
+        if not min_delta:
+            return f"{monitor.name} has not improved for {epochs} (its best is {self._best:.6g})"
+        # Show the reference instead of the best value: an improvement of at most min_delta does not change the reference.
         return (
-            f"{monitor.name} has not improved for {waited} epoch{plural} (its best is {best:.6g})"
+            f"{monitor.name} has not improved by more than min_delta={min_delta:g} for {epochs} (it was "
+            f"{self._best:.6g} before, and is {self._value:.6g})"
         )
-    # Show the reference instead of the best value: an improvement of at most min_delta does not change the reference.
-    return (
-        f"{monitor.name} has not improved by more than min_delta={min_delta:g} for {waited} epoch{plural} (it was "
-        f"{best:.6g} before, and is {value:.6g})"
-    )

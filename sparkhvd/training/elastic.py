@@ -38,7 +38,7 @@ from sparkhvd.training.checkpoints.resume import (
     load_weights,
     resume,
 )
-from sparkhvd.training.checkpoints.saver import Cadence, Saver, snapshot
+from sparkhvd.training.checkpoints.saver import Cadence, RecordCopies, Saver, snapshot
 from sparkhvd.training.device import agree, choose_device, compile_model, gpu_of
 from sparkhvd.training.metrics import Totals, TotalsState
 from sparkhvd.training.model import build_model, uncompiled
@@ -53,8 +53,6 @@ from sparkhvd.training.train import LoopHooks, build, returned_epoch, train_epoc
 from sparkhvd.training.types import History
 from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks, TrainingClock
 from sparkhvd.training.user_step import StepContext, UserStep
-
-_NEVER_S = 1e9
 
 
 @held
@@ -83,8 +81,7 @@ class _Training(State, LoopHooks):
 
     def __init__(self, spec: TrainSpec) -> None:
         super().__init__()
-        # Write no checkpoints inside an epoch, because they hold a state for each rank and the ranks may change.
-        self.spec = replace(spec, checkpoint_interval_s=_NEVER_S)
+        self.spec = spec
         place = context()
         if place is not None:
             torch.set_num_threads(place.num_threads)
@@ -111,10 +108,11 @@ class _Training(State, LoopHooks):
         self._held: Checkpoint | None = None
         self._within: _Within | None = None
         self._scaled_by = 0
+        self._records = RecordCopies()
         self._rows = 0  # rows of this epoch done so far
         self._is_divisible = False
-        self._interval_s = spec.checkpoint_interval_s
-        self._cadence, self._until_asked = Cadence(self._interval_s, time.monotonic()), 1
+        self._cadence = Cadence(spec.checkpoint_interval_s, time.monotonic())
+        self._until_asked = 1
 
     def keep(self, history: History, within: _Within | None = None) -> None:
         """Keep a copy of the state after these epochs and, with `within`, after a part of the next epoch."""
@@ -122,7 +120,8 @@ class _Training(State, LoopHooks):
         weights = self.program.model.state_dict()
         own = self.state.changes.own_attributes(self.state.watch)
         kept = capture(self.spec, self.state, history, weights=weights, kept={}, attributes=[own])
-        self._held = Checkpoint(**snapshot(vars(kept)))
+        values = snapshot({**vars(kept), "history": []})
+        self._held = Checkpoint(**{**values, "history": self._records.of(history)})
         self._within = within
         self._cadence.taken(time.monotonic())
         self._scaled_by = hvd.size()
@@ -197,7 +196,9 @@ class _Training(State, LoopHooks):
         before, within, profile = hvd.broadcast_object(place, 0, name="elastic.place")
         self.profile.resume(profile, len(position.history))
         self._scale(before)
-        self._cadence, self._until_asked = Cadence(self._interval_s, time.monotonic()), 1
+        self._cadence = Cadence(self.spec.checkpoint_interval_s, time.monotonic())
+        self._until_asked = 1
+        self._records = RecordCopies()  # epochs may be repeated
         self.keep(position.history, within)
         self._is_divisible = data.training.is_divisible
         if within is not None:

@@ -196,7 +196,7 @@ class Profile:
 
     Attributes:
         phases: seconds that this rank spent in this launch in "connect", "load", "first step", "train" (includes the
-            first step), "validate", "checkpoint".
+            first step), "validate", "exchange" (records and times of epochs), "callbacks" (except in steps), "checkpoint".
         timeline: timeline of the first steps, if any.
         sampler: sampler of this process's load.
         generations: for each set of ranks of an elastic job its start as {"attempt", "generation", "epoch",
@@ -287,7 +287,8 @@ class Profile:
         Returns:
             The result of `waits`.
         """
-        found = self._gather([gradient_wait_s, data_wait_s, seconds, rows])
+        with self.phase("exchange"):
+            found = self._gather([gradient_wait_s, data_wait_s, seconds, rows])
         self._steps += found[:, len(_NUMBERS) : _HEAD - 1].sum(0)
         self.phases["train"] = self.phases.get("train", 0.0) + seconds
         if (epoch - 1) % self._every == 0:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns.labels import SIGMOID, link_of, outputs_of
 from sparkhvd.data.reading.reader import Batch
-from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.errors import CollectiveError, InvalidArgumentError, listed
 from sparkhvd.training.batches import StepPlan
 from sparkhvd.training.checkpoints.resume import TrainingState
 from sparkhvd.training.losses import Counts, counts_apart, counts_of, mean_loss, weighted_loss
@@ -369,7 +369,7 @@ class Step:
             except Exception as e:  # noqa: BLE001 - raised again below, on every rank
                 shapes = (f"{n} {v.shape} {v.dtype}" for n, v in batch.columns.items())
                 problem = (
-                    f"model or loss raised {type(e).__name__}: {e} (columns: {', '.join(shapes)})"
+                    f"model or loss raised {type(e).__name__}: {e} (columns: {listed(shapes)})"
                     + self.spec.labels.dtype_hint(e)
                 )
                 cause = e

@@ -43,7 +43,7 @@ from sparkhvd.training.checkpoints.resume import (
 )
 from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.device import agree, choose_device, compile_model, gpu_of
-from sparkhvd.training.early_stopping import best_epoch, reason_to_stop
+from sparkhvd.training.early_stopping import Stopper, best_epoch
 from sparkhvd.training.host_memory import share_frozen
 from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.losses import check_weights
@@ -237,7 +237,8 @@ def train_epochs(
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
     with repeated(step.state, position, "on_train_begin"):
         callbacks.call("on_train_begin")
-    stopped = callbacks.stopped or reason_to_stop(history, spec.early_stopping)
+    stopper = Stopper(spec.early_stopping)
+    stopped = callbacks.stopped or stopper.reason_to_stop(history)
     while len(history) < spec.epochs and not stopped:
         moment.epoch = len(history) + 1
         step.model.train()
@@ -259,11 +260,12 @@ def train_epochs(
         asked = callbacks.epoch_end(record)
         # Use rank 0's record on all ranks, so that they decide alike even if their machines compute slightly
         # differently.
-        record = hvd.broadcast_object(record, 0, name="record")
+        with step.state.profile.phase("exchange"):
+            record = hvd.broadcast_object(record, 0, name="record")
         schedule.after_epoch(record)
         history.append(record)
         hooks.end_epoch(history)
-        stopped = asked or reason_to_stop(history, spec.early_stopping)
+        stopped = asked or stopper.reason_to_stop(history)
         saver.after_epoch(history, is_last=bool(stopped) or len(history) >= spec.epochs)
         callbacks.checkpoint(saver)
         hooks.after_checkpoint()

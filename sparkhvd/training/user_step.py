@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sparkhvd.data.columns.binding import Argument, label_arguments
 from sparkhvd.data.columns.schema import DataSchema, stored_dtype
-from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.errors import CollectiveError, InvalidArgumentError, listed
 from sparkhvd.training.metrics import Forward, Logs
 from sparkhvd.training.modules.lookups import is_lookup, naming_lookups
 from sparkhvd.training.to_device import moved
@@ -287,7 +287,7 @@ def _first_call(
     except Exception as e:
         if isinstance(e, (IndexError, RuntimeError)) and is_lookup(e):
             raise  # `naming_lookups` gives a better message
-        shapes = ", ".join(
+        shapes = listed(
             f"{n} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for n, t in batch.items()
         )
         hint = ""

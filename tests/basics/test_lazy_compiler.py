@@ -62,7 +62,7 @@ def run(programs: dict[str, str], folder: Path) -> dict[str, tuple[int, str]]:
 NO_COMPILER = f"""
 from sparkhvd import TorchEstimator
 import sparkhvd.estimator.transform.worker, sparkhvd.training.train
-import sys, torch, sparkhvd.torch as hvd
+import sys, torch, torch.utils.checkpoint, sparkhvd.torch as hvd
 
 hvd.init()
 p = torch.nn.Parameter(torch.ones(2))
@@ -71,9 +71,12 @@ p.sum().backward()
 o.step()
 o.zero_grad()
 o.load_state_dict(o.state_dict())
+torch.utils.checkpoint.checkpoint(lambda x: x * p, torch.ones(2), use_reentrant=False).sum().backward()
 torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
 unwanted = ("sympy", "torch._inductor.config", {lazy_compiler.REAL!r})
 print([name for name in unwanted if name in sys.modules])
+hvd.shutdown()
+assert 'torch._dynamo' not in sys.modules
 """
 
 TRAINING = """
@@ -222,13 +225,71 @@ p = torch.nn.Parameter(torch.zeros(2))
 torch.optim.SGD([p], lr=0.1)
 """
 
+# One thread imports a library of the compiler while another thread needs the compiler.
+THREADS = """
+import importlib, os, sys, threading, time, torch
+from sparkhvd import lazy_compiler
+
+lazy_compiler.install()
+begun = threading.Event()
+
+def first_use():
+    begun.wait()
+    time.sleep(0.1)
+    {use}
+
+def library():
+    begun.set()
+    importlib.import_module("sympy")
+
+threads = [threading.Thread(target=each, daemon=True) for each in (first_use, library)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(60)
+assert not any(thread.is_alive() for thread in threads)
+assert lazy_compiler.is_loaded()
+"""
+
+# The stand-in stays until the last of two overlapping blocks ends.
+OVERLAP = """
+import sys, threading, torch
+from sparkhvd import lazy_compiler
+
+inside, left = threading.Event(), threading.Event()
+
+def other():
+    with lazy_compiler.installed():
+        inside.set()
+        left.wait(60)
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        found.append(lazy_compiler.is_loaded())
+
+found = []
+thread = threading.Thread(target=other)
+with lazy_compiler.installed():
+    thread.start()
+    inside.wait(60)
+left.set()
+thread.join(60)
+assert found == [False]
+assert 'torch._dynamo' not in sys.modules
+"""
+
 PROGRAMS = {
     "no compiler": NO_COMPILER,
     "optimizers": OPTIMIZERS,
     "decorator": f"{DECORATOR}{BEFORE}\ndecorator()\n{AFTER}",
     "block": BLOCK,
+    "overlap": OVERLAP,
+    "threads": THREADS.format(use="import torch._dynamo.config"),
 }
-OF_SOAK = {"step": f"{STEP}{BEFORE}\nstep()\n{AFTER}", "error": ERROR}
+COMPILE = 'torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))'
+OF_SOAK = {
+    "step": f"{STEP}{BEFORE}\nstep()\n{AFTER}",
+    "error": ERROR,
+    "threads of torch.compile": THREADS.format(use=COMPILE),
+}
 
 
 Outputs = dict[str, tuple[int, str]]
@@ -258,9 +319,16 @@ def test_torch_optimizers_give_the_same_bits_without_compiler_import(outputs: Ou
     [
         "decorator",
         "block",
-        *left_to_soak("decorators and an optimizer's step, here", "step", "error"),
+        "overlap",
+        "threads",
+        *left_to_soak(
+            "decorators, an optimizer's step and threads, here",
+            "step",
+            "error",
+            "threads of torch.compile",
+        ),
     ],
 )
-def test_compiling_restores_the_real_compiler(outputs: Outputs, program: str) -> None:
+def test_stand_in_and_compiler_replace_each_other(outputs: Outputs, program: str) -> None:
     status, output = outputs[program]
     assert status == 0, output

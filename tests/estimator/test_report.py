@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from sparkhvd import Store, TorchModel
+from sparkhvd import Callback, Store, TorchModel
 from sparkhvd.estimator.fitting import recorder
 from sparkhvd.observe.report.page import loads
+from sparkhvd.training.user_code.callbacks import CallbackContext
 from tests.estimator.fits import estimator, mlp
+from tests.harness.by_value import by_value
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.spark
 
+travels_by_value = by_value(__name__)
+
 NUM_PARAMETERS = 2 * 6 + 6 + 6 + 1
+
+
+class Slow(Callback):
+    """Takes 0.4 s between epochs."""
+
+    def on_epoch_begin(self, ctx: CallbackContext) -> None:
+        time.sleep(0.2)
+
+    def on_epoch_end(self, ctx: CallbackContext, record: object) -> None:
+        time.sleep(0.2)
 
 
 @pytest.fixture
@@ -31,7 +46,8 @@ def test_a_fit_writes_a_report_with_the_figures_of_its_training(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     df = spark.range(100).selectExpr("array(rand(1), rand(2)) AS x", "rand(3) AS y")
-    est = estimator(mlp(2), store, epochs=3, metrics=["mae"], validation=0.2, timeline=True)
+    options = {"epochs": 3, "metrics": ["mae"], "validation": 0.2, "timeline": True}
+    est = estimator(mlp(2), store, **options, callbacks=[Slow()])
     model = est.fit(df)
     run = f"runs/{model.getRunId()}"
     document = loads(store.read_bytes(f"{run}/report.json"), run)
@@ -66,6 +82,8 @@ def _check_times(document: dict, model: TorchModel) -> None:  # type: ignore[typ
     assert 0.5 * model.timings["materialize"] <= phases["materialize"]
     assert phases["validate"] > 0
     assert phases["checkpoint"] > 0
+    assert 3 * 0.4 <= phases["callbacks"] < 2 * 3 * 0.4
+    assert phases["exchange"] > 0
 
 
 def _check_counts(document: dict, model: TorchModel) -> None:  # type: ignore[type-arg]

@@ -18,18 +18,28 @@ pytestmark = pytest.mark.processes
 PORT = struct.Struct("!i")
 
 
-@pytest.mark.parametrize("has_thread", [False, True])
+# A `torch.py` after which the daemon must not fork.
+STARTS_THREAD = (
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+)
+WITHOUT_PROC = """
+import os
+listdir = os.listdir
+os.listdir = lambda path=".": listdir("/absent" if path.startswith("/proc") else path)
+"""
+
+
+@pytest.mark.parametrize(
+    "torch", ["", STARTS_THREAD, WITHOUT_PROC], ids=["torch", "thread", "without /proc"]
+)
 def test_spark_workers_fork_from_a_single_threaded_process_with_torch(
-    tmp_path: Path, has_thread: bool
+    tmp_path: Path, torch: str
 ) -> None:
-    """If the import of torch starts a thread, the daemon must not fork, and pyspark's own daemon takes over."""
-    if has_thread:
-        (tmp_path / "torch.py").write_text(
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
-        )
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    if not has_thread:
-        env["PYTHONPATH"] = str(ROOT)
+    """If torch has started a thread, or threads cannot be counted, pyspark's own daemon takes over."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if torch:
+        (tmp_path / "torch.py").write_text(torch)
+        env["PYTHONPATH"] += f":{tmp_path}"
     env.pop("PYTHON_UNIX_DOMAIN_ENABLED", None)
     command = [sys.executable, "-m", "sparkhvd.python_daemon", "pyspark.worker"]
     with subprocess.Popen(
@@ -41,8 +51,8 @@ def test_spark_workers_fork_from_a_single_threaded_process_with_torch(
         assert 0 < port < 65536
         place = Path(f"/proc/{daemon.pid}")
         module = place.joinpath("cmdline").read_bytes().split(b"\0")[2]
-        assert module == (b"pyspark.daemon" if has_thread else b"sparkhvd.python_daemon")
+        assert module == (b"pyspark.daemon" if torch else b"sparkhvd.python_daemon")
         assert len(os.listdir(place / "task")) == 1
-        assert ("libtorch" in place.joinpath("maps").read_text()) != has_thread
+        assert ("libtorch" in place.joinpath("maps").read_text()) != bool(torch)
         daemon.stdin.close()  # as Spark ends it
         daemon.wait(20)

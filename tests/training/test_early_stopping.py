@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.early_stopping import EarlyStopping, Monitor, best_epoch, reason_to_stop
+from sparkhvd.training.early_stopping import EarlyStopping, Monitor, Stopper, best_epoch
+from sparkhvd.training.types import Value
 
 pytestmark = pytest.mark.pure
 
@@ -54,23 +57,42 @@ def test_fit_stops_after_patience_epochs_without_improvement(
     mode: str, patience: int, min_delta: float, values: list[float], stops_after: int | None
 ) -> None:
     early = EarlyStopping(Monitor("x", mode), patience, min_delta)
-    done = [n for n in range(len(values) + 1) if reason_to_stop(history(*values[:n]), early)]
+    done = [
+        n for n in range(len(values) + 1) if Stopper(early).reason_to_stop(history(*values[:n]))
+    ]
     assert (done[0] if done else None) == stops_after
 
 
 def test_reason_to_stop_is_explained_in_words() -> None:
     early = EarlyStopping(Monitor("x"), 1)
-    assert reason_to_stop(history(1, 2), early) == (
+    assert Stopper(early).reason_to_stop(history(1, 2)) == (
         "x has not improved for 1 epoch (its best is 1)"
     )
-    assert reason_to_stop(history(NAN), early) == (
+    assert Stopper(early).reason_to_stop(history(NAN)) == (
         "x has not improved for 1 epoch (it was never a number)"
     )
-    assert not reason_to_stop(history(1), None)
+    assert not Stopper(None).reason_to_stop(history(1))
     early = EarlyStopping(Monitor("x"), 2, 0.05)
-    assert reason_to_stop(history(0.5, 0.0429, 0.02, 0.0013), early) == (
+    assert Stopper(early).reason_to_stop(history(0.5, 0.0429, 0.02, 0.0013)) == (
         "x has not improved by more than min_delta=0.05 for 2 epochs (it was 0.0429 before, and is 0.0013)"
     )
+
+
+def test_stopper_reads_each_record_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, read = [3.0, NAN, 2.0, 2.5, 1.0, 1.0, 1.5, 1.2], []
+    value = Monitor.value
+
+    def counted(self: Monitor, record: Mapping[str, Value]) -> float:
+        read.append(record["epoch"])
+        return value(self, record)
+
+    early = EarlyStopping(Monitor("x"), 3)
+    expected = [Stopper(early).reason_to_stop(history(*values[:n])) for n in range(9)]
+    monkeypatch.setattr(Monitor, "value", counted)
+    stopper, records = Stopper(early), history(*values)
+    assert [stopper.reason_to_stop(records[:n]) for n in range(9)] == expected
+    assert expected[-1] == "x has not improved for 3 epochs (its best is 1)"
+    assert read == list(range(1, 9))
 
 
 def test_error_names_a_monitored_value_missing_from_records() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from sparkhvd.data.packed import write_packed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, StoreError
 from sparkhvd.training import program
+from sparkhvd.training.checkpoints import saver
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.saver import Budget
 from sparkhvd.training.early_stopping import Monitor, best_epoch
@@ -323,7 +326,10 @@ def test_checkpoints_load_without_unpickling_and_old_checkpoints_are_deleted(sto
 def test_short_epochs_write_fewer_checkpoints_but_keep_the_best(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_after: int | None
 ) -> None:
-    """Only the first epoch has its own checkpoint. The run, killed or not, equals a run with all checkpoints."""
+    """Only the first epoch has its own checkpoint. The run, failed or not, equals a run with all checkpoints.
+
+    A failed run has also saved its best epoch.
+    """
 
     class Stops(Callback):
         def on_epoch_begin(self, ctx: Any) -> None:
@@ -351,12 +357,17 @@ def test_short_epochs_write_fewer_checkpoints_but_keep_the_best(
     expected = every.train(2)
     monkeypatch.setattr(Budget, "BURST", 1)
     few = case(store, {"callbacks": [Stops()]})
+    first = 1  # epoch of the process
     if stops_after is not None:
         with pytest.raises(RanksFailed):
             few.train(2)
-        saved = Checkpoints(store, RUN_DIR).saved_epochs()
-        assert saved == {1}, saved
-        assert len(Checkpoints(store, RUN_DIR).history()) == stops_after - 1
+        found = Checkpoints(store, RUN_DIR)
+        best = best_epoch(expected.history[: stops_after - 1], Monitor("val_loss"))
+        assert best > 1
+        assert found.saved_epochs() == {1, best}
+        assert found.latest_position() == (best, 0)
+        assert len(found.history()) == stops_after - 1
+        first = best + 1
     result = few.train(2)
     assert result.epoch == expected.epoch == best_epoch(expected.history, Monitor("val_loss"))
     assert 1 < result.epoch < 9
@@ -365,8 +376,47 @@ def test_short_epochs_write_fewer_checkpoints_but_keep_the_best(
     for epoch in (result.epoch, 9):
         for name, value in few.weights(epoch).items():
             assert torch.equal(value, every.weights(epoch)[name])
-    assert Checkpoints(store, RUN_DIR).saved_epochs() <= {1, result.epoch, 9}
+    assert Checkpoints(store, RUN_DIR).saved_epochs() <= {first, result.epoch, 9}
     assert Checkpoints(store, RUN_DIR).history() == result.history
+
+
+@pytest.mark.parametrize("problem", ["fails", "hangs"])
+def test_failed_write_of_the_best_epoch_hides_no_error(
+    store: Store, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    monkeypatch.setattr(Budget, "BURST", 1)
+    monkeypatch.setattr(saver, "_BEST_LIMIT_S", 0.5)
+    writes, tried, goes_on = Checkpoints.save, [], threading.Event()
+
+    def save(self: Checkpoints, checkpoint: Checkpoint, **options: Any) -> None:
+        tried.append(checkpoint.epoch)
+        if checkpoint.epoch > 1:
+            if problem == "fails":
+                raise StoreError("the disk is full")
+            goes_on.wait(60)
+        writes(self, checkpoint, **options)
+
+    class Stops(Callback):
+        def on_epoch_begin(self, ctx: Any) -> None:
+            if ctx.epoch == 4:
+                raise ValueError("a loss")
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    model = linear()
+    options = {"epochs": 9, "return_best": True, "monitor": Monitor("loss")}
+    case = Case(
+        store, model, torch.optim.SGD(model.parameters(), lr=0.01), options=options,
+        user={"callbacks": [Stops()]},
+    )  # fmt: skip
+    began = time.monotonic()
+    try:
+        with pytest.raises(RanksFailed, match="a loss") as failed:
+            case.train(1)
+    finally:
+        goes_on.set()
+    assert time.monotonic() - began < 30
+    assert "disk is full" not in str(failed.value)
+    assert tried == [1, 3]
 
 
 def test_slow_store_needs_at_most_two_weight_copies(

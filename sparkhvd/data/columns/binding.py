@@ -59,7 +59,7 @@ def bind_inputs(
         return _bind_by_name(schema, inputs, input_shapes, default, forward)
     if isinstance(input_shapes, Mapping):
         raise InvalidArgumentError(
-            f"input_shapes is a dict ({list(input_shapes)}), which names arguments of forward; give inputs= too, or a "
+            f"input_shapes is a dict ({quoted(input_shapes)}), which names arguments of forward; give inputs= too, or a "
             "list with one shape per feature column."
         )
     if input_shapes is not None:
@@ -447,4 +447,4 @@ class InputBinding:
         return InputBinding(tuple(a for a in self.arguments if a.name not in names))
 
     def describe(self) -> str:
-        return "; ".join(a.describe() for a in self.arguments)
+        return listed((a.describe() for a in self.arguments), "; ")

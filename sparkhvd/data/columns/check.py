@@ -271,7 +271,7 @@ def _policies(policy: str | Mapping[str, object], columns: Sequence[str]) -> dic
             policies[name] = ("fill", value)
         else:
             raise InvalidArgumentError(
-                f"handle_invalid is {policy!r}. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number "
+                f"handle_invalid is {policy if is_text else {name: value}!r}. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number "
                 "that the tensor cannot hold), 'keep' (NaN and infinity unchanged, a null as NaN), or a dict from columns to "
                 "these words or to a number that replaces nulls and invalid numbers."
             )
@@ -340,7 +340,7 @@ def _names(names: object, param: str) -> list[str]:
         raise InvalidArgumentError(
             f"{param} is {names!r}. Give a list of column names, for example [{names!r}]."
             if isinstance(names, str)
-            else f"{param} is {names!r}. Give a list of column names."
+            else f"{param} is {names!r:.200}. Give a list of column names."
         )
     for name in names:
         if not isinstance(name, str) or not name:
@@ -395,7 +395,7 @@ def _overrides(dtypes: Dtypes | None, names: list[str], param: str) -> dict[str,
         return {}
     if dtypes and not names:
         raise InvalidArgumentError(
-            f"{param} is {dtypes!r}, and there are no label columns. Labels of a loss that the model computes are features: give "
+            f"{param} is {dtypes!r:.200}, and there are no label columns. Labels of a loss that the model computes are features: give "
             "feature_dtypes."
         )
     if isinstance(dtypes, Mapping):
@@ -408,7 +408,7 @@ def _overrides(dtypes: Dtypes | None, names: list[str], param: str) -> dict[str,
     else:
         if isinstance(dtypes, str) or len(dtypes) != len(names):
             raise InvalidArgumentError(
-                f"{param} is {dtypes!r}. Give a dict by column name, or a list of {len(names)} entries, one "
+                f"{param} is {dtypes!r:.200}. Give a dict by column name, or a list of {len(names)} entries, one "
                 f"for each of {listed(map(repr, names))}."
             )
         pairs = list(zip(names, dtypes, strict=True))

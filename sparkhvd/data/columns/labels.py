@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812 - everyone's name
 
 from sparkhvd.data.columns.binding import from_numpy, quoted
 from sparkhvd.data.columns.schema import Column, DataSchema, checked_shape
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 
 # The user's function or module, or None if the user's `train_step` computes the loss.
 Loss = Callable[..., object] | None
@@ -103,8 +103,8 @@ class LabelBinding:
             for name, dtype, kind in zip(self.columns, self.dtypes, self.kinds, strict=True)
             if kind == "unknown"
         ]
-        integers = ", ".join(f"{name!r}: 'float32'" for name, is_integer in own if is_integer)
-        floats = ", ".join(f"{name!r}: 'int64'" for name, is_integer in own if not is_integer)
+        integers = listed(f"{name!r}: 'float32'" for name, is_integer in own if is_integer)
+        floats = listed(f"{name!r}: 'int64'" for name, is_integer in own if not is_integer)
         if integers and re.search(r"dtype|scalar type|Long|Integral", str(error)):
             return f". Integer labels stay integers for your own loss; if it needs floats, give label_dtypes={{{integers}}}."
         if floats and _WANTS_INTEGERS.search(str(error)):

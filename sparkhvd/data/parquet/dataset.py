@@ -28,7 +28,7 @@ from sparkhvd.data.columns.schema import Field, Schema
 from sparkhvd.data.manifest import TableVersion
 from sparkhvd.data.packed import METADATA_KEY
 from sparkhvd.data.store.store import Store, StoredFile
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 
 
 @dataclass(frozen=True)
@@ -319,4 +319,4 @@ def _common_type(texts: Sequence[str]) -> Callable[[str], int | float | str]:
 
 
 def _named(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "no column"
+    return listed(map(repr, names)) or "no column"

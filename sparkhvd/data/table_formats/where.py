@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sparkhvd.data.parquet.dataset import RowFilter
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 
 if TYPE_CHECKING:
     from pyiceberg.expressions import BooleanExpression
@@ -98,7 +98,7 @@ def row_filter(condition: Condition, schema: pa.Schema, name: str) -> RowFilter:
     for column in columns:
         if schema.get_field_index(column) < 0:
             raise InvalidArgumentError(
-                f"where={text_of(condition)!r}: {name} has no column {column!r}. Its columns are {', '.join(schema.names)}."
+                f"where={text_of(condition)!r}: {name} has no column {column!r}. Its columns are {listed(schema.names)}."
             )
     types = {column: schema.field(column).type for column in columns}
     return RowFilter(columns, _expression(condition, types), text_of(condition))

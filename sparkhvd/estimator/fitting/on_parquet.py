@@ -12,7 +12,7 @@ from sparkhvd.data.parquet.petastorm import UNISCHEMA_KEY, codec_decoders
 from sparkhvd.data.source import ParquetFiles
 from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.estimator.fitting.inputs import FitSources
 from sparkhvd.spark import is_connect, is_dataframe
 
@@ -184,6 +184,6 @@ def _refuse_encoded(dataset: ParquetDataset, names: Sequence[str]) -> None:
     ]
     if encoded:
         raise InvalidArgumentError(
-            f"fit_on_parquet({dataset.url!r}): the data were written by petastorm, and {', '.join(map(repr, encoded))} "
+            f"fit_on_parquet({dataset.url!r}): the data were written by petastorm, and {listed(map(repr, encoded))} "
             f"{'are' if len(encoded) > 1 else 'is'} encoded. Give reader='petastorm', or your own decoders."
         )

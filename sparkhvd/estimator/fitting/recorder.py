@@ -7,6 +7,7 @@ environment variables are left out, and the passwords, keys and tokens of the st
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import re
 import time
@@ -165,7 +166,16 @@ class Recorder:
         # rank.
         run_s = min(report.run_s, max(0.0, whole - report.launch_s))
         lost = max(0.0, whole - report.launch_s - run_s)
-        order = ("connect", "load", "first step", "train", "validate", "checkpoint")
+        order = (
+            "connect",
+            "load",
+            "first step",
+            "train",
+            "validate",
+            "exchange",
+            "callbacks",
+            "checkpoint",
+        )
         phases = [(name, of_ranks.get(name, 0.0)) for name in order]
         rest = max(0.0, run_s - sum(seconds for _, seconds in phases))
         name = "lost launches" if self._relaunches else "end of launch"
@@ -327,6 +337,7 @@ def _safe(value: object, hide: Callable[[str], str]) -> object:
     return value if is_shown else type(value)
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "sparkhvd": __version__}
     for package in _PACKAGES:

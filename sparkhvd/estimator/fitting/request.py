@@ -33,7 +33,7 @@ from sparkhvd.data.columns.schema import FLOATS, NUMERIC_TYPES, Column, DataSche
 from sparkhvd.data.store.locks import RunLock, acquire
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.store.temporary import default_store, is_temporary_store
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.estimator.fitting.cluster import Cluster, resolve_cluster
 from sparkhvd.estimator.fitting.inputs import (
     FitSources,
@@ -545,7 +545,7 @@ class _HistoryKeys:
         ):
             return
         raise InvalidArgumentError(
-            f"{param} is {name!r}, which the history will not have. It will have {', '.join(map(repr, self.names))}."
+            f"{param} is {name!r}, which the history will not have. It will have {listed(map(repr, self.names))}."
         )
 
 

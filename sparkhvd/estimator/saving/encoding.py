@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sparkhvd import lazy_compiler
 from sparkhvd.data.columns.binding import Argument, InputBinding
 from sparkhvd.data.columns.decoders import pad
 from sparkhvd.data.columns.images import image
@@ -380,7 +381,15 @@ class Decoder:
     def _optimizer(self, saved: dict[str, Any]) -> torch.optim.Optimizer:
         data = _unmark(saved)
         assert self.module is not None
-        parameters = list(self.module.parameters())
+        with (
+            lazy_compiler.installed()
+            if Settings.resolve().lazy_compiler
+            else contextlib.nullcontext()
+        ):
+            return self._optimizer_of(data, self.module)
+
+    def _optimizer_of(self, data: dict[str, Any], module: nn.Module) -> torch.optim.Optimizer:
+        parameters = list(module.parameters())
         groups = [
             {**options, "params": [parameters[i] for i in members]}
             for options, members in zip(data["groups"], data["params"], strict=True)

@@ -393,7 +393,7 @@ def _select(
     missing = [name for name in columns if name not in functions]
     if missing:
         raise InvalidArgumentError(
-            f"transform: the model was trained with {param} for {', '.join(map(repr, missing))}, but the Param is not "
+            f"transform: the model was trained with {param} for {listed(map(repr, missing))}, but the Param is not "
             f"set any more. Set {param} again."
         )
     return {name: functions[name] for name in columns}

@@ -280,9 +280,9 @@ class _Given:
         columns = [(str(name), values) for name, values in data.items()]
         lengths = {name: _num_rows(name, values) for name, values in columns}
         if len({*lengths.values()}) > 1:
-            listed = ", ".join(f"{name!r} {rows}" for name, rows in lengths.items())
+            rows = listed(f"{name!r} {number}" for name, number in lengths.items())
             raise InvalidArgumentError(
-                f"the columns have different numbers of rows: {listed}. Give every column one entry per row."
+                f"the columns have different numbers of rows: {rows}. Give every column one entry per row."
             )
         return cls(columns, next(iter(lengths.values()), 0))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.data.columns import labels
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.transform.worker import Output
 from sparkhvd.training.modules.fitted import TrainedState
@@ -58,7 +58,7 @@ def check_count(names: Sequence[str], widths: Sequence[int]) -> None:
     """Raise InvalidArgumentError unless `outputCols` has a name per output."""
     if len(names) != len(widths):
         raise InvalidArgumentError(
-            f"outputCols has {len(names)} names ({list(names)}), but the model has {len(widths)} outputs. Give a name per output; '' omits the output."
+            f"outputCols has {len(names)} names ({listed(map(repr, names))}), but the model has {len(widths)} outputs. Give a name per output; '' omits the output."
         )
 
 

@@ -38,7 +38,7 @@ from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.ragged import Ragged, Rows, Values, row_shape, take
 from sparkhvd.data.columns.schema import Column
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.runner.protocol import bytes_of
 from sparkhvd.runner.slots import threads_per_rank
 from sparkhvd.training.modules.architecture import load_shell
@@ -640,7 +640,7 @@ def _problem(found: InvalidRowCounts, column: Column) -> str:
         )
     if found.fractions:
         return f"has {found.fractions} rows in a batch that are not whole numbers."
-    shapes = ", ".join(shape_text(s) for s in sorted(found.shapes)) or "0"
+    shapes = listed(shape_text(s) for s in sorted(found.shapes)) or "0"
     expected = shape_text(column.shape or (1,))
     return f"has {shapes} elements per row in a batch, but the model takes {expected}."
 

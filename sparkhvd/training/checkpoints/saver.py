@@ -4,7 +4,8 @@ Threads: rank 0 starts a background thread for each write, and only one runs at 
     the
 state, not for the store. Ownership: the thread owns its copy and the run's checkpoint folder. Shutdown: the end of the
 block waits for the current write, also after an error, so that no checkpoint is lost. If the store hangs, the wait ends
-after `WRITE_LIMIT_S`. The thread is a daemon, so it does not keep the process alive.
+after `WRITE_LIMIT_S`. After an error it also writes the copy of the best epoch, if that is not written yet, and waits
+`_BEST_LIMIT_S` for it. The thread is a daemon, so it does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from sparkhvd.training.types import History, State
 _PROFILE_S = 10.0
 # Longest wait for a write; by default other ranks wait this long for rank 0 (`Settings.stall_shutdown_s`).
 WRITE_LIMIT_S = 1800.0
+# Longest wait for the write of the best epoch after an error.
+_BEST_LIMIT_S = 60.0
 
 T = TypeVar("T")
 
@@ -68,7 +71,8 @@ class Saver:
         self._best: tuple[Checkpoint, list[str]] | None = None
         self._best_value: float | None = None
         self._num_compared = 0
-        self._records: History = []  # copies of the records so far
+        self._records = RecordCopies()
+        self._may_change = False  # whether a custom loop may have changed earlier records
         self._profiled_at = -math.inf
 
     def after_step(
@@ -82,10 +86,10 @@ class Saver:
             totals: this rank's totals of this epoch; None for a `train_fn`.
             seconds: duration of this epoch so far.
         """
-        if not self._is_due():
+        # An elastic fit has no such checkpoints, because they hold a state for each rank and the ranks may change.
+        if self._spec.least_ranks or not self._is_due():
             return
-        if totals is None:
-            self._records = []  # a custom loop may have changed the records
+        self._may_change = totals is None
         callbacks = self._state.callbacks
         if callbacks is not None:
             callbacks.watch.check(callbacks.ctx.moment.epoch)
@@ -122,7 +126,7 @@ class Saver:
     def save(self, history: History) -> None:
         """Take the checkpoint of an epoch. All ranks must call this, and rank 0 writes."""
         with self._state.profile.phase("checkpoint"):
-            self._records = []  # a custom loop may have changed the records
+            self._may_change = True
             self._take(history)
 
     def _is_epoch_due(self) -> bool:
@@ -225,14 +229,10 @@ class Saver:
             attributes=attributes,
         )
         values = {name: value for name, value in vars(checkpoint).items() if name != "history"}
+        records = self._records.of(history, may_change=self._may_change)
         # The gathered compression state needs no copy, because nothing else uses it.
-        copied = {**snapshot(values), "history": self._copied(history), "compression": compression}
+        copied = {**snapshot(values), "history": records, "compression": compression}
         return Checkpoint(**copied), left_out
-
-    def _copied(self, history: History) -> History:
-        """Copy the records. Each call copies only new records, because a run may have thousands."""
-        self._records += snapshot(history[len(self._records) :])
-        return list(self._records)
 
     def _is_due(self) -> bool:
         self._until_asked -= 1
@@ -291,17 +291,18 @@ class Saver:
         checkpoint = replace(copied, frozen=frozen)
         self.checkpoints.save(checkpoint, keep=keep, num_epochs=self._spec.num_checkpoints)
 
-    def wait(self) -> str:
+    def wait(self, limit_s: float = math.inf) -> str:
         """Wait until the last checkpoint is written and return its path on rank 0, else "".
 
         Raises:
-            StoreError: the checkpoint was not written within `WRITE_LIMIT_S`.
+            StoreError: the checkpoint was not written within `limit_s` or `WRITE_LIMIT_S`.
         """
+        limit_s = min(limit_s, WRITE_LIMIT_S)
         writing, self._writing = self._writing, None
         if writing is not None:
-            if futures.wait([writing], WRITE_LIMIT_S).not_done:
+            if futures.wait([writing], limit_s).not_done:
                 raise StoreError(
-                    f"The checkpoint {self._path} is not written after {WRITE_LIMIT_S:g} s: the store does not answer. "
+                    f"The checkpoint {self._path} is not written after {limit_s:g} s: the store does not answer. "
                     "A fit with the same run_id resumes from the previous checkpoint."
                 )
             writing.result()
@@ -319,6 +320,10 @@ class Saver:
         # After an error ignore errors of the write, which would hide it.
         with contextlib.suppress(*[] if error is None else [Exception]):
             self.wait()
+            if error is not None and self._best is not None:
+                best, self._best = self._best, None
+                self._save([best])
+                self.wait(_BEST_LIMIT_S)
 
 
 def snapshot(value: T) -> T:
@@ -344,6 +349,24 @@ def _snapshot(value: object) -> object:
         # numpy numbers, such as a rate of np.cos, cannot be read by torch.load with weights_only.
         return value.item()
     return copy.deepcopy(value)
+
+
+class RecordCopies:
+    """Copies of the records of a growing history.
+
+    Each record is copied once, because a run may have thousands.
+    """
+
+    def __init__(self) -> None:
+        self._copies: History = []
+
+    def of(self, history: History, *, may_change: bool = False) -> History:
+        """Return copies of the records. `may_change`: earlier records may have changed."""
+        if may_change:
+            pairs = zip(history, self._copies, strict=False)
+            self._copies = [c if c == record else snapshot(record) for record, c in pairs]
+        self._copies += snapshot(history[len(self._copies) :])
+        return list(self._copies)
 
 
 # ----------------------------------------------------------------------------------------------------

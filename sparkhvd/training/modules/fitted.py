@@ -278,7 +278,7 @@ class OrderError(InvalidArgumentError):
 def _check_names(result: object, labels: Sequence[str]) -> None:
     if isinstance(result, dict) and [*result] != [*labels] and {*result} == {*labels}:
         raise OrderError(
-            f"model: forward returned the outputs {', '.join(map(repr, result))}, but label_cols are {', '.join(map(repr, labels))}. "
+            f"model: forward returned the outputs {listed(map(repr, result))}, but label_cols are {listed(map(repr, labels))}. "
             "Outputs and labels are matched by their order, so give both in the same order."
         )
 
@@ -304,6 +304,6 @@ def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ..
     if len(widths) != len(labels):
         raise InvalidArgumentError(
             f"model: forward returned {len(widths)} outputs, but label_cols has {len(labels)} columns "
-            f"({', '.join(map(repr, labels))}). Return one tensor per label column, in the same order."
+            f"({listed(map(repr, labels))}). Return one tensor per label column, in the same order."
         )
     return tuple(widths)

@@ -6,6 +6,7 @@ stay on the rank. All ranks agree on stopping and on the record of an epoch once
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from sparkhvd.data.store.store import Store
     from sparkhvd.torch.optimizer.distributed import Distributed
     from sparkhvd.training.loss_state import LossState
+    from sparkhvd.training.profile import Profile
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -63,6 +65,8 @@ class _State(Protocol):
     def optimizer(self) -> Distributed | None: ...
     @property
     def scheduler(self) -> LRScheduler | None: ...
+    @property
+    def profile(self) -> Profile: ...
 
 
 class Context:
@@ -123,6 +127,7 @@ class CallbackContext(Context):
         self.logs = Logs()
         self.stop_reason = ""  # reason that this rank's callback gave for stopping
         self.method = ""  # the callback method that runs now
+        self._profile = state.profile
 
     def log(self, name: str, value: SupportsFloat) -> None:
         """Log a number. The epoch's record gets the mean over all calls on all ranks.
@@ -293,7 +298,7 @@ class Callbacks:
         for callback in self._called:
             method = getattr(callback, hook)
             if getattr(method, "__func__", None) is not getattr(Callback, hook):
-                with self.watch.during(callback, hook, self.ctx.epoch):
+                with self._timed(hook), self.watch.during(callback, hook, self.ctx.epoch):
                     self._call(callback, hook, values)
         if hook == "on_epoch_begin":
             self.watch.check(self.ctx.epoch)
@@ -307,6 +312,12 @@ class Callbacks:
             raise RuntimeError(
                 f"The callback {type(callback).__name__} raised {type(e).__name__} in {hook}: {e}"
             ) from e
+
+    def _timed(self, hook: str) -> AbstractContextManager[None]:
+        """Time a method in the profile, unless the time belongs to a step."""
+        if hook == "on_step_end":
+            return contextlib.nullcontext()
+        return self.ctx._profile.phase("callbacks")
 
     def has(self, hook: str) -> bool:
         """Whether a callback of this rank overrides a method."""
@@ -326,8 +337,10 @@ class Callbacks:
     def checkpoint(self, saver: Writer) -> None:
         """Call `on_checkpoint` after the checkpoint of an epoch. Every rank must call it."""
         if self.see_checkpoints:
-            path = saver.wait()  # wait for rank 0, which writes in the background
-            self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
+            with self.ctx._profile.phase("checkpoint"):
+                path = saver.wait()  # wait for rank 0, which writes in the background
+                path = hvd.broadcast_object(path, 0, name="callbacks.checkpoint")
+            self.call("on_checkpoint", path)
 
     def train_end(self, history: History, saver: Writer) -> None:
         """Call `on_train_end`, and save changes it made to the model. Every rank must call this."""
@@ -354,7 +367,8 @@ class Callbacks:
         if self.ctx.rank == 0:
             _check_record(record)
         request = (self.ctx.stop_reason, self.ctx.logs.sums())
-        requests = hvd.allgather_object(request, name="callbacks")
+        with self.ctx._profile.phase("exchange"):
+            requests = hvd.allgather_object(request, name="callbacks")
         record |= combined([logs for _, logs in requests], "")
         self.stopped = next((reason for reason, _ in requests if reason), "")
         return self.stopped

@@ -25,7 +25,7 @@ from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import Column, DataSchema, stored_dtype
 from sparkhvd.data.reading.source import Source
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 
 Array = npt.NDArray[Any]
 
@@ -306,7 +306,7 @@ def _called(name: str, function: Callable[..., Any], given: Any, keywords: dict[
     try:
         return function(given, **keywords)
     except Exception as e:
-        shapes = ", ".join(f"{n} {np.shape(v)} {np.asarray(v).dtype}" for n, v in given.items())
+        shapes = listed(f"{n} {np.shape(v)} {np.asarray(v).dtype}" for n, v in given.items())
         raise InvalidArgumentError(
             f"{name} raised {type(e).__name__}: {e} (it was given: {shapes})"
         ) from e
@@ -349,7 +349,7 @@ def _kind(value: Any) -> str:
 
 
 def _names(values: Mapping[str, Any]) -> str:
-    return ", ".join(repr(name) for name in values) or "an empty dict"
+    return listed(map(repr, values)) or "an empty dict"
 
 
 @contextlib.contextmanager
