@@ -288,7 +288,8 @@ def test_predict_takes_several_columns_as_a_single_vector() -> None:
     model = trained(TorchRegressionModel, Sum(), "value", (image, number), width=1)
     assert model.predict([1, 2, 3, 4, 5, 6, 7]) == 721.0
     with pytest.raises(
-        InvalidArgumentError, match=r"has 6 elements, but .* 7 \('image' 6, 'number' 1\)"
+        InvalidArgumentError,
+        match=r"has 6 elements, but .* 7: the numbers of 'image' \(6\), 'number' \(1\)",
     ):
         model.predict([1, 2, 3, 4, 5, 6])
     with pytest.raises(

@@ -889,7 +889,7 @@ def test_error_shows_both_values_of_different_parameters(kind: Any) -> None:
     [
         ({"backward_passes_per_step": 0}, "backward_passes_per_step is 0"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "needs op=Average, got Sum"),
-        ({"gradient_predivide_factor": 0.0}, "must be more than 0"),
+        ({"gradient_predivide_factor": 0.0}, "finite and more than 0"),
         ({"groups": 0}, "groups is 0"),
         ({"groups": [["x"]]}, "groups holds str"),
         ({"named_parameters": [1]}, "named_parameters holds int"),
