@@ -68,7 +68,8 @@ def test_simultaneous_deaths_cause_a_single_membership_change() -> None:
         for number in (0, 3):
             job.members[number].kill(signal.SIGKILL)
         said = generation_of([job.members[n] for n in (1, 2, 4)], last_generation(job, {1, 2, 4}))
-        assert said[0]["members"] == [1, 2, 4]
+        # The newest state comes first, and either member may be a step ahead.
+        assert sorted(said[0]["members"]) == [1, 2, 4]
 
 
 def last_generation(job: ElasticJob, members: set[int]) -> int:

@@ -628,7 +628,7 @@ def test_train_fn_trains_adversarial_modules_with_two_optimizers(df: DataFrame) 
                 "train_step": elbo,
                 "outputCols": ["a", "b"],
             },
-            r"outputCols has 2 names \(\['a', 'b'\]\), but the model has 1 outputs",
+            r"outputCols has 2 names \('a', 'b'\), but the model has 1 outputs",
         ),
         (
             {

@@ -68,6 +68,10 @@ def test_launch_without_zygotes_starts_none_in_advance(
     def start(batches: Iterator[Any], size: int) -> Iterator[Any]:
         from pyspark import TaskContext
 
+        from sparkhvd.runner.zygote_client import of_this_process
+
+        # A zygote of an earlier test in this worker may have threads. The worker would start no other zygote then.
+        of_this_process.forget()
         replace(early, size=size)(TaskContext.get())
         yield from batches
 
