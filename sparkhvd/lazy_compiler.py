@@ -125,7 +125,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 _finder = _Finder()
-_swap = threading.Lock()
+_swap = threading.RLock()
 
 
 def install() -> None:
@@ -138,18 +138,19 @@ def install() -> None:
 
 def remove() -> None:
     """Remove the stand-in without loading the compiler."""
-    found = sys.modules.get(NAME)
-    if isinstance(found, _Compiler):
-        _take_away(found)
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
+    with _swap:
+        found = sys.modules.get(NAME)
+        if isinstance(found, _Compiler):
+            _take_away(found)
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
 
 
 class _Users:
     """Blocks of `installed()` that run at the same time, in several threads."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.number = 0
         self.must_remove = False
 

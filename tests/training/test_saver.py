@@ -55,6 +55,15 @@ def test_changed_records_of_a_custom_loop_are_copied_again() -> None:
     assert copies.of(history[:1], may_change=True) == first[:1]
 
 
+def test_records_with_tensors_are_copied_without_an_error() -> None:
+    copies = RecordCopies()
+    history: Any = [{"epoch": 1, "values": torch.zeros(2)}]
+    copies.of(history)
+    history[0]["values"] += 1
+    (copied,) = copies.of(history, may_change=True)
+    assert copied["values"].tolist() == [1, 1]
+
+
 def test_custom_loop_copies_only_new_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ from sparkhvd.training.early_stopping import best_epoch
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.modules.attributes import is_same
 from sparkhvd.training.spec import TrainSpec
-from sparkhvd.training.types import History, State
+from sparkhvd.training.types import History, Record, State
 
 # Shortest time between two writes of the profile, after the first epochs.
 _PROFILE_S = 10.0
@@ -351,6 +351,13 @@ def _snapshot(value: object) -> object:
     return copy.deepcopy(value)
 
 
+def _is_equal(copied: Record, record: Record) -> bool:
+    try:
+        return copied == record
+    except Exception:  # noqa: BLE001 - tensors of several elements cannot be compared, and a fit must not end by that
+        return False
+
+
 class RecordCopies:
     """Copies of the records of a growing history.
 
@@ -364,7 +371,7 @@ class RecordCopies:
         """Return copies of the records. `may_change`: earlier records may have changed."""
         if may_change:
             pairs = zip(history, self._copies, strict=False)
-            self._copies = [c if c == record else snapshot(record) for record, c in pairs]
+            self._copies = [c if _is_equal(c, record) else snapshot(record) for record, c in pairs]
         self._copies += snapshot(history[len(self._copies) :])
         return list(self._copies)
 
