@@ -530,7 +530,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             steps = trainer.num_training_batches
             self._progress = StepReporter(
-                len(ctx.history) + 1, ctx.epochs, steps if math.isfinite(steps) else 0
+                len(ctx._history) + 1, ctx.epochs, steps if math.isfinite(steps) else 0
             )
             self._rows, state.rows, self._began = 0, 0, time.monotonic()
 

@@ -36,7 +36,7 @@ from sparkhvd.training.checkpoints.resume import ResumePoint, TrainingState
 from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.rank_sync import seed_everything
 from sparkhvd.training.spec import TrainSpec
-from sparkhvd.training.types import Record, State, Stateful, TensorBatch, Value
+from sparkhvd.training.types import History, Record, State, Stateful, TensorBatch, Value
 from sparkhvd.training.user_code.callbacks import Context, TrainingClock
 from sparkhvd.training.user_code.transformations import Transformations
 from sparkhvd.training.user_step import batch_dtypes, batch_tensors
@@ -145,7 +145,6 @@ class TrainFnContext(Context):
         start_epoch: completed epochs of an interrupted run with this run_id; 0 for a new run.
         start_step: completed steps of the next epoch of the interrupted run, after which `train_loader` starts;
             otherwise 0.
-        history: the records so far, starting with those of an interrupted run.
         num_rows: rows of the loaders' last batch on this rank.
         num_global_rows: rows of the loaders' last batch on all ranks.
         seed: seed of the run.
@@ -181,7 +180,7 @@ class TrainFnContext(Context):
         self._has_batch = False  # whether a loader has yielded a batch
         self._skips = False  # whether decoders may skip rows of batches
         self.val_loader = None
-        self.history = history
+        self._history = history
         self.start_epoch, self.start_step = len(history), position.step
         self._steps_done = position.step
         self.num_rows = self.num_global_rows = 0
@@ -214,6 +213,11 @@ class TrainFnContext(Context):
             self._began = time.monotonic() - self._rank_state["seconds"]
 
     @property
+    def history(self) -> History:
+        """Copies of the records so far, starting with the records of an interrupted run."""
+        return [dict(record) for record in self._history]
+
+    @property
     def loss_weight(self) -> float:
         """Factor for the mean loss of this rank's last batch.
 
@@ -243,17 +247,17 @@ class TrainFnContext(Context):
         now = time.monotonic()
         checked: Record | str = ""
         if self.rank == 0:
-            checked = _checked_record(record, len(self.history) + 1, now - self._began)
+            checked = _checked_record(record, len(self._history) + 1, now - self._began)
         checked = hvd.broadcast_object(checked, 0, name="train_fn.log")
         if isinstance(checked, str):
             raise InvalidArgumentError(checked)
-        self.history.append(checked)
-        self._profile.end_epoch(len(self.history), rows=self._rows, seconds=now - self._began)
+        self._history.append(checked)
+        self._profile.end_epoch(len(self._history), rows=self._rows, seconds=now - self._began)
         self._began, self._rows = now, 0
         self._is_saved = False
         if self.rank == 0:
             self._saver.wait()  # its thread writes the same file
-            self._checkpoints.write_history(self.history)
+            self._checkpoints.write_history(self._history)
 
     def keep(self, name: str, part: Stateful) -> None:
         """Save an object's state in checkpoints, and load the state of an interrupted run.
@@ -274,7 +278,7 @@ class TrainFnContext(Context):
         """
         if self._steps_done < len(self.train_loader):
             seconds = time.monotonic() - self._began
-            self._saver.after_step(self.history, self._steps_done, None, seconds)
+            self._saver.after_step(self._history, self._steps_done, None, seconds)
 
     def save_checkpoint(self) -> None:
         """Write the current model, optimizer, scheduler and history. Every rank must call it.
@@ -283,7 +287,7 @@ class TrainFnContext(Context):
         the number of records, so a second one without a new record replaces the first.
         """
         broadcast_module_state(self.model)
-        self._saver.save(self.history)
+        self._saver.save(self._history)
         self._is_saved = True
         if self.rank == 0:
             self._saved_sums = weight_sums(self.model)

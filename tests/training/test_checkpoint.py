@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import io
 import itertools
+import math
 import os
 import re
 import shutil
@@ -120,7 +123,7 @@ def test_error_names_all_damaged_checkpoints(store: Store) -> None:
         assert f"{url} is damaged: its SHA-256 is " in str(refused.value)
         store.delete(checkpoints.path(*position))
     assert str(refused.value).endswith(
-        "No checkpoint of this run is intact. Restore a checkpoint from a copy. Or delete the damaged"
+        "No checkpoint of this run is intact. Restore the files from a copy. Or delete the"
         " checkpoints; then a fit with this run_id trains from the beginning."
     )
     with pytest.warns(UserWarning, match="The run resumes from the beginning"):
@@ -290,6 +293,7 @@ def assert_readable(store: Store, done: Path) -> Position:
         expected = checkpoint(*position)
         assert torch.equal(found.model["weight"], expected.model["weight"])
         assert len(found.ranks) == len(expected.ranks)
+        assert found.history == expected.history
     return position
 
 
@@ -425,6 +429,88 @@ def test_epoch_records_are_appended_and_read_once(tmp_path: Path, url: str) -> N
         store.write_bytes(path, bad)
         with pytest.raises(ValueError, match="record|Expecting"):
             reader.after(0)
+
+
+@pytest.mark.parametrize("url", ["{}/store", "memory://histories{}"])
+def test_checkpoint_of_a_late_epoch_is_as_small_where_records_are_appended(
+    tmp_path: Path, url: str
+) -> None:
+    store = Store.create(url.format(tmp_path))
+    checkpoints, sizes = Checkpoints(store, RUN), {}
+    for epoch in range(1, 201):
+        checkpoints.save(checkpoint(epoch, 0), num_epochs=200)
+        sizes[epoch] = len(store.read_bytes(checkpoints.path(epoch)))
+    checkpoints.save(checkpoint(200, 3), num_epochs=200)
+    if store.local_path(RUN):
+        assert abs(sizes[200] - sizes[5]) < 10  # digits of numbers
+    else:
+        assert sizes[200] > sizes[5] + 195 * 10
+    reader = Checkpoints(store, RUN)
+    for position in [(1, 0), (2, 0), (77, 0), (200, 0), (200, 3)]:
+        assert reader.load(*position).history == checkpoint(*position).history
+    found = reader.latest()
+    assert found is not None
+    assert (found.position, found.history) == ((200, 3), checkpoint(200, 3).history)
+
+
+def test_resumed_run_keeps_the_records_of_earlier_checkpoints(store: Store) -> None:
+    first = Checkpoints(store, RUN)
+    text = "\u00e4\n\U0001f600"
+    history = [
+        {"epoch": epoch, "loss": loss, "text": text}
+        for epoch, loss in enumerate([math.pi, math.nan, math.inf, -1e-300], start=1)
+    ]
+    for epoch in range(1, 5):
+        first.save(replace(checkpoint(epoch, 0), history=history[:epoch]), num_epochs=4)
+    damaged = Path(store.local_path(first.path(4)) or "")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    second = Checkpoints(store, RUN)
+    with pytest.warns(UserWarning, match="epoch-4.pt is damaged"):
+        found = second.latest()
+    assert found is not None
+    assert repr(found.history) == repr(history[:3])
+    again = [*found.history, {"epoch": 4, "loss": 7.0, "text": ""}]
+    second.save(replace(checkpoint(4, 0), history=again), num_epochs=4)
+    again.append({"epoch": 5, "loss": 8.0, "text": ""})
+    second.save(replace(checkpoint(5, 0), history=again), num_epochs=5)
+    for epoch in range(2, 6):
+        assert repr(Checkpoints(store, RUN).load(epoch).history) == repr(again[:epoch])
+
+
+def test_lost_records_cost_epochs_or_an_error_but_no_weights(store: Store) -> None:
+    checkpoints, path = Checkpoints(store, RUN), f"{RUN}/metrics.jsonl"
+    for epoch in range(1, 5):
+        checkpoints.save(checkpoint(epoch, 0), num_epochs=4)
+    lines = store.read_bytes(path).splitlines(keepends=True)
+    store.write_bytes(path, b"".join(lines[:2]) + lines[2].replace(b"1.0", b"1.5") + lines[3])
+    with pytest.warns(UserWarning, match="does not hold the records of epoch-4.pt.* epoch-3.pt"):
+        found = Checkpoints(store, RUN).latest()
+    assert found is not None
+    assert (found.position, found.history) == ((2, 0), checkpoint(2, 0).history)
+
+    store.delete(path)
+    checkpoints = Checkpoints(store, RUN)
+    for epoch in (1, 2):  # the first contains its records
+        store.delete(checkpoints.path(epoch))
+    with pytest.raises(InvalidArgumentError, match="metrics.jsonl does not hold the records"):
+        checkpoints.latest()
+    newest = checkpoints.newest_whole()
+    assert newest is not None
+    assert torch.equal(newest.model["weight"], checkpoint(4, 0).model["weight"])
+    assert checkpoints.load_weights(checkpoints.path(3)).keys() == {"weight"}
+
+
+def test_checkpoint_of_an_earlier_version_holds_its_records(store: Store) -> None:
+    earlier = checkpoint(3, 0)
+    values = {name: value for name, value in vars(earlier).items() if name != "history_file"}
+    data = io.BytesIO()
+    torch.save({"format_version": 6, **values}, data)
+    seal = f"\nsparkhvd-sha256 {hashlib.sha256(data.getvalue()).hexdigest()}\n".encode()
+    checkpoints = Checkpoints(store, RUN)
+    store.write_bytes(checkpoints.path(3), data.getvalue() + seal)
+    found = checkpoints.latest()
+    assert found is not None
+    assert (found.position, found.history) == ((3, 0), earlier.history)
 
 
 def test_epoch_records_of_a_concurrent_fit_are_replaced(store: Store) -> None:

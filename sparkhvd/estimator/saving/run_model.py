@@ -148,7 +148,7 @@ class _RunDecoder(Decoder):
     def _read_tensors(self) -> dict[str, Tensor]:
         if self.finished is not None:
             self.position = (self.finished.epoch, 0)
-            self.history = self._checkpoints.history()
+            self.history = self._records()
             path = self._checkpoints.path(self.finished.epoch)
             try:
                 checkpoint = self._checkpoints.load_start(path)
@@ -165,10 +165,21 @@ class _RunDecoder(Decoder):
                     "checkpoints are damaged. Run a fit with this run_id, which writes a checkpoint."
                 )
             checkpoint = newest
-            self.position, self.history = checkpoint.position, checkpoint.history
+            self.position = checkpoint.position
+            self.history = checkpoint.history or self._records()[: checkpoint.epoch]
         self.result = checkpoint.result
         tensors = self.result.model.items()
         return {name: value for name, value in tensors if isinstance(value, Tensor)}
+
+    def _records(self) -> list[dict[str, Any]]:
+        try:
+            return self._checkpoints.history()
+        except ValueError as e:
+            warnings.warn(
+                f"The metrics.jsonl of {self.path} is damaged ({e}), so the model has its weights but no history.",
+                stacklevel=4,
+            )
+            return []
 
     def _read_code(self, what: str) -> dict[str, bytes]:
         return {name: base64.b64decode(text) for name, text in self._pickles.items()}

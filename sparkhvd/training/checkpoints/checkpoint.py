@@ -29,10 +29,10 @@ from sparkhvd.training.modules.weights import HashingWriter, is_of_machine, sha2
 from sparkhvd.training.to_device import to_cpu
 from sparkhvd.training.types import History, State
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 # Version 3 had no separate file of frozen parameters. Version 4 had no `final`, `others` and `changes`. Version 5 was
-# in no release.
-_READ_VERSIONS = (3, 4, FORMAT_VERSION)
+# in no release. Version 6 had no `history_file`.
+_READ_VERSIONS = (3, 4, 6, FORMAT_VERSION)
 # The last line of a checkpoint.
 _SEAL = re.compile(rb"\nsparkhvd-sha256 ([0-9a-f]{64})\n")
 _SEAL_BYTES = len("\nsparkhvd-sha256 \n") + 64
@@ -44,6 +44,13 @@ class DamagedError(InvalidArgumentError):
     """Raised if the bytes of a checkpoint do not match its hash. The message names the file."""
 
 
+class HistoryFile(TypedDict):
+    """Beginning of the metrics file with the records of a checkpoint: its number of bytes, and their SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """State of a run after `epoch` epochs and `step` steps of the next epoch.
@@ -53,7 +60,7 @@ class Checkpoint:
         model: the model's state dict; the checkpoint's file does not contain the parameters in `frozen`.
         optimizer: the optimizer's state dict.
         scheduler: the scheduler's state dict, or None.
-        history: the records of the completed epochs.
+        history: the records of the completed epochs; the checkpoint's file does not contain them if `history_file` is set.
         fingerprint: description of the run; a run resumes only from a checkpoint with the same fingerprint.
         scaler: the loss scaler's state dict, or None.
         callbacks: the states of the user's callbacks and their reason to stop, or None.
@@ -67,6 +74,7 @@ class Checkpoint:
             all "buffers" and "changes". A resumed run ignores them and calls the hook again.
         others: state of losses and metrics, see `LossState`.
         changes: changes of model and optimizer since they were built, see `Changes`; {} if unknown.
+        history_file: the part of the metrics file with the history, or None if the checkpoint's file contains it.
     """
 
     epoch: int
@@ -86,6 +94,7 @@ class Checkpoint:
     final: dict[str, Any] = field(default_factory=dict, repr=False)
     others: State = field(default_factory=dict, repr=False)
     changes: dict[str, Any] = field(default_factory=dict, repr=False)
+    history_file: HistoryFile | None = None
 
     @property
     def position(self) -> Position:

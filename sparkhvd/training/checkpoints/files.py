@@ -11,12 +11,17 @@
 At the end of an epoch all ranks hold the same state, and random numbers are reseeded from (seed, epoch, rank).
 Inside an epoch every rank has its own generators, loss sums and running statistics, and the file of a step
 holds them for each rank. The newest complete file is used.
+
+Where the metrics file grows by appends, a checkpoint names the part of it that holds the records of its epochs, so that
+a checkpoint of epoch 5,000 is as small as one of epoch 5. Object stores and some mounts cannot append. There each
+checkpoint contains the records, because the metrics file is replaced while it is the only copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import re
@@ -37,6 +42,7 @@ from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.training.checkpoints.checkpoint import (
     Checkpoint,
     DamagedError,
+    HistoryFile,
     Position,
     check_seal,
     read_checkpoint,
@@ -71,11 +77,12 @@ class Checkpoints:
         self._resumed: Position | None = None
         # Guards the attributes below, because the training loop adds records while a thread writes a checkpoint.
         self._lock = threading.Lock()
-        # Number of records and bytes in the metrics file; None until the first write, which replaces the file.
+        # Number of records in the metrics file; None until the first write, which replaces the file.
         self._num_written: int | None = None
-        self._num_bytes = 0
+        self._prefixes = _Prefixes()
         # Whether records are appended to the file; object stores and some mounts cannot append.
         self.is_appended = store.local_path(self._metrics) is not None
+        self._has_appended = False
         # Message about files that `latest` skipped, and about the training that is repeated for this reason; or "".
         self.warning = ""
 
@@ -87,7 +94,7 @@ class Checkpoints:
     def save(
         self, checkpoint: Checkpoint, *, keep: Choice | None = None, num_epochs: int = 1
     ) -> None:
-        """Write a checkpoint, then the pointer to it, then the metrics, and delete old checkpoints.
+        """Write new records, then a checkpoint, then the pointer to it, and delete old checkpoints.
 
         The previous checkpoint stays. If the process is killed meanwhile, this checkpoint or the previous one is
         readable.
@@ -102,15 +109,17 @@ class Checkpoints:
         """
         self._begin()
         assert self._files is not None
+        if not checkpoint.step and len(checkpoint.history) > (self._num_written or -1):
+            self.write_history(checkpoint.history)
         self._check_writer()
+        if (part := self._history_file(len(checkpoint.history))) is not None:
+            checkpoint = replace(checkpoint, history=[], history_file=part)
         with self._store.open_output(self.path(*checkpoint.position)) as sink:
             write_checkpoint(checkpoint, sink)
         self._check_writer()
         self._files.add(checkpoint.position)
         pointer = dump_sealed({"epoch": checkpoint.epoch, "step": checkpoint.step})
         self._store.write_bytes(f"{self._folder}/latest.json", pointer)
-        if not checkpoint.step and len(checkpoint.history) > (self._num_written or -1):
-            self.write_history(checkpoint.history)
         # Keep the previous file, because a process that has read the old pointer must still find it.
         stay = {checkpoint.position, self._previous}
         if keep is not None:
@@ -199,18 +208,28 @@ class Checkpoints:
                 added = _lines(history[known:])
                 try:
                     with open(self._store.local_path(self._metrics) or "", "ab") as file:
-                        if (
-                            file.seek(0, os.SEEK_END) == self._num_bytes
-                        ):  # otherwise another fit has written to the file
-                            file.write(added)
-                            self._num_bytes += len(added)
+                        # Otherwise another fit has written to the file.
+                        if file.seek(0, os.SEEK_END) == self._prefixes.num_bytes:
+                            file.write(b"".join(added))
+                            self._prefixes.add(added)
+                            self._has_appended = True
                             return
                 except OSError:
                     # The mount cannot append, or the disk is full; the write below reports a full disk.
-                    self.is_appended = False
+                    self.is_appended = self._has_appended = False
             lines = _lines(history)
-            self._store.write_bytes(self._metrics, lines)
-            self._num_bytes = len(lines)
+            self._store.write_bytes(self._metrics, b"".join(lines))
+            self._prefixes = _Prefixes()
+            self._prefixes.add(lines)
+
+    def _history_file(self, num_records: int) -> HistoryFile | None:
+        """The part of the metrics file with this number of records, or None if a checkpoint must contain them.
+
+        It must contain them until an append has succeeded, because a mount without appends may also replace a file in
+        several steps.
+        """
+        with self._lock:
+            return self._prefixes.of(num_records) if self._has_appended else None
 
     def write_profile(self, state: Mapping[str, Any]) -> None:
         """Write the times of the epochs."""
@@ -248,7 +267,7 @@ class Checkpoints:
         # Skip files later than the pointer, because their writer did not finish.
         for position in sorted({p for p in positions if p <= newest} | {newest}, reverse=True):
             try:
-                checkpoint = self._load(self.path(*position))
+                checkpoint = self._with_history(self._load(self.path(*position)))
             except FileNotFoundError:
                 gone.append(f"{self._store.full_url(self.path(*position))} is not there.")
             except DamagedError as e:
@@ -260,8 +279,8 @@ class Checkpoints:
         # Raise only if there is a pointer. Without it no checkpoint was ever finished, and the run begins anew.
         if damaged and self._store.exists(f"{self._folder}/latest.json"):
             raise InvalidArgumentError(
-                f"{' '.join(damaged)} No checkpoint of this run is intact. Restore a checkpoint from a copy. Or delete the "
-                "damaged checkpoints; then a fit with this run_id trains from the beginning."
+                f"{' '.join(damaged)} No checkpoint of this run is intact. Restore the files from a copy. Or delete the "
+                "checkpoints; then a fit with this run_id trains from the beginning."
             )
         self._warn([*gone, *damaged], None, newest)
         return None
@@ -285,7 +304,7 @@ class Checkpoints:
             FileNotFoundError: it does not exist.
             InvalidArgumentError: it is damaged, or has another format version.
         """
-        return self._load_or_advise(self.path(epoch, step))
+        return self._with_history(self._load_or_advise(self.path(epoch, step)))
 
     def load_weights(self, path: str) -> dict[str, Any]:
         """Load the model's state dict from a checkpoint of any run. Raises the errors of `load`.
@@ -296,14 +315,14 @@ class Checkpoints:
         return self._load_or_advise(path, is_mapped=True).result.model
 
     def load_start(self, path: str) -> Checkpoint:
-        """Load a checkpoint of any run. Raises the errors of `load`.
+        """Load a checkpoint of any run, perhaps without its history. Raises the errors of `load`.
 
         All tensors except the model's stay in the file.
         """
         return self._load_or_advise(path, is_mapped=True)
 
     def newest_whole(self) -> Checkpoint | None:
-        """Load the newest complete checkpoint, or return None without a checkpoint.
+        """Load the newest complete checkpoint, perhaps without its history, or return None without a checkpoint.
 
         All tensors except the model's stay in the file.
         """
@@ -328,6 +347,24 @@ class Checkpoints:
         return replace(
             checkpoint, model={**checkpoint.model, **self._frozen(path, checkpoint.frozen)}
         )
+
+    def _with_history(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Read the history of a checkpoint from the metrics file, unless the checkpoint contains it.
+
+        Raises:
+            DamagedError: the metrics file does not begin with the records of the checkpoint.
+        """
+        if (part := checkpoint.history_file) is None:
+            return checkpoint
+        lines = b""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            lines = self._store.read_bytes(self._metrics)[: part["bytes"]]
+        if hashlib.sha256(lines).hexdigest() != part["sha256"]:
+            name = self.path(*checkpoint.position).rpartition("/")[2]
+            raise DamagedError(
+                f"{self._store.full_url(self._metrics)} does not hold the records of {name}: it was changed or deleted."
+            )
+        return replace(checkpoint, history=_records(lines), history_file=None)
 
     def _frozen(self, path: str, frozen: Frozen) -> dict[str, Tensor]:
         """Load the frozen parameters of the checkpoint at `path`."""
@@ -359,7 +396,7 @@ class Checkpoints:
         with contextlib.suppress(ValueError):  # the file is damaged, and the run replaces it
             history = self.history()
             if len(history) > count:
-                self._store.write_bytes(self._metrics, _lines(history[:count]))
+                self._store.write_bytes(self._metrics, b"".join(_lines(history[:count])))
 
     def history(self) -> History:
         """The records of the finished epochs, from the metrics file."""
@@ -477,8 +514,30 @@ class HistoryReader:
             return None if start else b""
 
 
-def _lines(history: Sequence[Mapping[str, Value]]) -> bytes:
-    return "".join(json.dumps(record) + "\n" for record in history).encode()
+def _lines(history: Sequence[Mapping[str, Value]]) -> list[bytes]:
+    return [f"{json.dumps(record)}\n".encode() for record in history]
+
+
+class _Prefixes:
+    """Number of bytes and SHA-256 of the metrics file after each record."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._parts: list[HistoryFile] = [{"bytes": 0, "sha256": self._hash.hexdigest()}]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._parts[-1]["bytes"]
+
+    def add(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            self._hash.update(line)
+            num_bytes = self.num_bytes + len(line)
+            self._parts.append({"bytes": num_bytes, "sha256": self._hash.hexdigest()})
+
+    def of(self, num_records: int) -> HistoryFile | None:
+        """The part with this number of records, or None if the file has fewer."""
+        return self._parts[num_records] if num_records < len(self._parts) else None
 
 
 def _records(lines: bytes) -> History:

@@ -38,7 +38,7 @@ from sparkhvd.training.early_stopping import best_epoch
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.modules.attributes import is_same
 from sparkhvd.training.spec import TrainSpec
-from sparkhvd.training.types import History, Record, State
+from sparkhvd.training.types import History, State
 
 # Shortest time between two writes of the profile, after the first epochs.
 _PROFILE_S = 10.0
@@ -72,7 +72,6 @@ class Saver:
         self._best_value: float | None = None
         self._num_compared = 0
         self._records = RecordCopies()
-        self._may_change = False  # whether a custom loop may have changed earlier records
         self._profiled_at = -math.inf
 
     def after_step(
@@ -89,7 +88,6 @@ class Saver:
         # An elastic fit has no such checkpoints, because they hold a state for each rank and the ranks may change.
         if self._spec.least_ranks or not self._is_due():
             return
-        self._may_change = totals is None
         callbacks = self._state.callbacks
         if callbacks is not None:
             callbacks.watch.check(callbacks.ctx.moment.epoch)
@@ -109,24 +107,25 @@ class Saver:
         """
         with self._state.profile.phase("checkpoint"):
             is_best = self._is_best(history)
-            # Write the best epoch of an elastic fit now: its copy would be lost with rank 0, while other ranks
-            # continue.
-            must_write = is_last or (is_best and self._spec.least_ranks > 0)
-            if must_write or self._is_epoch_due():
-                if is_best:
-                    self._best = None
-                self._take(history)
-            elif is_best:
-                self._best = None  # free the old copy before making the new copy
-                self._best = self._taken(history)
-            # Write the history after the copy, so that an error here does not stop the checkpoint.
-            if self._is_writer and self.checkpoints.is_appended:
-                self.checkpoints.write_history(history)
+            try:
+                # Write the records first, because the checkpoint refers to them.
+                if self._is_writer and self.checkpoints.is_appended:
+                    self.checkpoints.write_history(history)
+            finally:  # an error above does not stop the checkpoint
+                # Write the best epoch of an elastic fit now: its copy would be lost with rank 0, while other ranks
+                # continue.
+                must_write = is_last or (is_best and self._spec.least_ranks > 0)
+                if must_write or self._is_epoch_due():
+                    if is_best:
+                        self._best = None
+                    self._take(history)
+                elif is_best:
+                    self._best = None  # free the old copy before making the new copy
+                    self._best = self._taken(history)
 
     def save(self, history: History) -> None:
         """Take the checkpoint of an epoch. All ranks must call this, and rank 0 writes."""
         with self._state.profile.phase("checkpoint"):
-            self._may_change = True
             self._take(history)
 
     def _is_epoch_due(self) -> bool:
@@ -229,9 +228,12 @@ class Saver:
             attributes=attributes,
         )
         values = {name: value for name, value in vars(checkpoint).items() if name != "history"}
-        records = self._records.of(history, may_change=self._may_change)
         # The gathered compression state needs no copy, because nothing else uses it.
-        copied = {**snapshot(values), "history": records, "compression": compression}
+        copied = {
+            **snapshot(values),
+            "history": self._records.of(history),
+            "compression": compression,
+        }
         return Checkpoint(**copied), left_out
 
     def _is_due(self) -> bool:
@@ -351,13 +353,6 @@ def _snapshot(value: object) -> object:
     return copy.deepcopy(value)
 
 
-def _is_equal(copied: Record, record: Record) -> bool:
-    try:
-        return copied == record
-    except Exception:  # noqa: BLE001 - tensors of several elements cannot be compared, and a fit must not end by that
-        return False
-
-
 class RecordCopies:
     """Copies of the records of a growing history.
 
@@ -367,11 +362,7 @@ class RecordCopies:
     def __init__(self) -> None:
         self._copies: History = []
 
-    def of(self, history: History, *, may_change: bool = False) -> History:
-        """Return copies of the records. `may_change`: earlier records may have changed."""
-        if may_change:
-            pairs = zip(history, self._copies, strict=False)
-            self._copies = [c if _is_equal(c, record) else snapshot(record) for record, c in pairs]
+    def of(self, history: History) -> History:
         self._copies += snapshot(history[len(self._copies) :])
         return list(self._copies)
 
