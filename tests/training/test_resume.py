@@ -105,14 +105,14 @@ class Restive(Callback):
             ctx.optimizer.param_groups.append(rest)
 
 
-def case(folder: Path, **options: Any) -> Case:
+def case(folder: Path, *, rows: int = ROWS, **options: Any) -> Case:
     folder.mkdir()
     model = Restless(folder)
     return Case(
         Store.create(folder / "store"),
         model,
         torch.optim.Adam(model.parameters(), lr=0.01),
-        rows=ROWS,
+        rows=rows,
         metrics=["mse"],
         lr_scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=NUM_STEPS),
         user={"callbacks": [Restive()]},
@@ -171,7 +171,8 @@ def test_run_killed_at_random_steps_gives_the_same_bits(
         kill_after = generator.randrange(110, 140)  # of this attempt
         if position + kill_after >= NUM_STEPS:
             break
-        (tmp_path / "run" / f"kill-{victim}").write_text(str(kill_after))
+        # The module's counter is an attribute, so a resumed run continues it.
+        (tmp_path / "run" / f"kill-{victim}").write_text(str(position + kill_after))
         before = len(steps(one, victim))
         with pytest.raises(RankError) as killed:
             run(one)
@@ -193,6 +194,47 @@ def test_run_killed_at_random_steps_gives_the_same_bits(
     assert len(steps(one, 0)) - before == NUM_STEPS - position  # nothing else is repeated
     assert without_times(result) == undisturbed[0]
     assert_same(Checkpoints(one.store, RUN_DIR).load(EPOCHS), undisturbed[1])
+
+
+SHORT_EPOCHS = amount(50, 100)
+
+
+def of_short_epochs(folder: Path) -> Case:
+    rows = 2 * SIZE * BATCH_SIZE
+    return case(folder, rows=rows, epochs=SHORT_EPOCHS, checkpoint_interval_s=0.3)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_short_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Checkpoint]:
+    one = of_short_epochs(tmp_path_factory.mktemp("short") / "run")
+    result = without_times(run(one))
+    return result, Checkpoints(one.store, RUN_DIR).load(SHORT_EPOCHS)
+
+
+@pytest.mark.parametrize("round_", range(amount(1, 20)))
+def test_run_of_short_epochs_killed_at_random_steps_gives_the_same_records(
+    tmp_path: Path, undisturbed_short_epochs: tuple[Any, Checkpoint], round_: int
+) -> None:
+    """Most epochs have no checkpoint, and a checkpoint names its records in the metrics file."""
+    one = of_short_epochs(tmp_path / "run")
+    seed = time.time_ns()
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    position = 0
+    for victim in [0, generator.randrange(SIZE)][: amount(1, 2)]:
+        kill_at = position + generator.randrange(50, 80)
+        (tmp_path / "run" / f"kill-{victim}").write_text(str(kill_at))
+        with pytest.raises(RankError):
+            run(one)
+        checkpoints = Checkpoints(one.store, RUN_DIR)
+        epoch, step = checkpoints.latest_position()
+        assert position < 2 * epoch + step <= kill_at
+        assert len(checkpoints.history()) >= epoch > 16  # each of the first 16 has a checkpoint
+        position = 2 * epoch + step
+    assert without_times(run(one)) == undisturbed_short_epochs[0]
+    found = Checkpoints(one.store, RUN_DIR).load(SHORT_EPOCHS)
+    assert_same(found, undisturbed_short_epochs[1])
+    assert [record["epoch"] for record in found.history] == [*range(1, SHORT_EPOCHS + 1)]
 
 
 def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
