@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -94,6 +95,11 @@ def _broadcast_tensors(
 
 # --- Objects. ---
 
+# Size of the first message of an object: its length and, if it fits, its bytes.
+_LENGTH = struct.Struct("<q")
+_HEAD_BYTES = 1024
+_SMALL_BYTES = _HEAD_BYTES - _LENGTH.size
+
 
 def _to_bytes(payload: bytes) -> Tensor:
     # A tensor shares the buffer's memory, which must be writable.
@@ -111,14 +117,20 @@ def _from_bytes(tensor: Tensor) -> bytes:
 def _broadcast_bytes(
     ctx: Context, name: str, payload: bytes | None, root_rank: int, process_set: int = 0
 ) -> bytes:
-    """Send rank `root_rank`'s `payload` to every rank. Other ranks pass None."""
-    length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
-    start_broadcast(ctx, f"{name}.length", length, length, root_rank, process_set).wait()
-    content = (
-        _to_bytes(payload)
-        if payload is not None
-        else torch.empty(int(length.item()), dtype=torch.uint8)
-    )
+    """Send rank `root_rank`'s `payload` to every rank. Other ranks pass None.
+
+    A first message of fixed size holds the length and a small payload. Only larger payloads need a second message.
+    """
+    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
+    if payload is not None:
+        small = payload if len(payload) <= _SMALL_BYTES else b""
+        head = _to_bytes((_LENGTH.pack(len(payload)) + small).ljust(_HEAD_BYTES, b"\0"))
+    start_broadcast(ctx, f"{name}.head", head, head, root_rank, process_set).wait()
+    received = _from_bytes(head)
+    (length,) = _LENGTH.unpack_from(received)
+    if length <= _SMALL_BYTES:
+        return received[_LENGTH.size : _LENGTH.size + length]
+    content = _to_bytes(payload) if payload is not None else torch.empty(length, dtype=torch.uint8)
     start_broadcast(ctx, f"{name}.bytes", content, content, root_rank, process_set).wait()
     return payload if payload is not None else _from_bytes(content)
 

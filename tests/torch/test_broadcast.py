@@ -123,6 +123,10 @@ def test_objects_of_any_size_are_broadcast_and_gathered() -> None:
         for value in (None, {"lr": 0.1, "x": [1, 2]}, Own("a" * 100_000), b"", lambda: rank):
             got = hvd.broadcast_object(value if rank == 1 else None, root_rank=1)
             assert got() == 1 if callable(got) else got == value
+        # Pickles of up to 1016 bytes fit into the first message.
+        for size in range(980, 1030):
+            value = bytes(range(256)) * 4 + bytes(size)
+            assert hvd.broadcast_object(value[-size:] if rank == 2 else None, 2) == value[-size:]
         mine = Own("x" * (rank * 50_000))
         assert hvd.allgather_object(mine) == [Own("x" * (r * 50_000)) for r in range(3)]
         kinds = hvd.allgather_object([1, "two", None][rank])
