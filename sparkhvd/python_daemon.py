@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import sys
 
+# Modules of a worker that computes rows for `transform`.
+_MODULES = ("torch", "pyspark.worker", "sparkhvd.estimator.transform.worker")
+
 
 def main() -> None:
-    """Import torch, then do what pyspark's daemon does."""
+    """Import what workers need, then do what pyspark's daemon does."""
+    # pyarrow would start a thread of jemalloc, which it does not use by default.
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     can_fork = False
     with contextlib.suppress(Exception):  # other workers need no working torch
-        import torch  # noqa: F401 - for the forks
-
-        # A lock that another thread holds would stay locked in a fork: pyspark imports pyarrow in workers for this reason.
-        # Without /proc the threads are unknown.
+        for name in _MODULES:
+            importlib.import_module(name)
+        # A lock that another thread holds would stay locked in a fork. Without /proc the threads are unknown.
         can_fork = len(os.listdir("/proc/self/task")) == 1
     if not can_fork:
         os.execv(sys.executable, [sys.executable, "-m", "pyspark.daemon", *sys.argv[1:]])

@@ -29,6 +29,63 @@ os.listdir = lambda path=".": listdir("/absent" if path.startswith("/proc") else
 """
 
 
+# A transform, a pandas function, an RDD and a fit in a session with this daemon.
+SESSION = """
+import numpy as np
+import torch
+from pyspark.sql import SparkSession
+
+spark = (
+    SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    .config("spark.python.daemon.module", "sparkhvd.python_daemon").getOrCreate()
+)
+spark.sparkContext.setLogLevel("ERROR")
+
+from torch import nn
+
+from sparkhvd import TorchEstimator, TorchModel
+
+def daemon(_):
+    import os, sys
+    from pathlib import Path
+
+    return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\\0")[2].decode(), "torch" in sys.modules
+
+assert spark.sparkContext.range(4, numSlices=2).map(daemon).distinct().collect() == [("sparkhvd.python_daemon", True)]
+df = spark.range(101, numPartitions=2).selectExpr("float(id) as a", "float(id % 3) as b", "float(id) as y")
+module = nn.Linear(2, 1)
+rows = TorchModel(model=module, feature_cols=["a", "b"], label_cols=["y"]).transform(df).collect()
+with torch.no_grad():
+    expected = module(torch.tensor([[row.a, row.b] for row in rows]))[:, 0]
+np.testing.assert_allclose([row.y__output for row in rows], expected, rtol=1e-6)
+doubled = df.mapInPandas(lambda tables: (2 * table[["a"]] for table in tables), "a float")
+assert doubled.agg({"a": "sum"}).first()[0] == 2 * df.agg({"a": "sum"}).first()[0]
+fitted = TorchEstimator(
+    model=module, optimizer=torch.optim.Adam, loss=nn.MSELoss(), feature_cols=["a", "b"], label_cols=["y"],
+    batch_size=8, epochs=2, num_proc=2, verbose=0,
+).fit(df)
+assert len(fitted.history) == 2
+assert fitted.transform(df).count() == 101
+spark.stop()
+print("done")
+"""
+
+
+@pytest.mark.spark
+def test_session_behind_the_daemon_transforms_and_fits(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "done"
+
+
 @pytest.mark.parametrize(
     "torch", ["", STARTS_THREAD, WITHOUT_PROC], ids=["torch", "thread", "without /proc"]
 )
