@@ -46,6 +46,8 @@ TARGETS = {
     "transform, later": (0.0, 0.6),
     "cross-validation": (0.0, 8.0),
 }
+# MiB of the idle zygote after the fits.
+RESIDENT, PRIVATE = "zygote, resident", "zygote, private"
 # Between two looks at the processes.
 PERIOD_S = 0.02
 BAR = 60
@@ -103,6 +105,20 @@ def label(words: str, name: str) -> str:
         if part in words:
             return meaning
     return name
+
+
+def zygote_mib(path: Path) -> tuple[float, float]:
+    """Read the resident and private memory of the zygote in a control group, in MiB; 0 without a zygote."""
+    for pid in map(int, (path / "cgroup.procs").read_text().split()):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+            comm = Path(f"/proc/{pid}/comm").read_text().strip()
+            if label(words, comm) != "zygote":
+                continue
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+            kib = {name: int(size.split()[0]) for name, size in (x.split(":") for x in lines)}
+            return kib["Rss"] / 1024, (kib["Private_Clean"] + kib["Private_Dirty"]) / 1024
+    return 0.0, 0.0
 
 
 def bar(first: float, last: float, whole: float) -> str:
@@ -198,7 +214,8 @@ def one_session(what: str) -> tuple[dict[str, float], list[Any]]:
             "transform, later": min(fit["transform"] for fit in others),
             "cross-validation": seconds_of(lambda: cross_validate(spark, small)),
         }
-        return found, waterfall
+        resident, private = zygote_mib(path_of_group)
+        return {**found, RESIDENT: resident, PRIVATE: private}, waterfall
 
 
 def new_session(what: str, nursery: str) -> tuple[dict[str, float], list[Any]]:
@@ -245,6 +262,7 @@ def main() -> None:
                 found[nursery].setdefault(name, []).append(value)
             if nursery == "1" and waterfall:
                 waterfalls.append((seconds["fit, first"], waterfall))
+    memory = [statistics.median(found["1"].pop(name)) for name in (RESIDENT, PRIVATE)]
     imported = statistics.median(found["1"][IMPORT])
     lines: list[list[Any]] = []
     for name, values in found["1"].items():
@@ -274,7 +292,8 @@ def main() -> None:
     report.note(
         f"Median (smallest to largest) of {options.rounds} new drivers. fit: 200,000 rows x 32, 3 epochs, 2 ranks, the better of a "
         "session's two later ones; cross-validation: 20,000 rows, 3 folds x 2 maps, and the best one again. "
-        "A bar is the time from the first to the last sight of a process, also while it waits."
+        "A bar is the time from the first to the last sight of a process, also while it waits. "
+        f"The idle zygote has {memory[0]:,.0f} MiB resident, of which {memory[1]:,.0f} are private."
     )
     report.finish("benchmarks/sessions.py", write=options.write, json_path=options.json)
 
