@@ -22,7 +22,7 @@ _MODULES = ("torch", "pyspark.worker", "sparkhvd.estimator.transform.worker")
 def main() -> None:
     """Import what workers need, then do what pyspark's daemon does."""
     # pyarrow would start a thread of jemalloc, which it does not use by default.
-    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # noqa: TID251
     can_fork = False
     with contextlib.suppress(Exception):  # other workers need no working torch
         for name in _MODULES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -415,6 +416,22 @@ _DENSE = 1
 def vector_columns(schema: StructType) -> tuple[bool, ...]:
     """For each column of a Spark schema, whether it has ML vectors."""
     return tuple(type(field.dataType).__name__ == "VectorUDT" for field in schema.fields)
+
+
+# A name that Spark finds without quotes.
+_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def plain_names(names: Sequence[str], is_vector: Sequence[bool]) -> list[str]:
+    """Choose names of a DataFrame's columns that Spark finds without quotes, and that `split_vectors` can extend.
+
+    They are the given names if these are plain and unique and there are no vectors, because a rename of 10,000 columns takes
+    seconds. Otherwise they are c0, c1, and so on.
+    """
+    is_unique = len({name.lower() for name in names}) == len(names)
+    if is_unique and not any(is_vector) and all(map(_PLAIN_NAME.fullmatch, names)):
+        return [*names]
+    return [f"c{i}" for i in range(len(names))]
 
 
 def split_vectors(df: DataFrame, is_vector: Sequence[bool]) -> DataFrame:

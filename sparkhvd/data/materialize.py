@@ -18,6 +18,7 @@ from sparkhvd.data.arrow_limits import bounded_batches
 from sparkhvd.data.arrow_types import (
     join_vectors,
     numpy_to_array,
+    plain_names,
     split_vectors,
     text_to_array,
     vector_columns,
@@ -112,26 +113,31 @@ def materialize(
                 store.delete(data_dir)
 
 
+# Column of a row's position, with a dot that no plain name has.
+_PLACE = "`row.place`"
+
+
 def _select(df: DataFrame, schema: DataSchema, num_partitions: int | None) -> DataFrame:
-    """Select the columns of the schema, renamed by position, because names with dots or capitals cause errors.
+    """Select the columns of the schema, under plain names.
 
     Rows of a group become neighbours in their original order.
     """
     names = df.columns
-    plain = {name: f"c{i}" for i, name in reversed([*enumerate(names)])}
-    renamed = df.toDF(*[f"c{i}" for i in range(len(names))])
+    plain = plain_names(names, vector_columns(df.schema))
+    rows = df if plain == names else df.toDF(*plain)
+    by_name = dict(reversed([*zip(names, plain, strict=True)]))
     if schema.group is not None:
-        group = plain[schema.group.name]
+        group = by_name[schema.group.name]
         by = [group] if num_partitions is None else [num_partitions, group]
         # Without a position column, the order of rows in a group would change with each computation.
-        placed = renamed.selectExpr("*", "monotonically_increasing_id() AS place")
-        renamed = placed.repartition(*by).sortWithinPartitions(group, "place")
+        placed = rows.selectExpr("*", f"monotonically_increasing_id() AS {_PLACE}")
+        rows = placed.repartition(*by).sortWithinPartitions(group, _PLACE)
     elif num_partitions is None and has_small_partitions(df):
         # Spark may join partitions in any order, so the position restores the order of the rows.
-        placed = renamed.selectExpr("*", "monotonically_increasing_id() AS place")
-        renamed = placed.coalesce(1).sortWithinPartitions("place")
+        placed = rows.selectExpr("*", f"monotonically_increasing_id() AS {_PLACE}")
+        rows = placed.coalesce(1).sortWithinPartitions(_PLACE)
     # Column names as text cost the driver a tenth of the time of Column objects.
-    return renamed.selectExpr(*[plain[c.name] for c in schema.columns])
+    return rows.selectExpr(*[f"`{by_name[c.name]}`" for c in schema.columns])
 
 
 @dataclass(frozen=True)

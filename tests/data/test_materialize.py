@@ -192,7 +192,9 @@ def test_empty_partitions_write_no_file(spark: SparkSession, store: Store) -> No
 def test_rows_of_a_group_are_written_consecutively_in_order(
     spark: SparkSession, store: Store
 ) -> None:
-    df = spark.range(0, 60, 1, 5).selectExpr("id", "1 AS label", "concat('q', id % 7) AS q")
+    # The position of a row in its group has a name of its own.
+    columns = ("id", "1 AS label", "concat('q', id % 7) AS q", "-id AS place")
+    df = spark.range(0, 60, 1, 5).selectExpr(*columns)
     schema = schema_of(df, ["id"], group_col="q")
     manifest = materialize(df, schema, store, DATA_DIR, num_partitions=2)
     assert manifest.schema == schema

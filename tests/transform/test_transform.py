@@ -27,6 +27,7 @@ from pyspark.sql.types import (
 from torch import nn
 
 from sparkhvd import InvalidArgumentError, TorchModel
+from sparkhvd.data.arrow_types import plain_names
 from tests.estimator.fits import fitted, mlp
 
 if TYPE_CHECKING:
@@ -166,6 +167,40 @@ def test_column_names_with_dots_and_duplicates_are_allowed(df: DataFrame) -> Non
     assert tuple(found.first())[1:4] == (1, 2, 3)
     renamed = df.selectExpr("x AS `x.y`")
     assert model.copy().setFeatureCols(["x.y"]).transform(renamed).count() == df.count()
+
+
+def test_plain_columns_are_sent_under_their_own_names(spark: SparkSession) -> None:
+    net = nn.Linear(2, 1)
+    model = TorchModel(model=net, feature_cols=["select", "place"], label_cols=["from"])
+    names = ["select", "place", "Order", "_x1"]
+    df = spark.range(20).selectExpr(
+        "float(id) AS `select`", "float(id % 3) AS place", "string(id) AS Order", "id AS _x1"
+    )
+    assert plain_names(names, [False] * 4) == names
+    rows = model.transform(df).collect()
+    assert list(rows[0].asDict()) == [*names, "from__output"]
+    with torch.no_grad():
+        expected = net(torch.tensor([[row["select"], row.place] for row in rows]))[:, 0]
+    np.testing.assert_allclose([row["from__output"] for row in rows], expected, rtol=1e-6)
+    assert [(row.Order, row._x1) for row in rows] == [(str(i), i) for i in range(20)]
+    assert model.transform(df).filter("place = 1").count() == 7
+
+
+@pytest.mark.parametrize(
+    ("names", "is_vector"),
+    [
+        (["a", "A"], [False] * 2),
+        (["a.b"], [False]),
+        (["a", "a"], [False] * 2),
+        (["a b"], [False]),
+        (["v"], [True]),
+        (["\u00e4"], [False]),
+    ],
+)
+def test_other_columns_are_sent_under_numbered_names(
+    names: list[str], is_vector: list[bool]
+) -> None:
+    assert plain_names(names, is_vector) == [f"c{i}" for i in range(len(names))]
 
 
 def test_returned_module_is_a_copy_in_eval_mode(df: DataFrame) -> None:

@@ -9,7 +9,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import DoubleType, StructField, StructType
 
 from sparkhvd import as_horovod
-from sparkhvd.data.arrow_types import split_vectors, vector_columns
+from sparkhvd.data.arrow_types import plain_names, split_vectors, vector_columns
 from sparkhvd.estimator.transform.worker import Output, PredictSpec
 from sparkhvd.runner.gpu.decide import profile_to_share_gpus
 from sparkhvd.runner.protocol import dumps, kept_carried
@@ -35,22 +35,23 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
         *df.schema.fields,
         *(_field(output, nullable=spec.functions.skips) for output in spec.outputs),
     ]
-    # Columns get plain names, because Spark looks them up by name and fails on dots and duplicate names.
-    plain = [f"c{i}" for i in range(len(fields))]
+    names = [f.name for f in fields]
+    plain = plain_names(names, is_vector)
     schema = StructType(
         [
             StructField(name, f.dataType, f.nullable, f.metadata)
             for name, f in zip(plain, fields, strict=True)
         ]
     )
-    sent: DataFrame = split_vectors(df.toDF(*plain[: len(df.columns)]), is_vector)
+    sent = df if plain == names else df.toDF(*plain[: len(df.columns)])
+    sent = split_vectors(sent, is_vector)
     task = _task(carried, is_vector)
     profile = None if spec.use_gpu is False else profile_to_share_gpus(shim)
     if profile is None:  # pyspark before 4.0 does not have the argument `profile`
         computed = sent.mapInArrow(task, schema)
     else:
         computed = sent.mapInArrow(task, schema, profile=profile)
-    return computed.toDF(*[f.name for f in fields])
+    return computed if plain == names else computed.toDF(*names)
 
 
 def _field(output: Output, *, nullable: bool) -> StructField:
