@@ -1,8 +1,10 @@
-"""Messages about tables with 10,000 columns show the first names, and stay short."""
+"""Tables with 10,000 columns: messages stay short, and columns are found without a search."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,3 +134,19 @@ def test_reprs_of_ten_thousand_columns_are_short() -> None:
     assert len(repr(model())) < 2_000
     arguments = tuple(Argument(None, (name,), "float32", None, is_joined=False) for name in NAMES)
     assert len(InputBinding(arguments).describe()) < 2_000
+
+
+def test_columns_are_found_by_name_without_a_search() -> None:
+    schema = DataSchema(
+        COLUMNS, (Column("y", "scalar", "float32", (), "double", "float32"), COLUMNS[7])
+    )
+    size = len(pickle.dumps(schema))
+    assert schema.columns is schema.columns
+    assert len(schema.columns) == NUMBER + 1
+    assert all(schema.column(name) is column for name, column in zip(NAMES, COLUMNS, strict=True))
+    assert schema.column("y") is schema.labels[0]
+    assert len(pickle.dumps(schema)) == size  # what is cached is not sent to ranks
+    again = pickle.loads(pickle.dumps(schema))
+    assert again == schema
+    assert again.column(NAMES[-1]) == COLUMNS[-1]
+    assert replace(schema, labels=()).columns == COLUMNS

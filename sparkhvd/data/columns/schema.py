@@ -9,7 +9,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -178,7 +178,10 @@ class DataSchema:
     validation: Column | None = None
     group: Column | None = None
 
-    @property
+    def __getstate__(self) -> dict[str, object]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # without what is cached
+
+    @functools.cached_property
     def columns(self) -> tuple[Column, ...]:
         """Every stored column: features, labels, sample weight, validation, group."""
         single = (self.sample_weight, self.validation, self.group)
@@ -187,15 +190,18 @@ class DataSchema:
         labels = [c for c in self.labels if c.name not in stored]
         return (*self.features, *labels, *extra)
 
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Column]:
+        return {column.name: column for column in reversed(self.columns)}
+
     @property
     def row_bytes(self) -> int:
         """Bytes per row in the packed files."""
         return sum(c.row_bytes for c in self.columns)
 
     def column(self, name: str) -> Column:
-        for column in self.columns:
-            if column.name == name:
-                return column
+        if (column := self._by_name.get(name)) is not None:
+            return column
         raise InvalidArgumentError(
             f"Column {name!r} is not part of the data, which have: "
             f"{listed(repr(c.name) for c in self.columns)}."
