@@ -114,7 +114,7 @@ def main() -> None:
             mib = [
                 pages * os.sysconf("SC_PAGE_SIZE") / 2**20 for pages in (memory.jvm, memory.python)
             ]
-            sizes = [f"{size:,.0f}" for size in mib]
+            sizes = [f"{size:,.0f}" if size else "" for size in mib]
             rows.append([name, f"{seconds[name]:.2f}", f"{spent:.2f}", *sizes, targets])
             return result
 
