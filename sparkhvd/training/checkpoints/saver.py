@@ -1,11 +1,12 @@
 """Writing of checkpoints while training continues.
 
 Threads: rank 0 starts a background thread for each write, and only one runs at a time. Training waits for the copy of
-    the
-state, not for the store. Ownership: the thread owns its copy and the run's checkpoint folder. Shutdown: the end of the
-block waits for the current write, also after an error, so that no checkpoint is lost. If the store hangs, the wait ends
-after `WRITE_LIMIT_S`. After an error it also writes the copy of the best epoch, if that is not written yet, and waits
-`_BEST_LIMIT_S` for it. The thread is a daemon, so it does not keep the process alive.
+the state, not for the store. Where records are appended to the metrics file, the training thread writes them, so a
+checkpoint of the thread refers to records that are in the file. Ownership: the thread owns its copy and the run's
+checkpoint folder. Shutdown: the end of the block waits for the current write, also after an error, so that no
+checkpoint is lost. If the store hangs, the wait ends after `WRITE_LIMIT_S`. After an error it also writes the copy of
+the best epoch, if that is not written yet, and waits `_BEST_LIMIT_S` for it. The thread is a daemon, so it does not
+keep the process alive.
 """
 
 from __future__ import annotations
