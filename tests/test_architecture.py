@@ -28,6 +28,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Files that read or write the environment, and why. Only settings.py reads settings.
 ENVIRONMENT = {
+    "sparkhvd/python_daemon.py": "jemalloc's own, before pyarrow loads it",
     "sparkhvd/as_horovod.py": "whether processes have the name horovod, for those that this one starts",
     "sparkhvd/import_path/horovod.py": "whether this process has the name horovod",
     "sparkhvd/torch/context.py": "Horovod's variables of a rank's place, for what reads them",
@@ -137,7 +138,7 @@ LAZY_PACKAGES = {
     "tensorboard": (1, "optional: a logger"),
     "yaml": (1, "optional: sparkhvdrun --config-file"),
     "torch": (
-        3,
+        2,
         "readers of NumPy arrays start without it, compilers are slow to load, and executors may lack it",
     ),
 }

@@ -16,6 +16,7 @@ from sparkhvd.engine.calls import Reduction
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.errors import CollectiveError
+from sparkhvd.rendezvous.rendezvous import SocketRendezvous
 from tests.engine.arrays import allreduce, start_allreduce, view
 from tests.harness.rank_process import Talk
 from tests.harness.waiting import wait_until
@@ -24,6 +25,14 @@ from tests.harness.waiting import wait_until
 def add(engine: Engine, talk: Talk) -> Any:
     """Run one allreduce."""
     return allreduce(engine, "x", np.full(3, engine.rank + 1.0)).tolist()
+
+
+def add_without_rank_1(rendezvous: SocketRendezvous, talk: Talk) -> Any:
+    """Rank 1 dies before it connects. The other ranks run an allreduce."""
+    if rendezvous.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with Engine(rendezvous.connect(), rendezvous.settings) as engine:
+        return add(engine, talk)
 
 
 def poll_in_opposite_orders(engine: Engine, talk: Talk) -> Any:
