@@ -211,8 +211,8 @@ def _permuted(
         parts: features in the order of the copies.
         repeats: number of copies per feature.
     """
-    names = [field.name for field in schema.fields]
-    read = {name: f"c{names.index(name)}" for name in {part.column for part in parts}}
+    places = {field.name: i for i, field in enumerate(schema.fields)}
+    read = {name: f"c{places[name]}" for name in {part.column for part in parts}}
     others = sampled.select(
         F.col("row").alias("other"), *(F.col(c).alias(f"o{c}") for c in read.values())
     )

@@ -125,7 +125,8 @@ def bind_module(
         sparse_cols=[] if options.sparse_cols is None and has_shapes else options.sparse_cols,
     ).features
     shapes = _row_shapes(options)
-    columns = tuple(_shaped(c, schema[c.name], shapes.get(c.name), options) for c in columns)
+    fields = {field.name: field for field in schema.fields}
+    columns = tuple(_shaped(c, fields[c.name], shapes.get(c.name), options) for c in columns)
     inputs = bind_inputs(
         fitted.module,
         DataSchema(columns, ()),
@@ -305,8 +306,9 @@ def match_columns(
         data_name=data_name,
     ).features
     matched = list(zip(columns, fitted.columns, strict=True))
+    fields = {field.name: field for field in schema.fields}
     for column, trained in matched:
-        _check_type(column, trained, schema[column.name])
+        _check_type(column, trained, fields[column.name])
     return tuple(
         replace(
             trained,
