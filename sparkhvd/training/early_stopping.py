@@ -1,6 +1,6 @@
 """Best epoch and early stopping, computed from the history.
 
-The history is equal on all ranks and part of every checkpoint, so all ranks decide alike, and so does a resumed run.
+The history is equal on all ranks and restored with every checkpoint, so all ranks decide alike, and so does a resumed run.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -36,7 +37,7 @@ from sparkhvd.training.checkpoints.resume import ResumePoint, TrainingState
 from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.rank_sync import seed_everything
 from sparkhvd.training.spec import TrainSpec
-from sparkhvd.training.types import History, Record, State, Stateful, TensorBatch, Value
+from sparkhvd.training.types import Record, State, Stateful, TensorBatch, Value
 from sparkhvd.training.user_code.callbacks import Context, TrainingClock
 from sparkhvd.training.user_code.transformations import Transformations
 from sparkhvd.training.user_step import batch_dtypes, batch_tensors
@@ -181,6 +182,7 @@ class TrainFnContext(Context):
         self._skips = False  # whether decoders may skip rows of batches
         self.val_loader = None
         self._history = history
+        self._views = [MappingProxyType(record) for record in history]
         self.start_epoch, self.start_step = len(history), position.step
         self._steps_done = position.step
         self.num_rows = self.num_global_rows = 0
@@ -213,9 +215,12 @@ class TrainFnContext(Context):
             self._began = time.monotonic() - self._rank_state["seconds"]
 
     @property
-    def history(self) -> History:
-        """Copies of the records so far, starting with the records of an interrupted run."""
-        return [dict(record) for record in self._history]
+    def history(self) -> tuple[Mapping[str, Value], ...]:
+        """The records so far, starting with the records of an interrupted run.
+
+        A change raises TypeError: give all numbers of an epoch to `log`.
+        """
+        return tuple(self._views)
 
     @property
     def loss_weight(self) -> float:
@@ -252,6 +257,7 @@ class TrainFnContext(Context):
         if isinstance(checked, str):
             raise InvalidArgumentError(checked)
         self._history.append(checked)
+        self._views.append(MappingProxyType(checked))
         self._profile.end_epoch(len(self._history), rows=self._rows, seconds=now - self._began)
         self._began, self._rows = now, 0
         self._is_saved = False

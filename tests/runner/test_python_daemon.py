@@ -49,9 +49,19 @@ def daemon(_):
     import os, sys
     from pathlib import Path
 
-    return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\\0")[2].decode(), "torch" in sys.modules
+    module = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\\0")[2].decode()
+    return module, {"torch", "sparkhvd.estimator.transform.worker", "numpy.random"} <= set(sys.modules)
+
+def draw(_):
+    import time
+    import numpy
+
+    time.sleep(1)  # so that each worker gets a row
+    yield float(numpy.random.rand())
 
 assert spark.sparkContext.range(4, numSlices=2).map(daemon).distinct().collect() == [("sparkhvd.python_daemon", True)]
+drawn = spark.sparkContext.range(2, numSlices=2).mapPartitions(draw).collect()
+assert len(set(drawn)) == 2, drawn
 df = spark.range(101, numPartitions=2).selectExpr("float(id) as a", "float(id % 3) as b", "float(id) as y")
 module = nn.Linear(2, 1)
 rows = TorchModel(model=module, feature_cols=["a", "b"], label_cols=["y"]).transform(df).collect()
@@ -73,10 +83,15 @@ print("done")
 
 @pytest.mark.spark
 def test_session_behind_the_daemon_transforms_and_fits(tmp_path: Path) -> None:
+    # Some versions of numpy and torch import numpy.random, whose state forks would share.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'sparkhvd.python_daemon' in sys.orig_argv:\n    import numpy.random\n"
+    )
+    path = f"{tmp_path}:{ROOT}"
     done = subprocess.run(
         [sys.executable, "-c", SESSION],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable},
+        env={**os.environ, "PYTHONPATH": path, "PYSPARK_PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=250,
@@ -87,13 +102,16 @@ def test_session_behind_the_daemon_transforms_and_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "torch", ["", STARTS_THREAD, WITHOUT_PROC], ids=["torch", "thread", "without /proc"]
+    ("torch", "threads"),
+    [("", "1"), (STARTS_THREAD, "1"), (WITHOUT_PROC, "1"), ("", "2")],
+    ids=["torch", "thread", "without /proc", "two CPUs per task"],
 )
 def test_spark_workers_fork_from_a_single_threaded_process_with_torch(
-    tmp_path: Path, torch: str
+    tmp_path: Path, torch: str, threads: str
 ) -> None:
-    """If torch has started a thread, or threads cannot be counted, pyspark's own daemon takes over."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    """If a thread has started, or threads cannot be counted, pyspark's own daemon takes over."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads}
+    can_fork = not torch and threads == "1"
     if torch:
         (tmp_path / "torch.py").write_text(torch)
         env["PYTHONPATH"] += f":{tmp_path}"
@@ -108,8 +126,8 @@ def test_spark_workers_fork_from_a_single_threaded_process_with_torch(
         assert 0 < port < 65536
         place = Path(f"/proc/{daemon.pid}")
         module = place.joinpath("cmdline").read_bytes().split(b"\0")[2]
-        assert module == (b"pyspark.daemon" if torch else b"sparkhvd.python_daemon")
+        assert module == (b"sparkhvd.python_daemon" if can_fork else b"pyspark.daemon")
         assert len(os.listdir(place / "task")) == 1
-        assert ("libtorch" in place.joinpath("maps").read_text()) != bool(torch)
+        assert ("libtorch" in place.joinpath("maps").read_text()) == can_fork
         daemon.stdin.close()  # as Spark ends it
         daemon.wait(20)

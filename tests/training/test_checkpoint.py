@@ -492,12 +492,57 @@ def test_lost_records_cost_epochs_or_an_error_but_no_weights(store: Store) -> No
     checkpoints = Checkpoints(store, RUN)
     for epoch in (1, 2):  # the first contains its records
         store.delete(checkpoints.path(epoch))
-    with pytest.raises(InvalidArgumentError, match="metrics.jsonl does not hold the records"):
+    with pytest.raises(
+        InvalidArgumentError, match="metrics.jsonl does not hold the records"
+    ) as lost:
         checkpoints.latest()
-    newest = checkpoints.newest_whole()
+    assert "TorchModel.from_run(store, run_id) still returns the model." in str(lost.value)
+    with pytest.warns(UserWarning, match="epoch-4.pt.* The model has its weights but no history"):
+        newest = checkpoints.newest_whole()
     assert newest is not None
+    assert newest.history == []
     assert torch.equal(newest.model["weight"], checkpoint(4, 0).model["weight"])
     assert checkpoints.load_weights(checkpoints.path(3)).keys() == {"weight"}
+
+
+def test_suspended_writer_does_not_replace_the_records_of_a_later_fit(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspended, later = Checkpoints(store, RUN), Checkpoints(store, RUN)
+    history = [record(epoch, "first") for epoch in range(1, 5)]
+    for epoch in range(1, 4):
+        suspended.save(replace(checkpoint(epoch, 0), history=history[:epoch]))
+    check = suspended._check_writer
+    repeated = [*history[:3], *(record(epoch, "later") for epoch in range(4, 7))]
+
+    def stop_after_check() -> None:
+        check()
+        monkeypatch.setattr(suspended, "_check_writer", check)
+        found = later.latest()
+        assert found is not None
+        for epoch in range(4, 7):
+            later.save(replace(checkpoint(epoch, 0), history=repeated[:epoch]))
+
+    monkeypatch.setattr(suspended, "_check_writer", stop_after_check)
+    with pytest.raises(InvalidArgumentError, match="Another fit with the same run_id"):
+        suspended.write_history(history)
+    found = Checkpoints(store, RUN).latest()
+    assert found is not None
+    assert (found.position, found.history) == ((6, 0), repeated)
+
+
+def test_checkpoint_on_a_fuse_mount_contains_its_records(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkhvd.training.checkpoints.files.is_sequential", lambda path: True)
+    checkpoints = Checkpoints(store, RUN)
+    for epoch in range(1, 5):
+        checkpoints.save(checkpoint(epoch, 0))
+    assert checkpoints.is_appended
+    store.delete(f"{RUN}/metrics.jsonl")
+    found = Checkpoints(store, RUN).latest()
+    assert found is not None
+    assert (found.position, found.history) == ((4, 0), checkpoint(4, 0).history)
 
 
 def test_checkpoint_of_an_earlier_version_holds_its_records(store: Store) -> None:

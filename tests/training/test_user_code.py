@@ -510,6 +510,9 @@ def test_the_best_epoch_of_train_fn_is_a_saved_epoch(
                 ctx.backward(loss)
                 ctx.optimizer.step()
             ctx.log({"val_loss": values[epoch], "weight": float(ctx.model[0].weight[0, 0])})
+            assert len(ctx.history) == epoch + 1
+            with pytest.raises(TypeError):  # the checkpoint would not have it
+                ctx.history[-1]["mine"] = 1.0
             if epoch % 2:
                 ctx.save_checkpoint()
             if stop[0] is not None and epoch + 1 > stop[0]:

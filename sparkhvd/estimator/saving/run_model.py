@@ -166,7 +166,7 @@ class _RunDecoder(Decoder):
                 )
             checkpoint = newest
             self.position = checkpoint.position
-            self.history = checkpoint.history or self._records()[: checkpoint.epoch]
+            self.history = checkpoint.history
         self.result = checkpoint.result
         tensors = self.result.model.items()
         return {name: value for name, value in tensors if isinstance(value, Tensor)}

@@ -36,6 +36,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
+from sparkhvd.data.store.addresses import is_sequential
 from sparkhvd.data.store.locks import dump_sealed, position_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError
@@ -82,7 +83,8 @@ class Checkpoints:
         self._prefixes = _Prefixes()
         # Whether records are appended to the file; object stores and some mounts cannot append.
         self.is_appended = store.local_path(self._metrics) is not None
-        self._has_appended = False
+        # Whether checkpoints may name their records in the metrics file; False until an append has succeeded.
+        self._may_refer = False
         # Message about files that `latest` skipped, and about the training that is repeated for this reason; or "".
         self.warning = ""
 
@@ -212,11 +214,13 @@ class Checkpoints:
                         if file.seek(0, os.SEEK_END) == self._prefixes.num_bytes:
                             file.write(b"".join(added))
                             self._prefixes.add(added)
-                            self._has_appended = True
+                            self._may_refer = self._may_refer or not is_sequential(file.name)
                             return
                 except OSError:
                     # The mount cannot append, or the disk is full; the write below reports a full disk.
-                    self.is_appended = self._has_appended = False
+                    self.is_appended = self._may_refer = False
+                # This process may have been suspended since the last check, while a later fit wrote.
+                self._check_writer()
             lines = _lines(history)
             self._store.write_bytes(self._metrics, b"".join(lines))
             self._prefixes = _Prefixes()
@@ -225,11 +229,11 @@ class Checkpoints:
     def _history_file(self, num_records: int) -> HistoryFile | None:
         """The part of the metrics file with this number of records, or None if a checkpoint must contain them.
 
-        It must contain them until an append has succeeded, because a mount without appends may also replace a file in
-        several steps.
+        It must contain them on a mount that may replace the metrics file in several steps, such as FUSE, and until an
+        append has succeeded.
         """
         with self._lock:
-            return self._prefixes.of(num_records) if self._has_appended else None
+            return self._prefixes.of(num_records) if self._may_refer else None
 
     def write_profile(self, state: Mapping[str, Any]) -> None:
         """Write the times of the epochs."""
@@ -264,6 +268,7 @@ class Checkpoints:
         if newest is None:
             return None
         damaged, gone = [], []
+        advice = ""
         # Skip files later than the pointer, because their writer did not finish.
         for position in sorted({p for p in positions if p <= newest} | {newest}, reverse=True):
             try:
@@ -272,6 +277,8 @@ class Checkpoints:
                 gone.append(f"{self._store.full_url(self.path(*position))} is not there.")
             except DamagedError as e:
                 damaged.append(str(e))
+                if isinstance(e, _RecordsLostError):
+                    advice = "TorchModel.from_run(store, run_id) still returns the model. "
             else:
                 self._resumed = position
                 self._warn([*gone, *damaged], position, newest)
@@ -279,7 +286,7 @@ class Checkpoints:
         # Raise only if there is a pointer. Without it no checkpoint was ever finished, and the run begins anew.
         if damaged and self._store.exists(f"{self._folder}/latest.json"):
             raise InvalidArgumentError(
-                f"{' '.join(damaged)} No checkpoint of this run is intact. Restore the files from a copy. Or delete the "
+                f"{' '.join(damaged)} No checkpoint of this run is intact. {advice}Restore the files from a copy. Or delete the "
                 "checkpoints; then a fit with this run_id trains from the beginning."
             )
         self._warn([*gone, *damaged], None, newest)
@@ -322,14 +329,19 @@ class Checkpoints:
         return self._load_or_advise(path, is_mapped=True)
 
     def newest_whole(self) -> Checkpoint | None:
-        """Load the newest complete checkpoint, perhaps without its history, or return None without a checkpoint.
+        """Load the newest complete checkpoint, or return None without a checkpoint.
 
-        All tensors except the model's stay in the file.
+        All tensors except the model's stay in the file. If its history is lost, a warning says so.
         """
         position = self._newest_whole()
         if position is None:
             return None
-        return self._load_or_advise(self.path(*position), is_mapped=True)
+        checkpoint = self._load_or_advise(self.path(*position), is_mapped=True)
+        try:
+            return self._with_history(checkpoint)
+        except DamagedError as e:
+            warnings.warn(f"{e} The model has its weights but no history.", stacklevel=5)
+            return checkpoint
 
     def _load_or_advise(self, path: str, *, is_mapped: bool = False) -> Checkpoint:
         try:
@@ -361,7 +373,7 @@ class Checkpoints:
             lines = self._store.read_bytes(self._metrics)[: part["bytes"]]
         if hashlib.sha256(lines).hexdigest() != part["sha256"]:
             name = self.path(*checkpoint.position).rpartition("/")[2]
-            raise DamagedError(
+            raise _RecordsLostError(
                 f"{self._store.full_url(self._metrics)} does not hold the records of {name}: it was changed or deleted."
             )
         return replace(checkpoint, history=_records(lines), history_file=None)
@@ -428,6 +440,10 @@ class Checkpoints:
     def _positions(self) -> set[Position]:
         matches = (_NAME.fullmatch(p.rpartition("/")[2]) for p in self._store.list(self._folder))
         return {(int(m[1]), int(m[2] or 0)) for m in matches if m}
+
+
+class _RecordsLostError(DamagedError):
+    """Raised if the metrics file does not hold the records of a whole checkpoint."""
 
 
 @dataclass(frozen=True)
