@@ -268,7 +268,6 @@ class Checkpoints:
         if newest is None:
             return None
         damaged, gone = [], []
-        advice = ""
         # Skip files later than the pointer, because their writer did not finish.
         for position in sorted({p for p in positions if p <= newest} | {newest}, reverse=True):
             try:
@@ -277,8 +276,6 @@ class Checkpoints:
                 gone.append(f"{self._store.full_url(self.path(*position))} is not there.")
             except DamagedError as e:
                 damaged.append(str(e))
-                if isinstance(e, _RecordsLostError):
-                    advice = "TorchModel.from_run(store, run_id) still returns the model. "
             else:
                 self._resumed = position
                 self._warn([*gone, *damaged], position, newest)
@@ -286,7 +283,7 @@ class Checkpoints:
         # Raise only if there is a pointer. Without it no checkpoint was ever finished, and the run begins anew.
         if damaged and self._store.exists(f"{self._folder}/latest.json"):
             raise InvalidArgumentError(
-                f"{' '.join(damaged)} No checkpoint of this run is intact. {advice}Restore the files from a copy. Or delete the "
+                f"{' '.join(damaged)} No checkpoint of this run is intact. Restore the files from a copy. Or delete the "
                 "checkpoints; then a fit with this run_id trains from the beginning."
             )
         self._warn([*gone, *damaged], None, newest)
@@ -340,7 +337,7 @@ class Checkpoints:
         try:
             return self._with_history(checkpoint)
         except DamagedError as e:
-            warnings.warn(f"{e} The model has its weights but no history.", stacklevel=5)
+            warnings.warn(str(e), stacklevel=5)
             return checkpoint
 
     def _load_or_advise(self, path: str, *, is_mapped: bool = False) -> Checkpoint:
@@ -373,8 +370,9 @@ class Checkpoints:
             lines = self._store.read_bytes(self._metrics)[: part["bytes"]]
         if hashlib.sha256(lines).hexdigest() != part["sha256"]:
             name = self.path(*checkpoint.position).rpartition("/")[2]
-            raise _RecordsLostError(
-                f"{self._store.full_url(self._metrics)} does not hold the records of {name}: it was changed or deleted."
+            raise DamagedError(
+                f"{self._store.full_url(self._metrics)} does not hold the records of {name}: it was changed or deleted. "
+                "TorchModel.from_run(store, run_id) still returns the model, without its history."
             )
         return replace(checkpoint, history=_records(lines), history_file=None)
 
@@ -440,10 +438,6 @@ class Checkpoints:
     def _positions(self) -> set[Position]:
         matches = (_NAME.fullmatch(p.rpartition("/")[2]) for p in self._store.list(self._folder))
         return {(int(m[1]), int(m[2] or 0)) for m in matches if m}
-
-
-class _RecordsLostError(DamagedError):
-    """Raised if the metrics file does not hold the records of a whole checkpoint."""
 
 
 @dataclass(frozen=True)
