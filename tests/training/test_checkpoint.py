@@ -533,6 +533,23 @@ def test_suspended_writer_does_not_replace_the_records_of_a_later_fit(
     assert (found.position, found.history) == ((6, 0), repeated)
 
 
+def test_records_of_a_failed_write_are_written_by_the_next(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(store, RUN)
+    for epoch in (1, 2):
+        checkpoints.save(checkpoint(epoch, 0))
+    path = Path(store.local_path(f"{RUN}/metrics.jsonl") or "")
+    path.write_bytes(path.read_bytes() + b"x")  # so that the next write replaces the file
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write_bytes", lambda *_: (_ for _ in ()).throw(StoreError("full")))
+        with pytest.raises(StoreError, match="full"):
+            checkpoints.write_history(checkpoint(3, 0).history)
+    checkpoints.save(checkpoint(4, 0))
+    assert checkpoints.history() == checkpoint(4, 0).history
+    assert Checkpoints(store, RUN).load(4).history == checkpoint(4, 0).history
+
+
 def test_checkpoint_on_a_fuse_mount_contains_its_records(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

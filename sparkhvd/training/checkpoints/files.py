@@ -222,7 +222,11 @@ class Checkpoints:
                 # This process may have been suspended since the last check, while a later fit wrote.
                 self._check_writer()
             lines = _lines(history)
-            self._store.write_bytes(self._metrics, b"".join(lines))
+            try:
+                self._store.write_bytes(self._metrics, b"".join(lines))
+            except BaseException:
+                self._num_written = None  # the next write replaces the file again
+                raise
             self._prefixes = _Prefixes()
             self._prefixes.add(lines)
 
